@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.compression import Compression, header_bytes
+from vllm_weir.schema.compression import Compression, header_bytes, header_shape
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -30,6 +30,7 @@ DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
     "int32": torch.int32,
     "uint8": torch.uint8,
     "float8_e4m3fn": FP8,
@@ -135,16 +136,24 @@ def decode(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
         header: how to read them, from `Activations.compressed`, a dataset, or `Compression.header`.
 
     Returns:
-        float32 [..., d_model] on the records' device. For rp8 it is the least-squares estimate: the
-        shortest row with that projection, which has about ``k / d_model`` of the energy. For inner
-        products use `project`.
+        float32 [..., d_model] on the records' device; [..., *shape] if the header has a shape, and
+        int64 for integers. For rp8 it is the least-squares estimate: the shortest row with that
+        projection, which has about ``k / d_model`` of the energy. For inner products use `project`.
 
     Raises:
         WeirError: if the records do not fit their header.
     """
+    rows = _decoded(records, header)
+    shape = header_shape(header)
+    return rows if len(shape) == 1 else rows.unflatten(-1, shape)
+
+
+def _decoded(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
+    """Return the rows [..., d_model] of `decode`."""
     method, parts = _split(records, header)
     if method in ("none", "fp16"):
-        return parts["values"].float()
+        values = parts["values"]
+        return values.float() if values.is_floating_point() else values
     if method == "fp8":
         return parts["values"].float() * parts["scale"]
     values = parts["codes"].float() * parts["scale"] + parts["zero"]

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.fields import refuse_unknown_keys, set_fields
+from vllm_weir.schema.row_shapes import RowShape
 
 FORMAT = "weir-activations"
 VERSION = 1
 METHODS = ("none", "rp8", "full8", "topk8", "fp16", "fp8")
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint8": 1, "float8_e4m3fn": 1}
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1, "float8_e4m3fn": 1}
 ROW_DTYPES = ("float32", "float16", "bfloat16")
+EXACT_DTYPES = ("int64",)
+"""Dtypes of rows that are stored as they are, whatever the compression."""
+STORED_DTYPES = (*ROW_DTYPES, *EXACT_DTYPES)
+"""Dtypes of uncompressed rows."""
 RP_MIN, RP_MAX = 32, 512
 DEFAULT_K = 64
 MAX_WIDTH = 1 << 24
@@ -123,15 +129,21 @@ class Compression:
         dtype = "float32" if itemsize == 4 else "float16"
         return _end(self.fields(d_model, dtype))
 
-    def header(self, d_model: int, dtype: str) -> dict[str, Any]:
+    def header(self, d_model: int, dtype: str, shape: Sequence[int] = ()) -> dict[str, Any]:
         """Return the header, plain JSON data: all that is needed to unpack.
 
         Args:
             d_model: values in an original row.
-            dtype: of the original row: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+            dtype: of the original row: ``"float32"``, ``"float16"``, ``"bfloat16"``, or without
+                compression ``"int64"``.
+            shape: of an original row that has several dimensions, say [heads, d_head], which are
+                `d_model` values in all. The header of a row [d_model] has no shape.
         """
-        if dtype not in ROW_DTYPES:
-            raise WeirError(f"rows are {', '.join(ROW_DTYPES)}, not {brief(dtype)!r}", f"{self.path}.dtype")
+        dtypes = STORED_DTYPES if self.method == "none" else ROW_DTYPES
+        if dtype not in dtypes:
+            raise WeirError(f"rows are {', '.join(dtypes)}, not {brief(dtype)!r}", f"{self.path}.dtype")
+        fields = self.fields(d_model, dtype)
+        several = {} if tuple(shape) in ((), (d_model,)) else {"shape": _checked_shape(shape, d_model, self.path)}
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -140,8 +152,9 @@ class Compression:
             "seed": self.seed,
             "axis": "row",
             "d_model": d_model,
+            **several,
             "dtype": dtype,
-            "fields": self.fields(d_model, dtype),
+            "fields": fields,
         }
 
     @classmethod
@@ -157,7 +170,10 @@ class Compression:
                 f"{field}.version",
             )
         out = cls(header.get("method", ""), header.get("k"), header.get("seed", 0), path=field)
-        expected = out.header(header.get("d_model", 0), header.get("dtype", ""))
+        shape = header.get("shape", ())
+        if not isinstance(shape, (list, tuple)):
+            raise WeirError("shape is a list of ints", f"{field}.shape")
+        expected = out.header(header.get("d_model", 0), header.get("dtype", ""), shape)
         if _canonical(dict(header)) == _canonical(expected):
             return out
         for key in {*expected, *header}:
@@ -169,6 +185,23 @@ class Compression:
 def header_bytes(header: Mapping[str, Any]) -> int:
     """Return the bytes of one record, by its header."""
     return _end(header["fields"])
+
+
+def header_shape(header: Mapping[str, Any]) -> RowShape:
+    """Return the shape of one original row, by its header."""
+    return tuple(header.get("shape", (header["d_model"],)))
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Return the shape of a row in words, such as ``4096`` or ``32 x 128``."""
+    return " x ".join(map(str, shape))
+
+
+def _checked_shape(shape: Sequence[int], d_model: int, path: str) -> list[int]:
+    sizes = list(shape)
+    if len(sizes) < 2 or not all(_is_int(n) and n > 0 for n in sizes) or math.prod(sizes) != d_model:
+        raise WeirError(f"a shape {brief(sizes, 80)} does not have {d_model} values", f"{path}.shape")
+    return sizes
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,8 +13,9 @@ import torch
 
 from vllm_weir.codec import as_bytes, encode
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.compression import ROW_DTYPES, Compression, header_bytes
+from vllm_weir.schema.compression import EXACT_DTYPES, STORED_DTYPES, Compression, header_bytes
 from vllm_weir.schema.hooks import Site, normalise_hook
+from vllm_weir.schema.row_shapes import RowShape, row_width
 
 
 @dataclass(eq=False)
@@ -26,8 +27,8 @@ class Batch:
         hook, layer: The site.
         positions: int64 [n] (tensor, array or list); no position of a site may come twice.
         token_ids: int64 [n], the token at each position; -1 where unknown.
-        rows: Tensor [n, d], float32, float16 or bfloat16; with a header, records: uint8 [n,
-            record_bytes].
+        rows: Tensor [n, d], or [n, heads, d_head]: float32, float16 or bfloat16, or int64, which is
+            stored as it is; with a header, records: uint8 [n, record_bytes].
         header: What `Compression.header` returned, for records.
     """
 
@@ -78,24 +79,15 @@ def pack(batch: Batch, compression: Compression) -> CheckedBatch:
         raise WeirError("a layer is an int, counted from 0", "batch.layer")
     site = Site(normalise_hook(batch.hook, "batch.hook"), batch.layer)
     rows = batch.rows
-    if not isinstance(rows, torch.Tensor) or rows.ndim != 2:
-        raise WeirError("rows is a tensor [n, d]", "batch.rows")
+    if not isinstance(rows, torch.Tensor) or rows.ndim < 2 or (rows.ndim > 2 and batch.header is not None):
+        raise WeirError("rows is a tensor [n, d] or [n, heads, d_head], and records are [n, bytes]", "batch.rows")
     n = rows.shape[0]
     positions, token_ids = _ints(batch.positions, n, "batch.positions"), _ints(batch.token_ids, n, "batch.token_ids")
     ascending = bool((positions[1:] > positions[:-1]).all())
     if n and (positions[0] if ascending else positions.min()) < 0:
         raise WeirError("a position is never negative", "batch.positions")
     if batch.header is None:
-        dtype = _dtype_name(rows.dtype)
-        if dtype not in ROW_DTYPES:
-            raise WeirError(f"rows are {', '.join(ROW_DTYPES)}, got {dtype}; records need their header", "batch.rows")
-        header = _new_header(compression, rows.shape[1], dtype)
-        if compression.method != "none":
-            rows = encode(rows, compression)
-        elif rows.is_contiguous() and rows.numel():
-            rows = rows.view(torch.uint8)
-        else:
-            rows = as_bytes(rows)
+        rows, header = _packed_rows(rows, compression)
     else:
         header = header_text(batch.header)
         width = _record_bytes(header)
@@ -105,6 +97,20 @@ def pack(batch: Batch, compression: Compression) -> CheckedBatch:
             )
     records = rows.detach().cpu().contiguous().numpy()
     return CheckedBatch(batch.request_id, site, positions, token_ids, records, header, ascending)
+
+
+def _packed_rows(rows: torch.Tensor, compression: Compression) -> tuple[torch.Tensor, str]:
+    """Return rows [n, ...] as records, uint8 [n, record_bytes], and the header of these."""
+    dtype = _dtype_name(rows.dtype)
+    if dtype not in STORED_DTYPES:
+        raise WeirError(f"rows are {', '.join(STORED_DTYPES)}, got {dtype}; records need their header", "batch.rows")
+    if dtype in EXACT_DTYPES:
+        compression = Compression()
+    header = _new_header(compression, tuple(rows.shape[1:]), dtype)
+    rows = rows.flatten(1)
+    if compression.method != "none":
+        return encode(rows, compression), header
+    return (rows.view(torch.uint8) if rows.is_contiguous() and rows.numel() else as_bytes(rows)), header
 
 
 def check_id(request_id: object, field: str) -> None:
@@ -132,8 +138,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _new_header(compression: Compression, d_model: int, dtype: str) -> str:
-    return header_text(compression.header(d_model, dtype))
+def _new_header(compression: Compression, shape: RowShape, dtype: str) -> str:
+    return header_text(compression.header(row_width(shape), dtype, shape))
 
 
 @functools.lru_cache(maxsize=64)

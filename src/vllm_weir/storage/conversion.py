@@ -13,7 +13,7 @@ import torch
 from vllm_weir.codec import encode
 from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
-from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.compression import EXACT_DTYPES, Compression, header_shape
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.batch import Batch, header_text
 from vllm_weir.storage.dataset import ActivationDataset
@@ -47,7 +47,8 @@ def convert(
         source: What `load` takes, or a dataset.
         target: As `url` of `open_writer`.
         layout: As for `open_writer`.
-        compress: Compression of the target; None copies the records bit for bit.
+        compress: Compression of the target; None copies the records bit for bit. Integers are always
+            copied as they are.
         again: Allow compressing rows that are already compressed with loss.
         progress: Called with (rows done, rows in all) after every piece.
         **options: As for `open_writer`.
@@ -109,8 +110,9 @@ def _check_held(
     held_codes = [index.request_codes[request] for request in held if request in index.request_codes]
     held_runs = np.isin(index.run_request, held_codes)
     for block in np.unique(index.run_block[held_runs]).tolist():
-        found = Compression.from_header(index.blocks[block].header)
-        if found not in allowed:
+        header = index.blocks[block].header
+        found = Compression.from_header(header)
+        if found not in allowed and header["dtype"] not in EXACT_DTYPES:
             raise WeirError(
                 f"{target.url} holds requests of this dataset already, compressed by {found.method}; choose another "
                 "place, or the same compression",
@@ -187,6 +189,11 @@ def _copy_request(
             progress(rows_done)
 
 
+def _differs(wanted: Compression, header: dict[str, Any]) -> bool:
+    """Return whether records with this header have to be changed to be compressed as wanted."""
+    return header["dtype"] not in EXACT_DTYPES and wanted != Compression.from_header(header)
+
+
 def _copy_rows(
     dataset: ActivationDataset, code: int, site_runs: np.ndarray, row_runs: np.ndarray, row_ids: np.ndarray,
     writer: Writer, wanted: Compression | None,
@@ -198,10 +205,12 @@ def _copy_rows(
     for block, (chosen, records) in (index.gather(row_runs, row_ids) or {first: (row_runs, no_records)}).items():
         header: dict[str, Any] | None = index.blocks[block].header
         rows = torch.from_numpy(records)
-        if wanted is not None and wanted != Compression.from_header(header):
+        if wanted is not None and _differs(wanted, index.blocks[block].header):
             rows, header = dataset.decoded(rows, index.blocks[block]), None
             if wanted.method != "none":
-                header = wanted.header(rows.shape[1], str(rows.dtype).removeprefix("torch."))
+                rows = rows.flatten(1)
+                shape = header_shape(index.blocks[block].header)
+                header = wanted.header(rows.shape[1], str(rows.dtype).removeprefix("torch."), shape)
                 rows = encode(rows, wanted)
         writer.write(
             Batch(

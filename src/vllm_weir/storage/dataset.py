@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm_weir.codec import decode, project
 from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
+from vllm_weir.schema.compression import header_shape
 from vllm_weir.schema.hooks import Site, parse_site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.storage.batch import header_text
@@ -30,7 +31,7 @@ class DatasetRows:
     """Rows of one site, ordered by request (as in `ActivationDataset.requests`) and position.
 
     Attributes:
-        rows: Tensor [n, d].
+        rows: Tensor [n, d]; [n, heads, d_head] for points that have a row for each head.
         positions, token_ids: int64 [n]; token id -1 where it is unknown.
         request_index: int64 [n], index into `requests`.
         requests: The requests of the dataset.
@@ -133,9 +134,9 @@ class ActivationDataset(Mapping):
             positions: A selector, as for `Capture`. Those that count from the prompt's end need
                 ``prompt_tokens`` in the requests' metadata. Rows that are means or maxima over
                 positions cannot be selected by position.
-            space: ``"model"`` for decoded rows [n, d_model], float32 (uncompressed rows keep their
-                dtype); ``"projected"`` for the compressed space of rp8, [n, k], in which inner
-                products are estimates.
+            space: ``"model"`` for decoded rows [n, d_model] (or of the shape that they were written
+                in), float32 (uncompressed rows keep their dtype); ``"projected"`` for the
+                compressed space of rp8, [n, k], in which inner products are estimates.
 
         Raises:
             KeyError: For a site or a request that is not there.
@@ -165,7 +166,7 @@ class ActivationDataset(Mapping):
         return RowStream(self, site, **options)
 
     def read(self, row_runs: np.ndarray, row_ids: np.ndarray, space: str = "model") -> Tensor:
-        """Read and decode rows, named as by `Index.expand`: tensor [n, d], in that order."""
+        """Read and decode rows, named as by `Index.expand`: tensor [n, *shape], in that order."""
         _check_space(space)
         if not len(row_runs):
             return torch.zeros(0, 0)
@@ -176,31 +177,36 @@ class ActivationDataset(Mapping):
         if len(parts) == 1:
             return parts[0][1]
         dtype = parts[0][1].dtype if len({part.dtype for _, part in parts}) == 1 else torch.float32
-        if len({part.shape[1] for _, part in parts}) != 1:
-            raise self.index.width_error(row_runs, [(chosen, part.shape[1]) for chosen, part in parts])
-        rows = torch.empty(len(row_runs), parts[0][1].shape[1], dtype=dtype)
+        if len({part.shape[1:] for _, part in parts}) != 1:
+            raise self.index.width_error(row_runs, [(chosen, tuple(part.shape[1:])) for chosen, part in parts])
+        rows = torch.empty(len(row_runs), *parts[0][1].shape[1:], dtype=dtype)
         for chosen, part in parts:
             rows[torch.from_numpy(chosen)] = part.to(dtype)
         return rows
 
     @staticmethod
     def decoded(records: Tensor, block: RecordBlock) -> Tensor:
-        """Decode records of a block: float32, or the stored dtype if they are uncompressed."""
+        """Decode records of a block to rows [n, *shape].
+
+        They are float32, or of the stored dtype if they are uncompressed.
+        """
         if block.header["method"] == "none":
             if not len(records):  # numpy's empty arrays have no strides to view them by
                 records = records.new_zeros(records.shape)
-            return records.view(UNCOMPRESSED_DTYPES[block.header["dtype"]])
+            rows = records.view(UNCOMPRESSED_DTYPES[block.header["dtype"]])
+            return rows.view(len(rows), *header_shape(block.header))
         try:
             return decode(records, block.header)
         except WeirError as e:
             raise block.store.error(block.name, f"damaged: {e.message}") from None
 
     def no_rows(self, runs: np.ndarray, space: str) -> Tensor:
-        """Return an empty tensor [0, d] with the width and dtype of the rows of some runs."""
+        """Return an empty tensor [0, *shape] with the shape and dtype of the rows of some runs."""
         _check_space(space)
         blocks: dict[tuple, RecordBlock] = {}
         for block in (self.index.blocks[code] for code in np.unique(self.index.run_block[runs]).tolist()):
-            blocks.setdefault(tuple(block.header[name] for name in ("method", "dtype", "d_model", "k")), block)
+            kind = tuple(block.header[name] for name in ("method", "dtype", "k"))
+            blocks.setdefault((*kind, header_shape(block.header)), block)
         none = [(torch.zeros(0, block.width, dtype=torch.uint8), block) for block in blocks.values()]
         parts = [self.decoded(*one) if space == "model" else project(one[0], one[1].header) for one in none]
         return parts[0] if len({part.dtype for part in parts}) == 1 else parts[0].float()

@@ -14,11 +14,13 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
+from vllm_weir.schema.compression import STORED_DTYPES, shape_text
 from vllm_weir.schema.hooks import HOOKS, Site
+from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import RecordBlock, check_inside
 
-UNCOMPRESSED_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+UNCOMPRESSED_DTYPES = {name: getattr(torch, name) for name in STORED_DTYPES}
 """Dtypes of uncompressed rows, by their names in headers."""
 
 
@@ -157,20 +159,20 @@ class Index:
             damage = f"{row} does not match its checksum"
         return block.store.error(block.name, f"damaged: {damage}; restore the file from a copy")
 
-    def width_error(self, row_runs: np.ndarray, parts: Iterable[tuple[np.ndarray, int]]) -> WeirError:
-        """Return an error about rows of one site that differ in width.
+    def width_error(self, row_runs: np.ndarray, parts: Iterable[tuple[np.ndarray, RowShape]]) -> WeirError:
+        """Return an error about rows of one site that differ in shape.
 
         Args:
             row_runs: The run of each row.
-            parts: Indices into the rows, int64, and the width of those rows.
+            parts: Indices into the rows, int64, and the shape of each of those rows.
         """
-        requests_by_width: dict[int, set[int]] = {}
-        for chosen, width in parts:
-            requests_by_width.setdefault(width, set()).update(self.run_request[row_runs[chosen]].tolist())
+        requests_by_shape: dict[RowShape, set[int]] = {}
+        for chosen, shape in parts:
+            requests_by_shape.setdefault(shape, set()).update(self.run_request[row_runs[chosen]].tolist())
         listed = []
-        for width, requests in sorted(requests_by_width.items()):
+        for shape, requests in sorted(requests_by_shape.items()):
             more = f" and {len(requests) - 1:,} more" if len(requests) > 1 else ""
-            listed.append(f"{width} ({self.requests[min(requests)][:80]!r}{more})")
+            listed.append(f"{shape_text(shape)} ({self.requests[min(requests)][:80]!r}{more})")
         site = self.sites[int(self.run_site[row_runs[0]])]
         return WeirError(
             f"rows of {site} differ in width between requests: {', '.join(listed)}; read requests of one width at a "

@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from vllm_weir.errors import StoreError, WeirError
+from vllm_weir.schema.compression import ITEMSIZE, header_shape, shape_text
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.dataset import ActivationDataset
 from vllm_weir.storage.provenance import capture_notes, source_notes
@@ -29,7 +30,8 @@ class SiteStats:
     Attributes:
         hook, layer: The site.
         rows, requests: Rows of the site, and requests that have some.
-        d_model: Width of a row.
+        d_model: Values of a row.
+        shape: Its shape, say [heads, d_head].
         method, dtype: Compression, and the dtype of the rows before it.
         stored_bytes: Bytes of the records.
         sampled: Rows in the sample.
@@ -43,6 +45,7 @@ class SiteStats:
     rows: int
     requests: int
     d_model: int
+    shape: list[int]
     method: str
     dtype: str
     stored_bytes: int
@@ -107,7 +110,7 @@ def inspect(dataset: ActivationDataset, sample: int = 512, seed: int = 0) -> Dat
 
 
 def _raw_bytes(header: dict[str, Any]) -> int:
-    return header["d_model"] * (4 if header["dtype"] == "float32" else 2)
+    return header["d_model"] * ITEMSIZE[header["dtype"]]
 
 
 def _site_stats(
@@ -118,12 +121,12 @@ def _site_stats(
     row_runs, row_ids = index.expand(runs)
     empty: dict[str, Any] = {"d_model": 0, "method": "", "dtype": ""}
     header = index.blocks[index.run_block[runs[0]]].header if len(runs) else empty
-    same_width = len({index.blocks[b].header["d_model"] for b in np.unique(index.run_block[runs]).tolist()}) == 1
-    picked = np.random.default_rng(seed).permutation(len(row_runs))[: sample if same_width else 0]
+    same_shape = len({header_shape(index.blocks[b].header) for b in np.unique(index.run_block[runs]).tolist()}) == 1
+    picked = np.random.default_rng(seed).permutation(len(row_runs))[: sample if same_shape else 0]
     picked.sort()
     return SiteStats(
         hook=site.hook, layer=site.layer, rows=len(row_runs), requests=len(np.unique(index.run_request[runs])),
-        d_model=header["d_model"], method=header["method"], dtype=header["dtype"],
+        d_model=header["d_model"], shape=list(header_shape(header)), method=header["method"], dtype=header["dtype"],
         stored_bytes=int((widths[index.run_block[runs]] * index.run_rows[runs]).sum()),
         **_statistics(_sampled_rows(dataset, row_runs[picked], row_ids[picked])),
     )  # fmt: skip
@@ -132,7 +135,7 @@ def _site_stats(
 def _sampled_rows(dataset: ActivationDataset, row_runs: np.ndarray, row_ids: np.ndarray) -> Tensor:
     """Read rows for statistics, or none from Vllm_mi_patch's files that cannot be decoded."""
     try:
-        return dataset.read(row_runs, row_ids).double()
+        return dataset.read(row_runs, row_ids).double().flatten(1)
     except StoreError:
         raise
     except WeirError:
@@ -165,7 +168,7 @@ def show(found: DatasetStats, console: Console | None = None) -> None:
     )
     for header in found.headers:
         extra = "".join(f", {name} {header[name]}" for name in ("k", "seed") if header[name])
-        line = f"records: {header['method']}{extra}, of {header['dtype']} rows of {header['d_model']}"
+        line = f"records: {header['method']}{extra}, of {header['dtype']} rows of {shape_text(header_shape(header))}"
         console.print(line, soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("site", no_wrap=True)
@@ -175,7 +178,7 @@ def show(found: DatasetStats, console: Console | None = None) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for s in found.sites:
         figures = [f"{v:.2g}" if v is not None else "" for v in (s.mean, s.std, s.norm, s.smallest, s.largest)]
-        cells = [f"{s.rows:,}", f"{s.requests:,}", str(s.d_model), readable_size(s.stored_bytes), *figures]
+        cells = [f"{s.rows:,}", f"{s.requests:,}", shape_text(s.shape), readable_size(s.stored_bytes), *figures]
         table.add_row(f"{s.hook}\\[{s.layer}]", *cells, *([str(s.bad)] if bad else []))
     # As wide as its numbers need: rich would cut them to the width of the terminal, or to 80
     # columns.

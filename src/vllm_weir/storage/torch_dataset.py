@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.compression import header_shape
 from vllm_weir.storage.index import UNCOMPRESSED_DTYPES, Index
 
 PIECE_ROWS = 256
@@ -60,7 +61,8 @@ class RowStream(IterableDataset):
         site: As for `ActivationDataset.rows`.
         shuffle: False for the order by request and position.
         seed: Seed of the order.
-        batch_size: Rows in a batch; None for single rows [d], to be batched by a DataLoader.
+        batch_size: Rows in a batch; None for single rows [d], to be batched by a DataLoader. (Rows of
+            points that have one for each head are [heads, d_head].)
         buffer_rows: Rows that are shuffled at a time; they take about twice their size in memory.
         epochs: Passes over the data; None for an endless stream.
         labels: Yield (rows, positions, token_ids, request_index) instead of rows.
@@ -213,9 +215,8 @@ def _row_dtype(dataset: StreamedDataset, site: object) -> torch.dtype:
     runs = dataset.runs_of(site, None)
     runs = runs[index.run_rows[runs] > 0]
     headers = {block: index.blocks[block].header for block in np.unique(index.run_block[runs]).tolist()}
-    widths = {header["d_model"] for header in headers.values()}
-    if len(widths) > 1:
-        run_widths = np.array([headers[block]["d_model"] for block in index.run_block[runs].tolist()])
-        raise index.width_error(runs, [(np.flatnonzero(run_widths == width), width) for width in widths])
+    if len({header_shape(header) for header in headers.values()}) > 1:
+        by_block = [(np.flatnonzero(index.run_block[runs] == block), header_shape(h)) for block, h in headers.items()]
+        raise index.width_error(runs, by_block)
     dtypes = {UNCOMPRESSED_DTYPES[h["dtype"]] if h["method"] == "none" else torch.float32 for h in headers.values()}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32

@@ -2,8 +2,8 @@
 
 Its layouts are ``per_file`` (a pair of files for each layer and hook of a request), ``packed`` (a
 pair for each request, with ``entries``) and ``sharded`` (``shard-*``, with many requests). Its
-hooks are ``pre_attn``, ``post_attn``, ``post_mlp`` and ``post_block``. Weir has no hook point for
-``mlp_in``, the normalised input of the MLP; captures there are left out.
+hooks are ``pre_attn``, ``post_attn``, ``mlp_in``, ``post_mlp`` and ``post_block``. Captures at points
+that Weir has no name for are left out.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _add(
         raise WeirError(f"{store.describe(name)} holds {layers} layers, got {len(ids)} ids", "layer_ids")
     if tokens.shape[0] not in (n, 0):
         raise store.error(name, f"has {n} rows and {tokens.shape[0]} tokens")
-    header = plain_header(store, name, states)
+    header = plain_header(store, name, states, states.shape[2:])
     token_ids = np.frombuffer(store.read(name, tokens.start, tokens.end), "<i8")
     request = builder.add_request(request_name)
     block = builder.add_block(FileBlock(store, name, header, names[name]))

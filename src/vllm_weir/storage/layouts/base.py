@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.compression import FORMAT, VERSION, Compression
+from vllm_weir.schema.compression import FORMAT, VERSION, Compression, header_shape, shape_text
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.batch import Batch, CheckedBatch, check_id, metadata_text, pack
 from vllm_weir.storage.object_store import ObjectStore
@@ -258,7 +258,8 @@ def _describe(header: str) -> str:
     parsed = json.loads(header)
     options = ", ".join(f"{name} {parsed[name]}" for name in ("k", "seed") if parsed.get(name))
     method = "uncompressed" if parsed["method"] == "none" else parsed["method"]
-    return f"{method}{f' ({options})' if options else ''}, {parsed['dtype']} rows of {parsed['d_model']}"
+    rows = f"{parsed['dtype']} rows of {shape_text(header_shape(parsed))}"
+    return f"{method}{f' ({options})' if options else ''}, {rows}"
 
 
 def is_claimed(store: ObjectStore, layout: str) -> bool:

@@ -4,7 +4,8 @@
 ``values``, ``scale``, ``zero`` (topk8), and ``manifest.json`` once the request is complete. ``q *
 scale + zero`` is the value. For methods that Vllm_mi_patch does not have there are ``activations``
 (none, fp16; bfloat16, which numpy lacks, as the equal float32), and ``codes`` with ``scale`` (fp8).
-Weir adds ``positions``, ``token_ids`` and ``weir`` (the header as JSON bytes). File names can
+Weir adds ``positions``, ``token_ids`` and ``weir`` (the header as JSON bytes). Rows of several
+dimensions are flat in the arrays, and the header has their shape. File names can
 express resid_post only; files of other hook points are in a folder of the hook's name.
 
 The folder may contain other files and folders, which are neither read nor changed.
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import MissingFile, StoreError, WeirError
+from vllm_weir.schema.compression import EXACT_DTYPES
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.layouts.buffered import BufferedWriter, SiteRows, safe_name
 from vllm_weir.storage.layouts.npz_arrays import to_arrays
@@ -149,7 +151,8 @@ def _manifest(
     request_id: str, sites: list[SiteRows], files: list, layers: dict[str, Any], metadata: str, output_dir: str
 ) -> bytes:
     request_metadata = json.loads(metadata)
-    header = sites[0].header if sites else {"method": "none", "k": None, "seed": 0}
+    headers = sorted((s.header for s in sites), key=lambda h: h["dtype"] in EXACT_DTYPES)  # others say more
+    header = headers[0] if headers else {"method": "none", "k": None, "seed": 0}
     method = header["method"]
     content = {
         "request_id": request_id,

@@ -11,7 +11,8 @@ from vllm_weir.schema.compression import header_bytes
 CODES = ("q", "indices", "codes")
 """Names of arrays one of which is in every file of compressed rows."""
 _STORED_DTYPES = {
-    "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "uint8": "u1", "float8_e4m3fn": "u1",
+    "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8", "int32": "<i4", "uint8": "u1",
+    "float8_e4m3fn": "u1",
 }  # fmt: skip
 _ARRAY_NAMES = {
     "none": {"values": "activations"},

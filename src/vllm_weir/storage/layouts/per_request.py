@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 from vllm_weir.results.safetensors_header import NAMES
-from vllm_weir.schema.compression import ROW_DTYPES, Compression
+from vllm_weir.schema.compression import STORED_DTYPES, Compression
 from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.row_shapes import row_width
 from vllm_weir.storage.index import Index, IndexBuilder
 from vllm_weir.storage.layouts.buffered import BufferedWriter, SiteRows, safe_name
 from vllm_weir.storage.layouts.site_tensors import list_reader, publish_tensors, read_site, site_tensors
@@ -84,15 +85,16 @@ def add_file(builder: IndexBuilder, store: ObjectStore, name: str, size: int, co
         if header is None:
             if key not in container.tensors:
                 raise store.error(name, f"damaged: {key!r} is missing")
-            header = plain_header(store, name, container.tensors[key])
+            tensor = container.tensors[key]
+            header = plain_header(store, name, tensor, tensor.shape[1:])
         stored = read_site(store, name, container, key, header, read)
         block = builder.add_block(FileBlock(store, name, header, size))
         stored.add_to(builder, code, block)
 
 
-def plain_header(store: ObjectStore, name: str, tensor: TensorEntry) -> dict[str, Any]:
-    """Return the header of uncompressed rows that are stored as a tensor [n, d]."""
+def plain_header(store: ObjectStore, name: str, tensor: TensorEntry, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the header of uncompressed rows of a shape, which are stored in a tensor."""
     dtype = NAMES.get(tensor.dtype, tensor.dtype)
-    if dtype not in ROW_DTYPES or len(tensor.shape) < 2 or not tensor.shape[-1]:
-        raise store.error(name, f"rows are {', '.join(ROW_DTYPES)} [n, d], found {dtype} {list(tensor.shape)}")
-    return Compression().header(tensor.shape[-1], dtype)
+    if dtype not in STORED_DTYPES or not shape or not row_width(shape):
+        raise store.error(name, f"rows are {', '.join(STORED_DTYPES)} [n, d], found {dtype} {list(tensor.shape)}")
+    return Compression().header(row_width(shape), dtype, shape)

@@ -9,8 +9,8 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 from vllm_weir.errors import WeirError
-from vllm_weir.results.safetensors_header import CODES, build_header
-from vllm_weir.schema.compression import ITEMSIZE, header_bytes
+from vllm_weir.results.safetensors_header import build_header
+from vllm_weir.schema.compression import header_bytes
 from vllm_weir.storage.batch import CheckedBatch
 from vllm_weir.storage.layouts.base import Writer
 from vllm_weir.storage.layouts.manifest import (
@@ -24,6 +24,7 @@ from vllm_weir.storage.layouts.manifest import (
 )
 from vllm_weir.storage.layouts.open_shard import FINISH_SPACE, HEADER_SPACE, OpenShard
 from vllm_weir.storage.layouts.sharded_reader import index_of
+from vllm_weir.storage.layouts.site_tensors import tensor_layout
 from vllm_weir.storage.object_store import ObjectStore
 
 MIN_UNJOINED = 16
@@ -191,12 +192,7 @@ def _finish_space(request_id: str, metadata: str) -> int:
 def _shard_header(header: dict, rows_bytes: int, manifest: bytes) -> bytes:
     tensors = {}
     if header:
-        fields = header["fields"]
-        record = header_bytes(header)
-        uncompressed = len(fields) == 1 and fields[0]["dtype"] in CODES
-        dtype = fields[0]["dtype"] if uncompressed else "uint8"
-        width = record // ITEMSIZE[dtype]
-        tensors["rows"] = (CODES[dtype], [rows_bytes // record, width], rows_bytes)
+        tensors["rows"] = tensor_layout(header, rows_bytes // header_bytes(header))
     tensors["manifest"] = ("U8", [len(manifest)], len(manifest))
     metadata = {
         "weir": "shard",

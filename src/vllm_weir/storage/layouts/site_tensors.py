@@ -16,7 +16,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
 from vllm_weir.results.safetensors_header import CODES, NAMES, build_header
-from vllm_weir.schema.compression import ITEMSIZE, Compression, header_bytes
+from vllm_weir.schema.compression import Compression, header_bytes, header_shape
 from vllm_weir.schema.hooks import Site, normalise_hook
 from vllm_weir.storage.atomic_file import AtomicFile
 from vllm_weir.storage.index import IndexBuilder
@@ -32,11 +32,11 @@ RangeReader: TypeAlias = Callable[[int, int], bytes]
 
 
 def tensor_layout(header: dict[str, Any], rows: int) -> tuple[str, list[int], int]:
-    """Return (dtype code, shape, bytes) of records as a tensor; plain rows keep their dtype."""
+    """Return (dtype code, shape, bytes) of records as a tensor; plain rows keep dtype and shape."""
     width, fields = header_bytes(header), header["fields"]
     kind = fields[0]["dtype"]
     if len(fields) == 1 and kind in CODES:
-        return CODES[kind], [rows, width // ITEMSIZE[kind]], rows * width
+        return CODES[kind], [rows, *header_shape(header)], rows * width
     return "U8", [rows, width], rows * width
 
 

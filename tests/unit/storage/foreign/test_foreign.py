@@ -276,13 +276,14 @@ def test_the_forks_points_without_a_name_are_left_out_and_said(tmp_path: Path) -
         (tmp_path / request / f"{layer}_{hook}.json").write_text(json.dumps(sidecar))
 
     for layer in (3, 4):
-        capture("r1", layer, "mlp_in")
-    with pytest.raises(WeirError, match=r"3_mlp_in.json: no capture is left .* 2 x 'mlp_in' \(blocks 3, 4\)"):
+        capture("r1", layer, "nose")
+    with pytest.raises(WeirError, match=r"3_nose.json: no capture is left .* 2 x 'nose' \(blocks 3, 4\)"):
         load(tmp_path)
     capture("r1", 4, "post_mlp")
-    capture("r2", 5, "mlp_in")
+    capture("r1", 4, "mlp_in")
+    capture("r2", 5, "nose")
     packed = [
-        {"layer": 0, "hook": "mlp_in", "offset": 0, "shape": [N, D]},
+        {"layer": 0, "hook": "nose", "offset": 0, "shape": [N, D]},
         {"layer": 0, "hook": "pre_attn", "offset": N * D * 4, "shape": [N, D]},
     ]
     (tmp_path / "r3").mkdir()
@@ -291,13 +292,14 @@ def test_the_forks_points_without_a_name_are_left_out_and_said(tmp_path: Path) -
     dataset = load(tmp_path)
     assert dataset.requests == ["r1", "r3"]
     assert {r: list(map(tuple, acts.sites)) for r, acts in dataset.items()} == {
-        "r1": [("resid_post", 4)],
+        "r1": [("mlp_in", 4), ("resid_post", 4)],
         "r3": [("resid_pre", 0)],
     }
+    assert torch.equal(dataset["r1"]["mlp_in", 4], x + 4)
     assert torch.equal(dataset["r1"]["resid_post", 4], x + 4) and torch.equal(dataset["r3"]["resid_pre", 0], -x)
     (note,) = (n for n in dataset.index.notes if "left out" in n)
     assert note == (
-        "left out, as Weir has no such hook point: 4 x 'mlp_in' (blocks 0, 3, 4, 5); requests that hold nothing else: 1"
+        "left out, as Weir has no such hook point: 4 x 'nose' (blocks 0, 3, 4, 5); requests that hold nothing else: 1"
     )
     (tmp_path / "r1" / "4_post_mlp.json").write_text(json.dumps({"request_id": "r1", "layer": 4, "hook": 7}))
     with pytest.raises(WeirError, match=r"4_post_mlp.json: is not a description"):
