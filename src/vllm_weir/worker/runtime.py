@@ -116,7 +116,9 @@ class WorkerRuntime:
         self.notifier = Notifier(host_rows, self.arena, self.buffer_server, self.name, model_info.engine)
 
         num_model_taps, width = num_taps(sites.num_layers), num_columns(sites.num_layers)
-        self.table = ProgramTable(settings.table_sizes(d_model), num_model_taps, self.taps, d_model, self.layout.shards)
+        self.table = ProgramTable(
+            settings.table_sizes(d_model), num_model_taps, self.taps, d_model, self.layout.widths, self.layout.shards
+        )
         self.row_seqs = RowSequences(self.arena, settings.timeout if settings.overflow == "wait" else None)
         self.row_seqs.grant, self.row_seqs.reader_columns = self._grant, self.layout.reader_columns
         columns = frozenset(tap * STAGES + stage for tap in sent_taps for stage in range(STAGES))

@@ -15,6 +15,7 @@ class RowLayout:
     """The rows of the taps where they are not simply [d_model].
 
     Attributes:
+        widths: tap -> values of the whole model's row; only of taps whose row is not [d_model].
         shards: tap -> the part of its row that this worker's tensor holds; only of taps whose row
             is not [d_model].
         spread: taps whose rows tensor-parallel workers hold together. Each worker sends its own
@@ -24,6 +25,7 @@ class RowLayout:
         reader_columns: column -> what it is called in messages, where that differs.
     """
 
+    widths: Mapping[int, int] = field(default_factory=dict)
     shards: Mapping[int, Shard] = field(default_factory=dict)
     spread: frozenset[int] = frozenset()
     silent: frozenset[int] = frozenset()
@@ -50,12 +52,14 @@ class RowLayout:
             rank: of this worker among those that share the model's heads and neurons.
             ranks: how many these are.
         """
+        widths: dict[int, int] = {}
         by_tap: dict[int, Shard] = {}
         rows: dict[int, int] = {}
         names: dict[int, int] = {}
         silent: set[int] = set()
         for site, shape in shapes.items():
             tap, width = tap_of(site), row_width(shape)
+            widths[tap] = width
             shard = by_tap[tap] = shards.get(site, Shard(0, width))
             held = shard.stop - shard.start
             if site in shards and rank % max(ranks * held // width, 1):
@@ -65,7 +69,7 @@ class RowLayout:
                     rows[column] = count
                 if shard.start:
                     names[column] = shard_column(column, shard.start // held, num_layers)
-        return cls(by_tap, frozenset(map(tap_of, shards)), frozenset(silent), rows, names)
+        return cls(widths, by_tap, frozenset(map(tap_of, shards)), frozenset(silent), rows, names)
 
 
 def _columns_of(tap: int) -> Iterable[int]:
