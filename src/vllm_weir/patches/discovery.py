@@ -77,7 +77,7 @@ def find_sites(runner: Any, config: Any, model_info: ModelInfo, settings: Settin
                 compiled_whole=lambda module: hasattr(module, "do_not_compile"),
                 look_up=look_up,
             )
-            return map_sites(tree, run, model_info.dtype, description, part_modules(config, model_info.device))
+            return map_sites(tree, run, model_info.dtype, description, part_modules(config, model_info))
     except WeirError:
         raise
     except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError, KeyError) as e:

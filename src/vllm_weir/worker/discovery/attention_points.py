@@ -71,7 +71,9 @@ class _Search:
     def run(self, attn_out: Anchor | None) -> tuple[PartFindings, set[str]]:
         columns = {} if self.shape.latent else self._projections()
         if self.shape.latent:
-            why = "latent attention never computes keys and values of heads, nor queries that could be compared with them"
+            why = (
+                "latent attention never computes keys and values of heads, nor queries that could be compared with them"
+            )
             self.found.refuse((*PROJECTED, "q_rot", "k_rot"), why)
         out = self._find_z(attn_out)
         producers = [columns[hook].linear for hook in PROJECTED if hook in columns]

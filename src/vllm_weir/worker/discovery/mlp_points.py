@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm_weir.schema.hooks import MLP_HOOKS, NEURON_HOOKS
-from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
+from vllm_weir.worker.discovery.anchors import Anchor
 from vllm_weir.worker.discovery.attention_points import common_module, place_input
 from vllm_weir.worker.discovery.part_findings import BlockView, Columns, Linear, PartFindings
 from vllm_weir.worker.discovery.trace import ModuleCall

@@ -23,11 +23,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vllm_weir.schema.hooks import ATTENTION_HOOKS, PART_HOOKS, Site
-from vllm_weir.schema.row_shapes import RowShape
-from vllm_weir.worker.discovery.anchors import Anchor
 from vllm_weir.worker.discovery.attention_points import find_attention
 from vllm_weir.worker.discovery.mlp_points import find_mlp
-from vllm_weir.worker.discovery.part_findings import BlockView, PartFindings
+from vllm_weir.worker.discovery.part_findings import BlockView
 from vllm_weir.worker.discovery.part_modules import PartModules
 from vllm_weir.worker.discovery.part_recorder import BlockRecord, PartRecorder
 from vllm_weir.worker.discovery.part_verification import BlockCheck

@@ -110,9 +110,7 @@ class PartRecorder:
 
     def _is_replaced(self, module: torch.nn.Module) -> bool:
         parts = self._parts
-        return (
-            self._tree.is_mixer(module) or parts.linear(module) is not None or parts.experts(module) is not None
-        )
+        return self._tree.is_mixer(module) or parts.linear(module) is not None or parts.experts(module) is not None
 
     def _around(self, watched: _Watched) -> Callable[..., Any]:
         def around(forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

@@ -15,7 +15,6 @@ from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.discovery.anchors import Anchor
 
-
 UNTAPPED = "it is not tapped by this engine; start it with 'hooks' / 'layers' settings that include it"
 UNDOES_FUSION = (
     "a tap there would undo vLLM's fusion of a norm or an activation with quantisation in a quantised model; "
