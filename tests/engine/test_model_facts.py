@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.conformance.engine import on_cpu
 from tests.conformance.zoo import ZOO
 from tests.conformance.zoo.build import build
 from tests.engine.common import directory, sampling, tokens
@@ -22,8 +23,9 @@ BOUND = 2e-5
 ROWS = PROMPT + GENERATED - 1
 
 
-def engine(where):
-    return get_llm(where, block_size=32, enable_prefix_caching=False, max_model_len=128, skip_tokenizer_init=True)
+def engine(where, **more):
+    options = dict(block_size=32, enable_prefix_caching=False, max_model_len=128, skip_tokenizer_init=True)
+    return get_llm(where, **options | more)
 
 
 def built(root, architecture):
@@ -35,7 +37,7 @@ def facts_of(llm):
 
 
 def watched(llm) -> tuple[dict[int, list], dict[int, list]]:
-    """Run one request: by block, (q, k, v, result) of every call of attention, and (logits, weights, ids) of routing."""
+    """Run one request: by block, the (q, k, v, result) of attention and (logits, weights, ids) of routing."""
     attention: dict[int, list] = {}
     routing: dict[int, list] = {}
 
@@ -136,11 +138,12 @@ def test_mixtral_routes(root):
     check_routing(facts, routing)
 
 
-def test_glm_4_chooses_among_groups_with_a_bias(root):
-    llm = engine(built(root, "Glm4MoeForCausalLM"))
+def test_deepseek_v3_chooses_among_groups_with_a_bias(root):
+    llm = engine(built(root, "DeepseekV3ForCausalLM"), **on_cpu(ZOO["DeepseekV3ForCausalLM"]))
     facts = facts_of(llm)
     assert set(facts.routing) == {1, 2, 3}, "the first block is dense"
-    assert all(one.groups == 2 and any(one.bias) for one in facts.routing.values())
-    attention, routing = watched(llm)
-    check_attention(facts, attention)
-    check_routing(facts, routing)
+    assert {(one.groups, one.top_groups, len(one.bias)) for one in facts.routing.values()} == {(2, 1, 8)}
+    assert {one.refused for one in facts.attention.values()} == {
+        "its MLAAttention has no queries and keys for each head"
+    }
+    check_routing(facts, watched(llm)[1])

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.model_executor.layers import attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
@@ -30,7 +31,7 @@ class Impl:
         vars(self).update(options)
 
 
-class Attention(torch.nn.Module, AttentionLayerBase):
+class Attention(attention.Attention):
     """Has the attributes of vLLM's layer of this name."""
 
     num_heads, num_kv_heads, head_size = 4, 2, 32
@@ -38,16 +39,10 @@ class Attention(torch.nn.Module, AttentionLayerBase):
     kv_cache_dtype, kv_cache_torch_dtype, has_sink = "auto", torch.float32, False
 
     def __init__(self, name="model.layers.0.attn", impl=None, **options):
-        super().__init__()
+        torch.nn.Module.__init__(self)  # vLLM's own wants an engine's configuration
         self.layer_name, self.impl = name, impl or Impl()
         for key, value in options.items():
             setattr(self, key, value)
-
-    def get_attn_backend(self):
-        raise NotImplementedError
-
-    def get_kv_cache_spec(self, vllm_config):
-        raise NotImplementedError
 
 
 class ChunkedLocalAttention(Attention):
@@ -59,7 +54,11 @@ class EncoderOnlyAttention(Attention):
 
 
 class StateSpace(torch.nn.Module, AttentionLayerBase):
-    get_attn_backend = get_kv_cache_spec = Attention.get_attn_backend
+    def get_attn_backend(self):
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self, vllm_config):
+        raise NotImplementedError
 
 
 class Experts(torch.nn.Module):
