@@ -70,11 +70,12 @@ class SteeredOracle(Oracle):
 
             return hook
 
+        inside = self.inside  # it runs the model when it is made, which must be before anything acts
         for layer, block in enumerate(self.blocks):
             handles.append(block.register_forward_pre_hook(before(layer), with_kwargs=True))
             handles.append(block.register_forward_hook(after(layer)))
         try:
-            with torch.no_grad(), self.inside.watched(found, change_inside):
+            with torch.no_grad(), inside.watched(found, change_inside):
                 logits = self.model(torch.tensor([ids], device=self.model.device), use_cache=False).logits[0]
         finally:
             for handle in handles:
