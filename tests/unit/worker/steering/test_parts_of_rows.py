@@ -197,7 +197,7 @@ def test_wide_vectors_find_room_among_scattered_ones_and_programs_follow():
     table.take_changes()
     table.release_vectors(["s0", "s2", "s5"])
     wide = {"w": np.arange(WIDTH, dtype=np.float32)}
-    table.hold_vectors(wide, wide.copy)
+    table.hold_vectors(wide, lambda _: wide)
     assert table.usage()["vectors"] == 9 and run(table, number, rows).equal(expected)
     changes = table.take_changes()
     nodes = table._nodes_of[next(iter(table._nodes_of))]
