@@ -28,6 +28,7 @@ class SteeredOracle(Oracle):
 
         Sites are those between blocks, and those inside attention and MLP.
         """
+        inside = self.inside  # found by a pass of its own, which no hook of this one may see
         handles = []
         found: dict[Site, torch.Tensor] = {}
         ids = list(token_ids)
@@ -74,7 +75,7 @@ class SteeredOracle(Oracle):
             handles.append(block.register_forward_pre_hook(before(layer), with_kwargs=True))
             handles.append(block.register_forward_hook(after(layer)))
         try:
-            with torch.no_grad(), self.inside.watched(found, change_inside):
+            with torch.no_grad(), inside.watched(found, change_inside):
                 logits = self.model(torch.tensor([ids], device=self.model.device), use_cache=False).logits[0]
         finally:
             for handle in handles:
