@@ -28,6 +28,7 @@ class SteeredOracle(Oracle):
 
         Sites are those between blocks, and those inside attention and MLP.
         """
+        inside = self.inside  # found by a pass of its own, which no hook of this one may see
         handles = []
         found: dict[Site, torch.Tensor] = {}
         ids = list(token_ids)
