@@ -29,7 +29,7 @@ STEP_SHARE = 8
 """A step records at most 1 / `STEP_SHARE` of the rows that the host buffer holds."""
 OTHER_VARIABLES = ("DISABLE", "ADMIN_KEY", "API_KEY", "BASE_URL", "END_WITH_PARENT")
 """``WEIR_*`` variables that are not settings of an engine."""
-TAP_VERSION = 7
+TAP_VERSION = 8
 """Version of what a tap adds to the traced graph; part of the key of vLLM's compile cache."""
 
 
