@@ -187,7 +187,7 @@ class Inside:
             stack.enter_context(attention_watched(self._model, record))
             for module in self._model.modules():
                 stack.callback(module.register_forward_hook(keep).remove)
-            self._model(input_ids=torch.tensor([[5, 9, 7, 11, 6]]), use_cache=False)
+            self._model(input_ids=torch.tensor([[5, 9, 7, 11, 6]], device=self._model.device), use_cache=False)
         for layer, block in enumerate(self._modules):
             found = self.blocks[layer]
             if layer in seen:

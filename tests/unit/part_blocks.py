@@ -325,9 +325,21 @@ def block(attention=Attention, mlp=GatedMLP, base: type[Block] = Sequential):
     def make():
         made = base()
         made.self_attn, made.mlp = attention(), mlp()
+        if base is BiasedResults:
+            made.self_attn.o_proj, made.mlp.down = LeavesBias(Q, D), LeavesBias(MLP, D)
         return made
 
     return make
+
+
+class BiasedResults(Block):
+    """The block adds the biases of the projections out of attention and MLP."""
+
+    def forward(self, positions, hidden_states):
+        out, bias = self.self_attn(positions, self.ln_1(hidden_states))
+        hidden_states = hidden_states + (out + bias)
+        out, bias = self.mlp(self.ln_2(hidden_states))
+        return hidden_states + (out + bias)
 
 
 class Normless(Block):

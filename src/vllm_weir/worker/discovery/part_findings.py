@@ -231,7 +231,8 @@ class BlockView:
                 values += call.args.values()
         # The last one comes first: a module between the two may hand an earlier result through.
         for linear in sorted(linears, key=lambda linear: -linear.call.start):
-            if any(self.matcher.factor(linear.value_out, value) is not None for value in values):
+            results = [linear.call.outputs[linear.returned], *([] if linear.bias is None else [linear.value_out])]
+            if any(self.matcher.factor(r, value) is not None for r in results for value in values):
                 return linear
         return None
 

@@ -108,6 +108,8 @@ def test_biases_that_are_added_later_are_part_of_the_value(dtype):
     assert where(sites, "q") == ("self_attn.rotary", "before", None)
     assert where(sites, "v") == ("self_attn.core", "before", None)
     assert where(sites, "mlp_pre") == ("mlp.act", "before", None)
+    left_to_the_block = find(block(base=toys.BiasedResults), dtype)
+    assert found(left_to_the_block) == DENSE
 
 
 def test_normalised_values():
