@@ -685,6 +685,36 @@ def test_points_that_can_only_be_read_are_not_listed_as_steerable(with_parts):
     assert {"z", "q", "mlp_post", "resid_post"} <= set(points) and not {"q_rot", "mlp_pre"} & set(points)
 
 
+def test_steering_of_heads_and_neurons(with_parts):
+    """A row of heads by tier, flat; some heads and neurons in Weir's form; points that are only read are refused."""
+    body = {
+        "vectors": {"z": {"1": V}},
+        "interventions": [
+            {"op": "add", "hook": "z", "layers": [1], "heads": [3, 0], "vector": [1.0, 2.0]},
+            {"op": "replace", "hook": "mlp_post", "layers": [2], "neurons": [7], "values": [0.0]},
+        ],
+    }
+    made = with_parts.post("/v1/steering/set", json=body).raise_for_status().json()
+    assert made == {"status": "ok", "hook_points": ["mlp_post", "z"], "layers_updated": [1, 2]}
+    kept = with_parts.get("/v1/steering").json()
+    assert kept["active_layers"] == {"1": {"z": {"norm": pytest.approx(np.linalg.norm(V)), "clamps": 0}}}
+    assert [one.get("heads") for one in kept["interventions"]] == [None, [3, 0], None]
+    assert kept["interventions"][2]["neurons"] == [7]
+    assert with_parts.put("/v1/vectors/head", json=[0.5, -0.5]).status_code == 200
+    by_name = {"op": "add", "hook": "z", "layers": [1], "heads": [2], "vector": {"ref": "head"}}
+    module = {"name": "m", "interventions": [by_name]}
+    assert with_parts.post("/v1/steering/modules/register", json=module).status_code == 200
+    for wrong, field in (
+        ({"vectors": {"q_rot": {"1": V}}}, "vectors.q_rot.1.hook"),
+        ({"vectors": {"z": {"1": V[:2]}}}, "vectors.z.1.vector"),
+        ({"interventions": [by_name | {"hook": "mlp_pre"}]}, "interventions[0].hook"),
+        ({"interventions": [by_name | {"heads": [4]}]}, "interventions[0].heads"),
+        ({"interventions": [by_name | {"hook": "resid_post"}]}, "interventions[0].heads"),
+    ):
+        refused(with_parts.post("/v1/steering/set", json=wrong), 400, field)
+    assert with_parts.get("/v1/steering").json() == kept
+
+
 def test_equal_wishes_are_remembered_under_steering_and_by_name(pair):
     """Admission is looked up, not repeated, until a name changes its meaning."""
     (one, two), servers = pair
