@@ -141,7 +141,14 @@ async def sites_async(engine: Any) -> list[SiteVerdict]:
 
 def _verdicts(capabilities: Any) -> list[SiteVerdict]:
     return [
-        SiteVerdict(site.hook, site.layer, not why, why, () if why else capabilities.shape(site))
+        SiteVerdict(
+            site.hook,
+            site.layer,
+            not why,
+            why,
+            () if why else capabilities.shape(site),
+            "" if why else capabilities.read_only.get(site, ""),
+        )
         for site, why in capabilities.sites.items()
     ]
 

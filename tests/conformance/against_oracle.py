@@ -119,7 +119,7 @@ def _steer_error(
 ) -> float | None:
     """Add `vector` at a site of one request: all its rows and log-probabilities against the steered reference.
 
-    None where a kernel does not let the router be steered.
+    None where the model lets the point be read alone.
     """
     import vllm_weir as weir
 
@@ -127,9 +127,9 @@ def _steer_error(
     try:
         answers = engine.ask(good, [weir.Add(vector, layers=layer, hook=hook, positions=positions_for(hook))])
     except weir.WeirError as e:
-        if hook != "router_logits":
+        if "can be read and not changed" not in e.message:
             raise
-        verdict.hooks[hook]["refused"] = f"read only: {e}"
+        verdict.hooks[hook]["refused"] = f"read only: {e.message}"
         return None
     check_neighbours(stock, answers, f"{hook}[{layer}] steered", bound, exact=verdict.steady and bound <= 1e-5)
     mine = answers[STEERED]

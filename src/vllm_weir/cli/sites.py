@@ -49,11 +49,11 @@ def show(model: str, verdicts: Sequence[SiteVerdict]) -> None:
     table = Table("hook point", "blocks", "row", "served", "why not", title=model)
     for hook in HOOKS:
         of_hook = [v for v in verdicts if v.hook == hook]
-        of_hook.sort(key=lambda v: (not v.supported, v.reason, v.shape, v.layer))
-        served = "[yellow]read only" if hook in READ_ONLY_HOOKS else "[green]yes"
-        for (reason, shape), group in groupby(of_hook, key=lambda v: (v.reason, v.shape)):
+        of_hook.sort(key=lambda v: (not v.supported, v.reason, v.shape, v.read_only, v.layer))
+        for (reason, shape, read_only), group in groupby(of_hook, key=lambda v: (v.reason, v.shape, v.read_only)):
             layers = "" if hook in MODEL_HOOKS else spans([v.layer for v in group])
-            table.add_row(hook, layers, row_text(shape), "[red]no" if reason else served, reason)
+            served = "[yellow]read only" if read_only or hook in READ_ONLY_HOOKS else "[green]yes"
+            table.add_row(hook, layers, row_text(shape), "[red]no" if reason else served, reason or read_only)
     Console(file=sys.stdout).print(table)
 
 

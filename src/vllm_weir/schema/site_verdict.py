@@ -13,10 +13,12 @@ class SiteVerdict(NamedTuple):
     Attributes:
         hook: hook point.
         layer: block index; 0 for `embed` and `final_norm`.
-        supported: whether it can be captured, and steered unless it is one of `READ_ONLY_HOOKS`.
+        supported: whether it can be captured, and steered unless it is one of `READ_ONLY_HOOKS` or
+            `read_only` says why not.
         reason: why not, in one sentence; empty if it can.
         shape: of a row, say (d_model,) or (heads, d_head); a 0 in it stands for the number of keys,
             which differs from row to row. Empty if the site is not supported.
+        read_only: why the site can be captured and not steered, if that is so in this model.
     """
 
     hook: str
@@ -24,3 +26,4 @@ class SiteVerdict(NamedTuple):
     supported: bool
     reason: str = ""
     shape: RowShape = ()
+    read_only: str = ""

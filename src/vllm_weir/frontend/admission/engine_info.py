@@ -45,9 +45,9 @@ class EngineCapabilities:
     read_only: Mapping[Site, str] = field(default_factory=dict)
 
     def shape(self, site: Site) -> RowShape:
-        """Return the shape of a row of a site; -1 stands for as many values as there are keys."""
+        """Return the shape of a row of a site; 0 stands for as many values as there are keys."""
         if site.hook in ("pattern", "attn_scores"):
-            return self.facts.attention[site.layer].heads, -1
+            return self.facts.attention[site.layer].heads, 0
         if site.hook in ("expert_ids", "expert_weights"):
             return (self.facts.routing[site.layer].top_k,)
         return self.shapes.get(site, (self.d_model,))

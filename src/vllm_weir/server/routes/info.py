@@ -17,13 +17,15 @@ class SiteInfo(BaseModel):
     """A hook point of a block; `why` gives the reason if it is not served.
 
     `shape` is that of a row, such as [d_model], [heads, d_head] or [d_mlp]; 0 stands for the number
-    of keys, which differs from row to row. It is empty if the hook point is not served.
+    of keys, which differs from row to row. It is empty if the hook point is not served. `read_only`
+    says why it cannot be steered, if that is so in this model.
     """
 
     hook: str
     layer: int
     served: bool
     why: str
+    read_only: str
     shape: list[int]
 
 
@@ -57,7 +59,14 @@ def router() -> APIRouter:
             d_model=capabilities.d_model,
             dtype=capabilities.dtype,
             sites=[
-                SiteInfo(hook=v.hook, layer=v.layer, served=v.supported, why=v.reason, shape=list(v.shape))
+                SiteInfo(
+                    hook=v.hook,
+                    layer=v.layer,
+                    served=v.supported,
+                    why=v.reason,
+                    read_only=v.read_only,
+                    shape=list(v.shape),
+                )
                 for v in verdicts
             ],
             limits=public_limits(state.limits),
