@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm_weir.api import (
         clear_global,
         demo_model,
+        demo_sae,
         flush,
         list_vectors,
         mark,
@@ -77,6 +78,7 @@ __all__ = [
     "__version__",
     "clear_global",
     "demo_model",
+    "demo_sae",
     "extract",
     "flush",
     "from_tiers",
@@ -131,6 +133,7 @@ __getattr__, __dir__ = lazy_names(
         "WeirError": "vllm_weir.errors",
         "clear_global": "vllm_weir.api",
         "demo_model": "vllm_weir.api",
+        "demo_sae": "vllm_weir.api",
         "extract": "vllm_weir.extraction.run",
         "flush": "vllm_weir.api",
         "from_tiers": "vllm_weir.schema.compat.three_tier",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import warnings
 import zipfile
 from dataclasses import replace
@@ -77,15 +77,26 @@ def write(path: Path, config: SAEConfig, tensors: dict[str, torch.Tensor]) -> No
     dtype = str(tensors["W_enc"].dtype).removeprefix("torch.")
     cfg = to_cfg(config, dtype, d_in, d_sae, tensors["W_dec"].shape[1])
     kept = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    temporary = path / f".{WEIGHTS}.{os.getpid()}.tmp"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        save_file(kept, temporary)
-        os.replace(temporary, path / WEIGHTS)
+        _write_weights(path / WEIGHTS, kept)
         with atomic_write(path / CFG) as file:
             file.write((json.dumps(cfg, indent=2) + "\n").encode())
-    except OSError as e:
-        raise StoreError(f"cannot write {path}: {e.strerror or e}", "path") from None
+    except (OSError, SafetensorError) as e:
+        raise StoreError(f"cannot write {path} ({str(e)[:80]})", "path") from None
+
+
+def _write_weights(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file beside `path` and rename it to `path`, which others may have mapped."""
+    temporary = path.with_name(f".weir-{secrets.token_hex(8)}.tmp")
+    try:
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode
+        save_file(tensors, temporary)  # gives the file to its owner alone
+        temporary.chmod(mode)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read_saelens(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict[str, torch.Tensor]]:

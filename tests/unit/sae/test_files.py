@@ -24,7 +24,7 @@ from tests.support.sae_reference import (
     write_v5,
     write_v6,
 )
-from vllm_weir.errors import MissingFile, WeirError
+from vllm_weir.errors import MissingFile, StoreError, WeirError
 
 EXACT = 1e-5
 
@@ -102,7 +102,12 @@ def test_what_is_saved_is_loaded(tmp_path, architecture):
     sae.save(tmp_path / "one")
     sae.save(tmp_path / "one")  # again, over itself
     back = weir.SAE.load(tmp_path / "one")
-    assert sorted(p.name for p in (tmp_path / "one").iterdir()) == ["cfg.json", "sae_weights.safetensors"]
+    written = sorted((tmp_path / "one").iterdir())
+    assert [p.name for p in written] == ["cfg.json", "sae_weights.safetensors"]
+    assert written[0].stat().st_mode == written[1].stat().st_mode, "as readable as other files"
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError):
+        sae.save(tmp_path / "file" / "below")
     assert (back.site, back.out_site, back.head) == (sae.site, sae.out_site, sae.head)
     assert back.architecture == ("jumprelu" if architecture == "batchtopk" else architecture)
     assert back.config.metadata["model_name"] == "tiny"
