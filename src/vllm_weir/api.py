@@ -217,3 +217,8 @@ def _frontend(llm: Any) -> Any:
 def demo_model() -> str:
     """Return the directory of the small Llama that ships with Weir (HF format, bf16, tokenizer)."""
     return str(Path(__file__).parent / "demo" / "model")
+
+
+def demo_sae() -> str:
+    """Return the directory of the sparse autoencoder of the shipped model's stream, for `SAE.load`."""
+    return str(Path(__file__).parent / "demo" / "sae")
