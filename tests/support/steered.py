@@ -28,7 +28,7 @@ class SteeredOracle(Oracle):
 
         Sites are those between blocks, and those inside attention and MLP.
         """
-        handles = []
+        handles, inside = [], self.inside  # which, when it is made, runs the model as it is
         found: dict[Site, torch.Tensor] = {}
         ids = list(token_ids)
         # As many rows as tokens: everything given here has gone through the model.
@@ -74,7 +74,7 @@ class SteeredOracle(Oracle):
             handles.append(block.register_forward_pre_hook(before(layer), with_kwargs=True))
             handles.append(block.register_forward_hook(after(layer)))
         try:
-            with torch.no_grad(), self.inside.watched(found, change_inside):
+            with torch.no_grad(), inside.watched(found, change_inside):
                 logits = self.model(torch.tensor([ids], device=self.model.device), use_cache=False).logits[0]
         finally:
             for handle in handles:
@@ -133,6 +133,8 @@ def _with_vectors(item: Any, change: Any) -> Any:
 
 def _apply(item: Any, h: torch.Tensor) -> torch.Tensor:
     kind = type(item).__name__
+    if hasattr(item, "changed"):
+        return item.changed(h)
 
     def get(name):
         found = torch.from_numpy(getattr(item, name).array.copy()).to(h.device)

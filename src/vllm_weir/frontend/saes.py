@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_weir.errors import StoreError, WeirError
+from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.sae_registry import LoadedSAE, check_fits
 from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.frontend.lookup import ask_workers, engine_of
