@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -108,7 +107,7 @@ def test_it_is_the_model_with_the_edit_in_a_hook(engine, loaded, architecture, s
         edit = Edited(sae, one)
         check(out, [edit], oracle)
         on += edit.active
-        assert out.receipt.changed == {sae.site: len(edit.active)}
+        assert out.receipt.steered == ({sae.site: len(edit.active)},)
     assert 10 < sum(on) < len(on) - 10, "features are active on some rows"
 
 
@@ -285,7 +284,9 @@ def test_what_cannot_be_set_is_refused_by_field(engine, loaded):
     loaded("length", random_sae("standard", ("resid_post", 1), normalize_activations="layer_norm"))
     transcoder = weights("transcoder", 0, D, FEATURES)
     loaded("transcoder", weir.SAE.from_tensors("transcoder", ("mlp_in", 1), **transcoder))
-    loaded("fine", random_sae("standard", ("resid_post", 1)))
+    fine = weights("standard", 0, D, FEATURES)
+    fine["W_dec"] *= 1e3
+    loaded("fine", weir.SAE.from_tensors("standard", ("resid_post", 1), **fine))
     for asked, error, at in (
         (weir.SetFeature("topk", 1, value=1), "TopK", "name"),
         (weir.SetFeature("length", 1, value=1), "layer_norm", "name"),

@@ -28,7 +28,8 @@ class SteeredOracle(Oracle):
 
         Sites are those between blocks, and those inside attention and MLP.
         """
-        handles, inside = [], self.inside  # which, when it is made, runs the model as it is
+        inside = self.inside  # found by a pass of its own, which no hook of this one may see
+        handles = []
         found: dict[Site, torch.Tensor] = {}
         ids = list(token_ids)
         # As many rows as tokens: everything given here has gone through the model.
@@ -70,6 +71,7 @@ class SteeredOracle(Oracle):
 
             return hook
 
+        inside = self.inside  # it runs the model when it is made, which must be before anything acts
         for layer, block in enumerate(self.blocks):
             handles.append(block.register_forward_pre_hook(before(layer), with_kwargs=True))
             handles.append(block.register_forward_hook(after(layer)))

@@ -162,7 +162,7 @@ class ResolvedIntervention:
 
     def to_wire(self) -> list[Any]:
         """Return the form that travels to the scheduler and the workers."""
-        instructions = [list(one if one.stop else one[:_WHOLE_ROW]) for one in self.instructions]
+        instructions = [one if one.stop else one[:_WHOLE_ROW] for one in self.instructions]
         return [self.hook, list(self.layers), self.positions.to_json(), self.per_position, instructions]
 
     @classmethod

@@ -20,7 +20,7 @@ from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.taps import STAGES, is_boundary, num_columns, num_taps, tap_of
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.discovery.site_map import SiteMap, chosen
+from vllm_weir.worker.discovery.site_map import UNTAPPED, SiteMap, chosen
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
@@ -97,7 +97,7 @@ class WorkerRuntime:
     """
 
     def __init__(self, model: torch.nn.Module, model_info: ModelInfo, settings: Settings, sites: SiteMap) -> None:
-        self.model_info, self.sites = model_info, sites
+        self.model_info, self.sites, self._settings = model_info, sites, settings
         anchors = chosen(sites, settings)
         self.taps = tuple(anchors)
         d_model, device = model_info.d_model, model_info.device
@@ -144,9 +144,9 @@ class WorkerRuntime:
         self.saes = WorkerSAEs(device, settings.sae_bytes)
         self._active_taps = ActiveTaps()
         self.all_live = False
-        self._vectors = VectorFetcher(d_model)
+        self._vectors = VectorFetcher()
         self._codecs = Codecs(d_model, device, model_info.dtype)
-        self._directions = Directions(self._vectors, device, self._codecs)
+        self._directions = Directions(self._vectors, device, self._codecs, d_model)
         self._postprocessor, self._reducer = Postprocessor(self.ring.buffer), TapReducer(self.ring.buffer)
         self._copy_out = (CudaCopyOut if is_cuda else CpuCopyOut)(self.ring, self.host)
         self._streamed_copy: StreamedCopy | None = None
@@ -434,6 +434,7 @@ class WorkerRuntime:
             "dtype": str(self.model_info.dtype).removeprefix("torch."),
             "ring_rows": self._max_step_rows,
             "shapes": [(*site, list(shape)) for site, shape in self.sites.shapes.items()],
+            "read_only": [(*site, why) for site, why in self.sites.read_only.items()],
             "shards": [(*site, *shard) for site, shard in self.sites.shards.items()],
             **self.sites.facts.report(),
         }
@@ -441,8 +442,10 @@ class WorkerRuntime:
     def _verdicts(self) -> list[tuple[str, int, str]]:
         """Return (hook point, layer, why it is refused or "") of this worker's sites."""
         taps = set(self.taps)
-        untapped = "it is not tapped by this engine; start it with 'hooks' / 'layers' settings that include it"
-        found = [(*site, "" if tap_of(site) in taps else untapped) for site in self.sites.anchors]
+        found = [
+            (*site, "" if tap_of(site) in taps else self.sites.why_left_out(site, self._settings) or UNTAPPED)
+            for site in self.sites.anchors
+        ]
         return found + [(*site, reason) for site, reason in self.sites.refused.items()]
 
     def usage(self) -> dict[str, int]:

@@ -298,7 +298,10 @@ def _lower(
             )
         layers_field = intervention.layers_field
         for layer in intervention.resolve_layers(capabilities.num_layers):
-            check(Site(intervention.hook, layer), intervention.path, layers_field)
+            site = Site(intervention.hook, layer)
+            check(site, intervention.path, layers_field)
+            if why := capabilities.read_only.get(site):
+                raise WeirError(f"{site} can be read and not changed: {why}", f"{intervention.path}.hook")
         moves = _moves(intervention, capabilities, lookup, out)
         out.moves += moves or [None]
         out.parted.append(len(moves) or 1)

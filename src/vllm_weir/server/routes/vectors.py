@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
+from vllm_weir.schema.row_shapes import row_width
 from vllm_weir.schema.vector_files import Directions, kind_of, read_vectors, to_json
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.limits import ServerLimits
@@ -44,7 +45,8 @@ class VectorInfo(BaseModel):
 
     `refs` are what stands for its parts in a request (``{"ref": ...}``); with `layers` the name
     itself stands in ``modules`` for all of them, each added to the stream leaving its block.
-    `shape` is [d_model], [n, d_model] or [n_layers, n, d_model].
+    `shape` is [d_model], [n, d_model] or [n_layers, n, d_model], or has another width: that of one
+    head ([d_head]) or of the neurons, say, at whose hook points the vector is for.
     """
 
     model_config = ConfigDict(
@@ -228,8 +230,11 @@ def _check(directions: Directions, capabilities: EngineCapabilities) -> None:
     for layer, vector in directions.items():
         field = "vector" if layer is None else f"vector.{layer}"
         width = vector.array.shape[-1] if vector.array is not None else 0
-        if width != capabilities.d_model:
-            raise WeirError(f"width {width} does not match the model's {capabilities.d_model}", field)
+        # Rows of other hook points, and parts of them, have other widths. Admission knows which is meant.
+        widest = 0 if layer is not None else max(map(row_width, capabilities.shapes.values()), default=0)
+        if width != capabilities.d_model and width > widest:
+            other = f", and no row has more than {widest} values" if widest > capabilities.d_model else ""
+            raise WeirError(f"width {width} does not match the model's {capabilities.d_model}{other}", field)
         if layer is not None and layer >= capabilities.num_layers:
             raise WeirError(
                 f"block {layer} does not exist: the model has blocks 0..{capabilities.num_layers - 1}", field
