@@ -11,14 +11,13 @@ import torch
 import vllm_weir as weir
 from tests.support.engines import close_all, get_llm
 from tests.support.sae_reference import Reference, weights
-from tests.support.steered import check, directory, idle, prompt, sampling, tokens, truth, usage
+from tests.support.steered import check, directory, idle, prompt, sampling, truth, usage
 from vllm_weir.schema.positions import Positions
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 ENGINE: dict[str, Any] = {"block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
 ARCHITECTURES = ("standard", "gated", "jumprelu", "batchtopk")
-SITES = [("resid_post", 1), ("resid_pre", 2), ("resid_mid", 0), ("attn_out", 2), ("mlp_in", 1), ("mlp_post", 2),
-         ("z", 1), ("q", 0)]  # fmt: skip
+SITES = [("resid_post", 1), ("resid_pre", 2), ("attn_in", 0), ("mlp_in", 1), ("mlp_post", 2), ("z", 1), ("q", 0)]
 WIDTHS = {"mlp_post": 192}
 D, D_HEAD, FEATURES = 128, 32, 96
 EVERYTHING = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
@@ -108,7 +107,7 @@ def test_it_is_the_model_with_the_edit_in_a_hook(engine, loaded, architecture, s
         check(out, [edit], oracle)
         on += edit.active
         assert out.receipt.steered == ({sae.site: len(edit.active)},)
-    assert 10 < sum(on) < len(on) - 10, "features are active on some rows"
+    assert 5 < sum(on) < len(on) - 5, "features are active on some rows"
 
 
 def test_one_head_of_z(engine, loaded):
@@ -155,7 +154,9 @@ def test_sixteen_requests_of_one_batch_set_sixteen_features(engine, loaded):
         check(out, [Edited(sae, one)], oracle)
     for out, before in zip(mixed[16:], alone, strict=True):
         assert out.outputs[0].token_ids == before.outputs[0].token_ids
-        got, wanted = ([{t: x.logprob for t, x in step.items()} for step in o.outputs[0].logprobs] for o in (out, before))
+        got, wanted = (
+            [{t: x.logprob for t, x in step.items()} for step in o.outputs[0].logprobs] for o in (out, before)
+        )
         assert got == wanted
     assert usage(llm)["programs"] == 0
 
