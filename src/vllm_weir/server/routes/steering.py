@@ -93,8 +93,8 @@ def _modules(routes: APIRouter) -> None:
     async def register(body: bodies.RegisterModule, state: State) -> bodies.ModuleChanged:
         if body.kind != "additive" or body.sae_manifest is not None:
             raise WeirError(
-                "modules of SAEs are not served: the server does not read weights from paths that clients name; "
-                "register the features' directions as vectors and clamps",
+                "modules of SAEs are not served; load the SAE with PUT /v1/saes/NAME, and set its features with "
+                '{"op": "set_feature"} in interventions',
                 "kind" if body.kind != "additive" else "sae_manifest",
             )
         await state.capabilities()
