@@ -135,6 +135,8 @@ def _with_vectors(item: Any, change: Any) -> Any:
 
 def _apply(item: Any, h: torch.Tensor) -> torch.Tensor:
     kind = type(item).__name__
+    if hasattr(item, "changed"):
+        return item.changed(h)
 
     def get(name):
         found = torch.from_numpy(getattr(item, name).array.copy()).to(h.device)

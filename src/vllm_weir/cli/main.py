@@ -84,7 +84,7 @@ def sites(
 def serve(context: typer.Context) -> None:
     """Run vllm serve MODEL [options] with Weir's routes.
 
-    Also takes --weir-admin-key KEY (or WEIR_ADMIN_KEY).
+    Also takes --weir-admin-key KEY (or WEIR_ADMIN_KEY), and --weir-sae NAME=PATH, repeatable.
     """
     from vllm_weir.errors import WeirError
     from vllm_weir.guard.refuse import cause_of

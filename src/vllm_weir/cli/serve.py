@@ -13,11 +13,15 @@ from vllm_weir.guard import refuse
 from vllm_weir.schema.json_text import fits_header
 from vllm_weir.server.endpoint_plugin import load_route_modules
 from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
+from vllm_weir.server.saes import OPTION as SAE_OPTION
+from vllm_weir.server.saes import put_options
 from vllm_weir.server.shared.directory import clear
 
 OPTION = "--weir-admin-key"
-HELP = f"""Weir's own option, the others are vLLM's:
+HELP = f"""Weir's own options, the others are vLLM's:
   {OPTION} KEY, or {ADMIN_KEY} in the environment: the key for what changes all requests
+  {SAE_OPTION} NAME=PATH, repeatable: a sparse autoencoder to load; NAME=PATH@HOOK.LAYER if its files do not say where
+  it belongs
 """
 GROUPS = (
     "vllm.general_plugins",
@@ -47,7 +51,7 @@ def serve(arguments: list[str]) -> None:
 
 
 def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str]:
-    """Remove Weir's own option from the arguments and set the environment; return vLLM's arguments.
+    """Remove Weir's own options from the arguments and set the environment; return vLLM's arguments.
 
     Raises:
         WeirError: if the arguments or the environment would keep Weir out of the server.
@@ -56,8 +60,10 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
         raise WeirError("is set, so Weir is off; unset it, or use `vllm serve`", "WEIR_DISABLE")
     if environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise WeirError("is set: that frontend runs no plugins; unset it", "VLLM_USE_RUST_FRONTEND")
-    rest, key = _take_key(arguments)
-    if key is not None:
+    rest, keys = _take(OPTION, arguments, "a key")
+    rest, saes = _take(SAE_OPTION, rest, "name=path")
+    put_options(saes, environ)
+    for key in keys:
         # Only its user can read the environment of a process; everybody can read its command line.
         environ[ADMIN_KEY] = key
     if not fits_header(environ.get(ADMIN_KEY, "")):
@@ -93,17 +99,18 @@ def all_plugins() -> list[str]:
     return list(names | {"weir": None})
 
 
-def _take_key(arguments: list[str]) -> tuple[list[str], str | None]:
+def _take(option: str, arguments: list[str], expected: str) -> tuple[list[str], list[str]]:
+    """Return the arguments without an option, and the values that it had."""
     rest: list[str] = []
-    key = None
+    values: list[str] = []
     remaining = iter(arguments)
     for argument in remaining:
-        if argument == OPTION:
-            key = next(remaining, "")
-        elif argument.startswith(f"{OPTION}="):
-            key = argument.partition("=")[2]
+        if argument == option:
+            values.append(next(remaining, ""))
+        elif argument.startswith(f"{option}="):
+            values.append(argument.removeprefix(f"{option}="))
         else:
             rest.append(argument)
-    if key is not None and not key.strip():
-        raise WeirError("expected a key, got nothing", OPTION)
-    return rest, key
+    if not all(value.strip() for value in values):
+        raise WeirError(f"expected {expected}, got nothing", option)
+    return rest, values

@@ -1,4 +1,4 @@
-"""Administration of a server: its named vectors, and its steering of every request.
+"""Administration of a server: its named vectors and autoencoders, and its steering of every request.
 
 Both clients share these classes: every method returns the result, or for an `AsyncClient` an
 awaitable of it.
@@ -61,22 +61,51 @@ class VectorAdmin:
             headers = {"Content-Type": media_type}
             content = vector.read_bytes()
             return self._request_json(
-                SendRequest("PUT", _vector_path(name), content=content, headers=headers, admin=True)
+                SendRequest("PUT", _path("/v1/vectors", name), content=content, headers=headers, admin=True)
             )
         data = Vector.parse(vector, "vector", KEPT).to_json()
-        return self._request_json(SendRequest("PUT", _vector_path(name), json=data, admin=True))
+        return self._request_json(SendRequest("PUT", _path("/v1/vectors", name), json=data, admin=True))
 
     def get(self, name: str) -> Any:
         """Return the vector stored under a name."""
-        return self._request_json(SendRequest("GET", _vector_path(name)))
+        return self._request_json(SendRequest("GET", _path("/v1/vectors", name)))
 
     def delete(self, name: str) -> Any:
         """Delete a name. Needs the admin key."""
-        return self._request_json(SendRequest("DELETE", _vector_path(name), admin=True))
+        return self._request_json(SendRequest("DELETE", _path("/v1/vectors", name), admin=True))
 
     def list(self) -> Any:
         """Return the stored vectors by name."""
         return self._request_json(SendRequest("GET", "/v1/vectors"))
+
+
+class SAEAdmin:
+    """``client.saes``: the sparse autoencoders on the server's workers, for ``SetFeature("name", ...)``."""
+
+    def __init__(self, request_json: Callable[[SendRequest], Any]) -> None:
+        self._request_json = request_json
+
+    def load(self, name: str, path: str, site: tuple[str, int] | None = None) -> Any:
+        """Load an autoencoder under a name that is free. Needs the admin key.
+
+        Args:
+            name: The name.
+            path: Of its files, on the server's disk.
+            site: Hook point and block, for files that do not say them.
+
+        Returns:
+            Its hook point, layer, d_sae, architecture and bytes.
+        """
+        body = {"path": str(path)} | ({} if site is None else {"site": list(site)})
+        return self._request_json(SendRequest("PUT", _path("/v1/saes", name), json=body, admin=True, repeatable=False))
+
+    def unload(self, name: str) -> Any:
+        """Unload an autoencoder. Needs the admin key."""
+        return self._request_json(SendRequest("DELETE", _path("/v1/saes", name), admin=True))
+
+    def list(self) -> Any:
+        """Return the loaded autoencoders."""
+        return self._request_json(SendRequest("GET", "/v1/saes"))
 
 
 class SteeringAdmin:
@@ -147,7 +176,7 @@ def _steering(interventions: Any, tiers: Mapping[str, Any]) -> dict[str, Any]:
     return body
 
 
-def _vector_path(name: str) -> str:
+def _path(prefix: str, name: str) -> str:
     if not isinstance(name, str) or not name:
         raise WeirError(f"expected a name, got {brief(name)!r}", "name")
-    return f"/v1/vectors/{quote(name, safe='')}"
+    return f"{prefix}/{quote(name, safe='')}"

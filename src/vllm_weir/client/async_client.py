@@ -72,6 +72,7 @@ class AsyncClient:
         self._model = model
         self._model_lock = asyncio.Lock()
         self.vectors: admin.VectorAdmin = admin.VectorAdmin(self._request_json)
+        self.saes: admin.SAEAdmin = admin.SAEAdmin(self._request_json)
         self.steering: admin.SteeringAdmin = admin.SteeringAdmin(self._request_json)
 
     async def model(self) -> str:

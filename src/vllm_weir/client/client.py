@@ -74,6 +74,7 @@ class Client:
         self._model = model
         self._model_lock = threading.Lock()
         self.vectors: admin.VectorAdmin = admin.VectorAdmin(self._request_json)
+        self.saes: admin.SAEAdmin = admin.SAEAdmin(self._request_json)
         self.steering: admin.SteeringAdmin = admin.SteeringAdmin(self._request_json)
 
     @property

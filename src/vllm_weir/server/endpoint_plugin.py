@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROUTERS = ("activations", "info", "marks", "steering", "vectors", "page")
+ROUTERS = ("activations", "info", "marks", "saes", "steering", "vectors", "page")
 """Modules of `vllm_weir.server.routes`, each with a function `router`."""
-PREFIXES = ("/v1/weir", "/v1/activations", "/v1/marks", "/v1/steering", "/v1/vectors", "/weir")
+PREFIXES = ("/v1/weir", "/v1/activations", "/v1/marks", "/v1/saes", "/v1/steering", "/v1/vectors", "/weir")
 """Prefixes of the paths of all routes."""
 
 
@@ -70,6 +70,7 @@ class Endpoints:
         try:
             load_route_modules()
             from vllm_weir.frontend.lookup import has_frontend
+            from vllm_weir.server import saes
             from vllm_weir.server.context import served_name, server_of
             from vllm_weir.server.routes import marks
             from vllm_weir.server.shared.peers import Peers
@@ -87,6 +88,7 @@ class Endpoints:
             answer = functools.partial(marks.answer_here, server.frontend.manager)
             server.peers = Peers(server.directory.subdirectory("peers"), answer, str(os.getpid()))
             await server.peers.open()
+        await saes.load_given(server)
         state.weir = server
         state.weir_sweeper = asyncio.create_task(server.sweep())
         logger.info("Weir's routes are on; results by reference are in %s", server.directory and server.directory.path)

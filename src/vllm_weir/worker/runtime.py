@@ -27,6 +27,7 @@ from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_layout import RowLayout
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.step_plan import StepPlan
+from vllm_weir.worker.saes import WorkerSAEs
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys
 from vllm_weir.worker.steering.vector_fetch import VectorFetcher
@@ -90,6 +91,7 @@ class WorkerRuntime:
 
     Attributes:
         taps: numbers of this worker's taps.
+        saes: the sparse autoencoders on the device.
         all_live: whether at least as many live requests capture or are steered as the coming step
             has; alike on all ranks.
     """
@@ -139,6 +141,7 @@ class WorkerRuntime:
             place(model, anchor, tap, self.switch)
         self._module_path = ModulePath(model, anchors.values())
 
+        self.saes = WorkerSAEs(device, settings.sae_bytes)
         self._active_taps = ActiveTaps()
         self.all_live = False
         self._vectors = VectorFetcher()
@@ -198,6 +201,7 @@ class WorkerRuntime:
             self.planner.remove(request_id)
             self._directions.release(request_id)
             self._codecs.release(request_id)
+            self.saes.release(request_id)
         self.planner.resume(resumed)
         joining = [(EngineSpec.from_wire(request[1].spec), *request) for request in new]
         replaced = self._module_path.replaced() if joining else ""
@@ -447,7 +451,8 @@ class WorkerRuntime:
     def usage(self) -> dict[str, int]:
         """Return how much is in use; `host_rows` counts also what readers still hold."""
         live = self.planner.capturing.keys() | self.planner.steered.keys()
-        return {"requests": len(live), "host_rows": self.arena.used, **self.table.usage()}
+        rows, sae_bytes = self.arena.used, self.saes.nbytes
+        return {"requests": len(live), "host_rows": rows, "sae_bytes": sae_bytes, **self.table.usage()}
 
 
 def _launch_listed(listed: torch.Tensor, *arguments: Any) -> None:

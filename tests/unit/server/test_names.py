@@ -6,7 +6,7 @@ import pytest
 
 from vllm_weir import WeirError
 from vllm_weir.schema.sinks import parse_name
-from vllm_weir.server.routes.vectors import check_name
+from vllm_weir.server.names import check_name
 
 
 @pytest.mark.parametrize("name", ["happy\n", "happy\nsad", "\n", "a" * 129, "", "-a", "a b"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -19,6 +18,7 @@ from vllm_weir.schema.row_shapes import row_width
 from vllm_weir.schema.vector_files import Directions, kind_of, read_vectors, to_json
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.limits import ServerLimits
+from vllm_weir.server.names import check_name
 from vllm_weir.server.routes.auth import require_admin
 from vllm_weir.server.routes.router import weir_router
 from vllm_weir.server.state import ServerState, server_state
@@ -33,8 +33,6 @@ MEDIA = {
     "application/octet-stream": "",
 }
 """Content type of an upload -> its format; empty if its first bytes tell."""
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}", re.ASCII)
-_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 Name = Annotated[str, Path(description="1 to 128 letters, digits and . _ : @ + -", examples=["happy"])]
 State = Annotated[ServerState, Depends(server_state)]
@@ -158,15 +156,6 @@ def router() -> APIRouter:
         return Response(status_code=204) if found else _unknown(name)
 
     return routes
-
-
-def check_name(name: str) -> None:
-    """Raise WeirError if this cannot be a vector's name."""
-    if not NAME.fullmatch(name) or _DIGEST.fullmatch(name):
-        raise WeirError(
-            "a name has 1 to 128 letters, digits and . _ : @ + -, begins with a letter or digit, and is not a digest",
-            "name",
-        )
 
 
 def check_room(contents: RegistryContents, limits: ServerLimits) -> None:

@@ -1,0 +1,96 @@
+"""Routes for sparse autoencoders: load, list, unload."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_weir.errors import brief
+from vllm_weir.schema.sae_info import SAEInfo
+from vllm_weir.server import saes
+from vllm_weir.server.errors import declared, error
+from vllm_weir.server.routes.auth import require_admin
+from vllm_weir.server.routes.router import weir_router
+from vllm_weir.server.state import ServerState, server_state
+
+Name = Annotated[str, Path(description="1 to 128 letters, digits and . _ : @ + -", examples=["mood"])]
+State = Annotated[ServerState, Depends(server_state)]
+
+
+class SAEFiles(BaseModel):
+    """Where an autoencoder is: a directory of SAELens, or Gemma Scope's npz.
+
+    `path` is on the server's disk. `site`, a hook point and a block, is for files that do not say
+    them.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"path": "/data/saes/mood", "site": ["resid_post", 3]}]}
+    )
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    site: tuple[str, int] | None = None
+
+
+class LoadedSAE(BaseModel):
+    """An autoencoder on the workers; `bytes` are those of its weights on each of them."""
+
+    name: str
+    hook: str
+    layer: int
+    d_sae: int
+    architecture: str
+    bytes: int
+
+
+class SAEList(BaseModel):
+    """All loaded autoencoders."""
+
+    saes: list[LoadedSAE]
+
+
+def router() -> APIRouter:
+    """Return the routes PUT, DELETE /v1/saes/{name} and GET /v1/saes."""
+    routes = weir_router()
+
+    @routes.get("/v1/saes", responses=declared(401), summary="The loaded sparse autoencoders")
+    def list_all(state: State) -> SAEList:
+        return SAEList(saes=[_describe(one) for one in saes.infos(state)])
+
+    @routes.put(
+        "/v1/saes/{name}",
+        dependencies=[Depends(require_admin)],
+        responses=declared(400, 401, 403, 413, 507),
+        summary="Load a sparse autoencoder from the server's disk onto the workers, under a name that is free",
+    )
+    async def put(name: Name, body: SAEFiles, state: State) -> LoadedSAE:
+        return _describe(await saes.load(state, name, saes.SAESource(body.path, body.site)))
+
+    @routes.delete(
+        "/v1/saes/{name}",
+        dependencies=[Depends(require_admin)],
+        status_code=204,
+        response_class=Response,
+        responses=declared(401, 403, 404, 507),
+        summary="Unload a sparse autoencoder; requests already admitted with it go on",
+    )
+    async def delete(name: Name, state: State) -> Response:
+        if await saes.unload(state, name):
+            return Response(status_code=204)
+        return error(404, f"no autoencoder is loaded as {brief(name)!r}", "name")
+
+    return routes
+
+
+def _describe(info: SAEInfo) -> LoadedSAE:
+    return LoadedSAE(
+        name=info.name,
+        hook=info.site.hook,
+        layer=info.site.layer,
+        d_sae=info.d_sae,
+        architecture=info.architecture,
+        bytes=info.bytes,
+    )

@@ -1,0 +1,157 @@
+"""The sparse autoencoders of a server: loaded onto the workers once, known to all its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_weir.errors import StoreError, WeirError, brief
+from vllm_weir.frontend import saes as loading
+from vllm_weir.frontend.admission.sae_registry import SharedSAE
+from vllm_weir.frontend.admission.vector_registry import RegistryContents
+from vllm_weir.sae import transfer
+from vllm_weir.sae.autoencoder import SAE
+from vllm_weir.schema.sae_info import SAEInfo
+from vllm_weir.server.errors import StateNotSaved
+from vllm_weir.server.limits import SAES as VARIABLE
+from vllm_weir.server.names import check_name
+from vllm_weir.server.state import ServerState
+
+OPTION = "--weir-sae"
+_SITE = re.compile(r"^(.+)@([a-z_]+)\.(\d{1,4})$", re.ASCII | re.DOTALL)
+
+
+class SAESource(NamedTuple):
+    """Where an autoencoder is.
+
+    Attributes:
+        path: of its files, on the server's disk.
+        site: hook point and block, for files that do not say them.
+    """
+
+    path: str
+    site: Any = None
+
+
+def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
+    """Put the values of `OPTION`, ``name=path`` or ``name=path@hook.layer``, into the environment.
+
+    Raises:
+        WeirError: if one is wrong.
+    """
+    sources: dict[str, list[Any]] = {}
+    for option in options:
+        name, given, path = option.partition("=")
+        if not given or not path:
+            raise WeirError(f"expected name=path, got {brief(option)!r}", OPTION)
+        if name in sources:
+            raise WeirError(f"{brief(name)!r} is given twice", OPTION)
+        check_name(name, OPTION)
+        match = _SITE.match(path)
+        sources[name] = [path] if match is None else [match[1], [match[2], int(match[3])]]
+    if sources:
+        environ[VARIABLE] = json.dumps(sources)
+
+
+async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ) -> None:
+    """Load what the environment names; processes that come later find it loaded.
+
+    Raises:
+        WeirError: if one cannot be loaded.
+    """
+    for name, source in json.loads(environ.get(VARIABLE) or "{}").items():
+        if name in state.names.read().saes:
+            continue
+        try:
+            await load(state, name, SAESource(*source), again=True)
+        except WeirError as e:
+            raise WeirError(f"{name}: {e}", OPTION) from None
+
+
+async def load(state: ServerState, name: str, source: SAESource, again: bool = False) -> SAEInfo:
+    """Load an autoencoder onto the workers, for the requests of all processes.
+
+    Args:
+        state: of this process.
+        name: for requests.
+        source: where it is.
+        again: whether the name may be loaded already; then nothing happens.
+
+    Raises:
+        WeirError: naming the field, if it cannot be loaded.
+    """
+    check_name(name)
+    await state.capabilities()
+    loop = asyncio.get_running_loop()
+    return await state.run(lambda: _load(state, loop, name, source, again))
+
+
+async def unload(state: ServerState, name: str) -> bool:
+    """Remove an autoencoder; return whether there was one."""
+    removed: list[SharedSAE] = []
+
+    def edit(contents: RegistryContents) -> RegistryContents:
+        removed[:] = [one for kept, one in contents.saes.items() if kept == name]
+        return replace(contents, saes={kept: one for kept, one in contents.saes.items() if kept != name})
+
+    if name in state.names.read().saes:
+        await state.run(lambda: state.names.change(edit))
+    for one in removed:
+        await loading.caller_of(state.engine_client)(loading.UNLOAD, one.key)
+        Path(one.path).unlink(missing_ok=True)  # who has mapped it keeps it
+    return bool(removed)
+
+
+def infos(state: ServerState) -> list[SAEInfo]:
+    """Return what is told of each autoencoder, by name."""
+    state.frontend.refresh()
+    return state.frontend.saes.infos()
+
+
+def _load(state: ServerState, loop: asyncio.AbstractEventLoop, name: str, source: SAESource, again: bool) -> SAEInfo:
+    """Do what `load` does, in a thread beside the event loop.
+
+    The state is locked meanwhile, so of several processes one loads.
+    """
+    sent: list[SharedSAE] = []
+
+    async def call(method: str, *arguments: Any) -> list[Any]:
+        return asyncio.run_coroutine_threadsafe(_call(state, method, *arguments), loop).result()
+
+    def edit(contents: RegistryContents) -> RegistryContents:
+        if name in contents.saes:
+            if again:  # another process was faster
+                return contents
+            raise WeirError(f"an autoencoder is loaded as {name!r}; delete it, or choose another name", "name")
+        sae = SAE.load(source.path, site=source.site, name=name)
+        loaded = loading.prepare(state.frontend, name, sae)
+        assert state.directory is not None
+        file = state.directory.subdirectory("saes") / f"{secrets.token_hex(8)}.safetensors"
+        sent.append(SharedSAE(loaded.key, str(file)))
+        try:
+            transfer.write(sae, file)
+        except StoreError as e:
+            raise StateNotSaved(f"the server's disk refused a copy of the autoencoder ({e.message})") from None
+        loading.completed(loading.send(call, loaded, file))
+        return replace(contents, saes={**contents.saes, name: sent[0]})
+
+    try:
+        state.names.change(edit)
+    except BaseException:
+        for one in sent:
+            loading.completed(call(loading.UNLOAD, one.key))
+            Path(one.path).unlink(missing_ok=True)
+        raise
+    state.frontend.refresh()
+    return state.frontend.saes.find(name, "name").info
+
+
+async def _call(state: ServerState, method: str, *arguments: Any) -> list[Any]:
+    return await loading.caller_of(state.engine_client)(method, *arguments)
