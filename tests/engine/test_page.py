@@ -165,6 +165,38 @@ def test_a_click_shows_blocks_by_tokens(page, server, tmp_path):
     picture(page, "page_heat_map", tmp_path)
 
 
+def test_a_click_shows_heads_and_neurons(page, server, tmp_path):
+    """Of the position that the token was sampled from, as a request for the same tokens gets them."""
+    say(page, TEXT)
+    page.fill("#inside-layer", str(LAYER))
+    page.click("#messages .token >> nth=3")
+    page.wait_for_selector("#neurons li")
+    cells = page.eval_on_selector_all(
+        "#heads-table td", "cells => cells.map(c => [c.dataset.head, c.dataset.key, c.dataset.weight].map(Number))"
+    )
+    listed = page.eval_on_selector_all(
+        "#neurons li", "items => items.map(i => [i.dataset.neuron, i.dataset.value].map(Number))"
+    )
+    body = {"model": "demo", "messages": user(TEXT), "max_tokens": 3, "temperature": 0, "return_token_ids": True}
+    answer = server.post("/v1/chat/completions", json=body).raise_for_status().json()
+    ids = answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]
+    capture = [{"hook": hook, "layers": [LAYER], "positions": [len(ids) - 1]} for hook in ("pattern", "mlp_post")]
+    body = {"model": "demo", "prompt": ids, "max_tokens": 1, "weir": {"v": 1, "capture": capture}}
+    found = server.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["weir"]["activations"]
+    path = tmp_path / "rows.safetensors"
+    path.write_bytes(base64.b64decode(found["b64"]))
+    acts = weir.Activations.load(path)
+    pattern, neurons = acts["pattern", LAYER][0].float(), acts["mlp_post", LAYER][0].float()
+    assert len(cells) == pattern.numel() and pattern.shape[1] == len(ids)
+    # The two requests may share cached tokens, so they round apart.
+    assert max(abs(weight - float(pattern[int(head), int(key)])) for head, key, weight in cells) <= 1e-2
+    largest = float(neurons.abs().max())
+    assert max(abs(value - float(neurons[int(neuron)])) for neuron, value in listed) <= 2e-2 * largest
+    twelfth = float(neurons.abs().sort(descending=True).values[11])
+    assert len(listed) == 12 and min(abs(value) for _, value in listed) >= twelfth - 2e-2 * largest
+    picture(page, "page_inside", tmp_path)
+
+
 def test_a_vector_from_two_texts(page, server, tmp_path_factory):
     page.fill("#new-name", "dogs")
     page.fill("#new-plus", "a dog and a dog")

@@ -157,6 +157,11 @@ def chromium() -> str | None:
     return None if browser() else "no Chromium; `apt install chromium-headless-shell` brings one"
 
 
+def node() -> str | None:
+    """Need what runs the page's scripts without a browser."""
+    return None if node_program() else "no Node.js; `apt install nodejs` brings one"
+
+
 def tmpfs() -> str | None:
     """Need small file systems, to fill them."""
     refusal = refuses_tmpfs()
@@ -269,6 +274,11 @@ def cpp_compiler() -> str | None:
 def browser() -> str | None:
     """Return a Chromium, or None."""
     return next((found for name in BROWSERS if (found := shutil.which(name))), None)
+
+
+def node_program() -> str | None:
+    """Return a Node.js, or None."""
+    return shutil.which("node")
 
 
 def lens_folder() -> str:

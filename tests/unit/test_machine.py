@@ -113,6 +113,7 @@ def platform(cpu: bool = True) -> SimpleNamespace:
         ("has_module", lambda _: False, machine.object_store, "s3fs is not installed"),
         ("has_module", lambda _: False, machine.chromium, "playwright is not installed"),
         ("browser", lambda: None, machine.chromium, "no Chromium|playwright"),
+        ("node_program", lambda: None, machine.node, "no Node.js"),
         ("free_shared_memory", lambda: 64 * MIB, machine.engine_processes, "240 MiB in /dev/shm; 64 MiB are free"),
         ("cpp_compiler", lambda: None, machine.inductor, "apt install g"),
         ("refuses_tmpfs", lambda: "mount: permission denied", machine.tmpfs, "permission denied"),
@@ -130,12 +131,13 @@ def test_needs_that_are_met_say_nothing(monkeypatch):
     have = {"has_op": lambda _: True, "model_dtypes": lambda: ("bfloat16",), "head_sizes": lambda: (32,)}
     have |= {"total_memory": lambda: 2 * GIB, "has_module": lambda _: True, "browser": lambda: "/usr/bin/chromium"}
     have |= {"free_shared_memory": lambda: 240 * MIB, "cpp_compiler": lambda: "/usr/bin/g++"}
+    have |= {"node_program": lambda: "/usr/bin/node"}
     have |= {"refuses_tmpfs": lambda: None, "lens_folder": lambda: "/lens", "_platform": platform}
     for name, value in have.items():
         monkeypatch.setattr(machine, name, value)
     met = [machine.op("silu"), machine.model_dtype("bfloat16"), machine.attention_heads(32), machine.memory(2 * GIB)]
     met += [machine.module("ray"), machine.object_store, machine.chromium, machine.engine_processes]
-    met += [machine.inductor, machine.tmpfs, machine.lens_source]
+    met += [machine.node, machine.inductor, machine.tmpfs, machine.lens_source]
     assert [need() for need in met] == [None] * len(met)
 
 

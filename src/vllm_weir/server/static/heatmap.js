@@ -44,11 +44,11 @@ export function format(score) {
   return Number.isFinite(score) ? score.toPrecision(4) : "no score";
 }
 
-function visibleText(text) {
+export function visibleText(text) {
   return text.replaceAll("\n", "⏎") || "∅";
 }
 
-function cell(tag, text, chosen = false) {
+export function cell(tag, text, chosen = false) {
   const element = document.createElement(tag);
   element.textContent = text;
   element.classList.toggle("chosen", chosen);

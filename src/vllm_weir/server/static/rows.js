@@ -15,18 +15,18 @@ export function fromBase64(text) {
   return Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer;
 }
 
-/** Return the floating-point tensors of a safetensors file (an ArrayBuffer) as {name: Float32Array}. */
+/** Return the floating-point tensors of a safetensors file (an ArrayBuffer) as {name: Float32Array with a `shape`}. */
 export function safetensors(buffer) {
   const view = new DataView(buffer);
   const length = Number(view.getBigUint64(0, true));
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
   const tensors = {};
   delete header.__metadata__;
-  for (const [name, { dtype, data_offsets: [start, end] }] of Object.entries(header)) {
+  for (const [name, { dtype, shape, data_offsets: [start, end] }] of Object.entries(header)) {
     if (!(dtype in BYTES)) continue;
     const values = new Float32Array((end - start) / BYTES[dtype]);
     for (let i = 0; i < values.length; i++) values[i] = readFloat(view, 8 + length + start + i * BYTES[dtype], dtype);
-    tensors[name] = values;
+    tensors[name] = Object.assign(values, { shape });
   }
   return tensors;
 }

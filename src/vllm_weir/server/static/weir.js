@@ -1,11 +1,12 @@
 // A chat with the served model, its tokens coloured by a probe; see docs/guides/page.md.
 
 import { colour, fillTable, format, magnitude } from "./heatmap.js";
+import { bodyOf, fillHeads, fillNeurons, read, servedBlocks } from "./inside.js";
 import { encode, events, fromBase64, safetensors } from "./rows.js";
 
 const base = location.pathname.replace(/\/weir\/?$/, "");
 const $ = (id) => document.getElementById(id);
-const state = { model: "", layers: [], vectors: new Map(), messages: [], chat: true, stop: null, open: null };
+const state = { model: "", layers: [], inside: {}, vectors: new Map(), messages: [], chat: true, stop: null, open: null };
 
 async function call(path, body, method = body ? "POST" : "GET", signal = undefined) {
   const headers = { "Content-Type": "application/json" };
@@ -35,9 +36,10 @@ async function connect() {
     state.width = info.d_model;
     const firstTime = !state.layers.length;
     state.layers = info.sites.filter((s) => s.hook === "resid_post" && s.served).map((s) => s.layer);
+    state.inside = servedBlocks(info.sites);
     $("model").textContent = `${state.model}, ${info.num_layers} blocks of width ${info.d_model}`;
     const middle = state.layers[Math.floor(state.layers.length / 2)];
-    for (const id of ["probe-layer", "new-layer"]) {
+    for (const id of ["probe-layer", "new-layer", "inside-layer"]) {
       $(id).max = info.num_layers - 1;
       if (firstTime) $(id).value = middle;
     }
@@ -115,7 +117,7 @@ function weirFields() {
 /** Return the route and the body of the next request. */
 function request() {
   const common = {
-    model: state.model, stream: true, temperature: Number($("temperature").value),
+    model: state.model, stream: true, return_token_ids: true, temperature: Number($("temperature").value),
     max_tokens: Number($("max-tokens").value), weir: weirFields(),
   };
   const messages = state.messages.map(({ role, text }) => ({ role, content: text }));
@@ -139,7 +141,7 @@ async function send(text) {
   state.messages.push(message);
   showMessage(message);
   const control = new AbortController();
-  const reply = { role: "assistant", text: "", tokens: [], scored: 0, probe: $("probe").value, steer: interventions() };
+  const reply = { role: "assistant", text: "", tokens: [], ids: [], promptIds: [], scored: 0, probe: $("probe").value, steer: interventions() };
   setBusy(control);
   try {
     const response = await openStream(control.signal);
@@ -160,6 +162,8 @@ async function send(text) {
 function addEvent(reply, event) {
   if (event.error) throw new Error(event.error.message ?? event.error);
   for (const choice of event.choices ?? []) {
+    reply.promptIds = event.prompt_token_ids ?? choice.prompt_token_ids ?? reply.promptIds;
+    reply.ids.push(...(choice.token_ids ?? []));
     const texts = choice.logprobs?.content?.map((t) => t.token) ?? choice.logprobs?.tokens;
     const delta = choice.delta?.content ?? choice.text ?? "";
     reply.text += delta;
@@ -231,6 +235,7 @@ function showMap(reply, index) {
   for (const { span } of state.messages.flatMap((m) => m.tokens ?? [])) span.classList.remove("chosen");
   reply.tokens[index].span.classList.add("chosen");
   $("map").hidden = false;
+  showInside().catch(showError);
   if (!reply.probe) {
     $("map-title").textContent = "No vector was selected for this reply. Select one and send the message again.";
     $("map-table").replaceChildren();
@@ -238,6 +243,32 @@ function showMap(reply, index) {
   }
   $("map-title").textContent = `Scores of ${reply.probe} by block and token`;
   fillTable($("map-table"), reply.tokens, index, state.layers);
+}
+
+/** Show the heads and the neurons of the token that is open, at the chosen block. */
+async function showInside() {
+  const { open } = state, layer = Number($("inside-layer").value);
+  const ids = [...open.reply.promptIds, ...open.reply.ids.slice(0, open.index)];
+  const hooks = Object.keys(state.inside).filter((hook) => state.inside[hook].has(layer));
+  // Without the ids of the tokens, their text could be split into others.
+  $("inside").hidden = !open.reply.promptIds.length || !Object.values(state.inside).some((layers) => layers.size);
+  if ($("inside").hidden) return;
+  const show = (found) => {
+    fillHeads($("heads-table"), found.pattern, found.texts);
+    fillNeurons($("neurons"), found.neurons);
+  };
+  show({ pattern: [], texts: [] });
+  $("inside-note").textContent = hooks.length ? "reading" : "are not served: weir sites says why";
+  const asked = (state.asked = {}); // what is read for another token or block is not shown
+  if (!hooks.length) return;
+  try {
+    const body = bodyOf(state.model, ids, hooks, layer, open.reply.steer);
+    const { choices } = await (await call("/v1/completions", body)).json();
+    const found = await read(choices[0], ids.length, async (url) => (await call(url)).arrayBuffer());
+    if (state.asked === asked) show(found);
+  } finally {
+    if (state.asked === asked) $("inside-note").textContent = "";
+  }
 }
 
 function showMessage(message) {
@@ -306,6 +337,7 @@ $("clear").addEventListener("click", () => {
   $("map").hidden = true;
 });
 $("map-close").addEventListener("click", () => ($("map").hidden = true));
+$("inside-layer").addEventListener("change", () => state.open && showInside().catch(showError));
 $("probe-layer").addEventListener("input", () => state.messages.filter((m) => m.tokens).forEach(paint));
 $("new-make").addEventListener("click", () => makeVector().catch(showError));
 $("key").addEventListener("change", connect);
