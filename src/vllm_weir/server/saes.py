@@ -7,14 +7,14 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Awaitable, Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_weir.errors import StoreError, WeirError, brief
 from vllm_weir.frontend import saes as loading
-from vllm_weir.frontend.admission.sae_registry import SharedSAE
+from vllm_weir.frontend.admission.sae_registry import LoadedSAE, SharedSAE
 from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE
@@ -67,8 +67,6 @@ async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ
         WeirError: if one cannot be loaded.
     """
     for name, source in json.loads(environ.get(VARIABLE) or "{}").items():
-        if name in state.names.read().saes:
-            continue
         try:
             await load(state, name, SAESource(*source), again=True)
         except WeirError as e:
@@ -120,38 +118,47 @@ def _load(state: ServerState, loop: asyncio.AbstractEventLoop, name: str, source
 
     The state is locked meanwhile, so of several processes one loads.
     """
-    sent: list[SharedSAE] = []
-
-    async def call(method: str, *arguments: Any) -> list[Any]:
-        return asyncio.run_coroutine_threadsafe(_call(state, method, *arguments), loop).result()
-
-    def edit(contents: RegistryContents) -> RegistryContents:
-        if name in contents.saes:
-            if again:  # another process was faster
-                return contents
-            raise WeirError(f"an autoencoder is loaded as {name!r}; delete it, or choose another name", "name")
-        sae = SAE.load(source.path, site=source.site, name=name)
-        loaded = loading.prepare(state.frontend, name, sae)
-        assert state.directory is not None
-        file = state.directory.subdirectory("saes") / f"{secrets.token_hex(8)}.safetensors"
-        sent.append(SharedSAE(loaded.key, str(file)))
-        try:
-            transfer.write(sae, file)
-        except StoreError as e:
-            raise StateNotSaved(f"the server's disk refused a copy of the autoencoder ({e.message})") from None
-        loading.completed(loading.send(call, loaded, file))
-        return replace(contents, saes={**contents.saes, name: sent[0]})
-
-    try:
-        state.names.change(edit)
-    except BaseException:
-        for one in sent:
-            loading.completed(call(loading.UNLOAD, one.key))
-            Path(one.path).unlink(missing_ok=True)
-        raise
+    there = name in state.names.read().saes
+    if not there:
+        # Not under the lock: the files may be far away, and a missing one is no failure of the state's disk.
+        loaded = loading.prepare(state.frontend, name, SAE.load(source.path, site=source.site, name=name))
+        there = not _send(state, loop, loaded)
+    if there and not again:
+        raise WeirError(f"an autoencoder is loaded as {name!r}; delete it, or choose another name", "name")
     state.frontend.refresh()
     return state.frontend.saes.find(name, "name").info
 
 
-async def _call(state: ServerState, method: str, *arguments: Any) -> list[Any]:
-    return await loading.caller_of(state.engine_client)(method, *arguments)
+def _send(state: ServerState, loop: asyncio.AbstractEventLoop, loaded: LoadedSAE) -> bool:
+    """Have the workers load an autoencoder; return whether its name was free."""
+    assert state.directory is not None
+    file = state.directory.subdirectory("saes") / f"{secrets.token_hex(8)}.safetensors"
+    free = False
+
+    async def call(method: str, *arguments: Any) -> list[Any]:
+        done = loading.caller_of(state.engine_client)(method, *arguments)
+        return asyncio.run_coroutine_threadsafe(_awaited(done), loop).result()
+
+    def edit(contents: RegistryContents) -> RegistryContents:
+        nonlocal free
+        free = loaded.name not in contents.saes
+        if not free:
+            return contents
+        try:
+            transfer.write(loaded.sae, file)
+        except StoreError as e:
+            raise StateNotSaved(f"the server's disk refused a copy of the autoencoder ({e.message})") from None
+        loading.completed(loading.send(call, loaded, file))
+        return replace(contents, saes={**contents.saes, loaded.name: SharedSAE(loaded.key, str(file))})
+
+    try:
+        state.names.change(edit)
+    except BaseException:
+        loading.completed(call(loading.UNLOAD, loaded.key))
+        file.unlink(missing_ok=True)
+        raise
+    return free
+
+
+async def _awaited(done: Awaitable[list[Any]]) -> list[Any]:
+    return await done

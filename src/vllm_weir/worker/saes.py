@@ -61,12 +61,7 @@ class WorkerSAEs(Mapping[str, SAE]):
         """
         try:
             if key not in self._saes:
-                mapped = transfer.read(Path(path))
-                self._check_room(mapped.nbytes)
-                tensors = {name: tensor.to(self._device, copy=True) for name, tensor in mapped.tensors.items()}
-                self._saes[key] = SAE(mapped.config, tensors)
-        except torch.OutOfMemoryError:
-            return {"error": self._full(mapped.nbytes, "the device is full"), "field": "settings.sae_bytes"}
+                self._saes[key] = self._copied(transfer.read(Path(path)))
         except WeirError as e:
             return {"error": e.message, "field": e.field}
         return {"bytes": self.nbytes}
@@ -90,6 +85,15 @@ class WorkerSAEs(Mapping[str, SAE]):
     def release(self, request_id: str) -> None:
         """Let go of what a request holds."""
         self._held.pop(request_id, None)
+
+    def _copied(self, mapped: SAE) -> SAE:
+        """Return an autoencoder with its weights on the device; raise WeirError if there is no room."""
+        self._check_room(mapped.nbytes)
+        try:
+            tensors = {name: tensor.to(self._device, copy=True) for name, tensor in mapped.tensors.items()}
+        except torch.OutOfMemoryError:
+            raise WeirError(self._full(mapped.nbytes, "the device is full"), "settings.sae_bytes") from None
+        return SAE(mapped.config, tensors)
 
     def _check_room(self, size: int) -> None:
         if self._limit is not None:

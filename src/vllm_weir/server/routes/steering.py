@@ -174,6 +174,7 @@ def _resolve_names(
     Raises:
         WeirError: If a name is unknown, or the engine cannot carry an intervention out.
     """
+    state.frontend.refresh()  # another process may have loaded the autoencoders that are named
     registry = VectorRegistry()
     registry.load(contents)
     return [state.frontend.settled(part, registry) for part in parts]

@@ -1,0 +1,209 @@
+"""Routes of sparse autoencoders: loaded once on the workers, known to every process, refused and cleaned up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+
+import vllm_weir as weir
+from tests.support.sae_reference import weights
+from tests.unit.admin_app import KEY, D, app_of, serving
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.schema.instructions import FEATURE
+from vllm_weir.server import saes
+from vllm_weir.server.errors import StateNotSaved
+from vllm_weir.worker.saes import WorkerSAEs
+
+ADMIN = {"X-Weir-Admin-Key": KEY}
+FEATURES = 12
+
+
+class Workers:
+    """An engine client with two workers, each with room for two autoencoders."""
+
+    def __init__(self, limit):
+        self.workers = [WorkerSAEs(torch.device("cpu"), limit) for _ in range(2)]
+        self.calls = []
+
+    async def collective_rpc(self, method, args=()):
+        self.calls.append(method)
+        name = method.removeprefix("weir_").removesuffix("_sae")
+        return [getattr(worker, name)(*args) for worker in self.workers]
+
+    @property
+    def loaded(self):
+        return [len(worker) for worker in self.workers]
+
+
+def make(path, seed=0, architecture="jumprelu", site=("resid_post", 1), d_in=D):
+    sae = weir.SAE.from_tensors(architecture, site, **weights(architecture, seed, d_in, FEATURES))
+    sae.save(path)
+    return sae
+
+
+@pytest.fixture
+def sae(tmp_path):
+    return make(tmp_path / "one")
+
+
+@pytest.fixture
+def pair(tmp_path, sae):
+    workers = Workers(2 * sae.nbytes)
+    with serving(tmp_path / "", 2, engine=workers) as servers:
+        yield [TestClient(app_of(server), headers=ADMIN) for server in servers], servers, workers
+
+
+def undergone(server, asked):
+    server.frontend.refresh()
+    request = {"weir": {"v": 1, "interventions": [asked]}}
+    frontend = server.frontend
+    return admit(request, frontend.require_capabilities(), feature=frontend.saes.resolve)
+
+
+def test_what_one_process_loads_the_other_knows(pair, sae, tmp_path):
+    (one, other), servers, workers = pair
+    answer = one.put("/v1/saes/mood", json={"path": str(tmp_path / "one")})
+    described = {"name": "mood", "hook": "resid_post", "layer": 1, "d_sae": FEATURES, "architecture": "jumprelu"}
+    described["bytes"] = sae.nbytes
+    assert answer.status_code == 200 and answer.json() == described
+    assert other.get("/v1/saes").json() == {"saes": [described]} == one.get("/v1/saes").json()
+    assert workers.loaded == [1, 1] and workers.calls == ["weir_load_sae"]
+    response = sae.feature_response(3)
+    for server in servers:
+        found = undergone(server, {"op": "set_feature", "name": "mood", "feature": 3, "value": 2})
+        (move,) = found.effective
+        (term,) = move.instructions
+        assert (move.hook, move.layers) == ("resid_post", (1,))
+        assert (term.kind, term.a, term.b, term.lo, term.hi) == (FEATURE, -1.0, 2.0, response.b, response.theta)
+        assert (found.rows[term.u] == response.u).all() and (found.rows[term.w] == response.w).all()
+    assert other.put("/v1/saes/mood", json={"path": str(tmp_path / "one")}).json()["error"]["param"] == "name"
+    assert other.delete("/v1/saes/mood").status_code == 204
+    assert one.get("/v1/saes").json() == {"saes": []} and workers.loaded == [0, 0]
+    assert not list((servers[0].directory.path / "saes").iterdir())
+    assert other.delete("/v1/saes/mood").status_code == 404
+    with pytest.raises(WeirError, match="none is"):
+        undergone(servers[0], {"op": "set_feature", "name": "mood", "feature": 3, "value": 2})
+
+
+def test_what_is_steered_for_all_outlives_its_autoencoder(pair, sae, tmp_path):
+    (one, other), servers, _ = pair
+    one.put("/v1/saes/mood", json={"path": str(tmp_path / "one")})
+    asked = {"op": "set_feature", "name": "mood", "feature": 3, "scale": 2}
+    answer = other.post("/v1/steering/set", json={"interventions": [asked]})
+    assert answer.status_code == 200 and answer.json()["hook_points"] == ["resid_post"], answer.text
+    registered = one.post("/v1/steering/modules/register", json={"name": "glad", "interventions": [asked]})
+    assert registered.status_code == 200
+    one.delete("/v1/saes/mood")
+    for server, client in zip(servers, (one, other), strict=True):
+        server.frontend.refresh()
+        (always,) = server.frontend.always
+        (module,) = server.frontend.registry.module("glad", "x")
+        for kept in (always, module):
+            assert (kept.w.array == sae.feature_response(3).w).all() and kept.scale == 2.0
+        (shown,) = client.get("/v1/steering").json()["interventions"]
+        assert shown["op"] == "set_activation" and shown["scale"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"path": "{}/nowhere"}, "path"),
+        ({"path": "{}/wide"}, "sae.d_in"),
+        ({"path": "{}/refused"}, "sae.site"),
+        ({"path": "{}/one", "site": ["resid_post", 9]}, "sae.site"),
+        ({"path": "{}/one", "site": ["nothing", 1]}, "site"),
+        ({"path": ""}, None),
+        ({"path": "{}/one", "more": 1}, None),
+        ({}, None),
+    ],
+)
+def test_what_cannot_be_loaded(pair, tmp_path, body, param):
+    (one, _), servers, workers = pair
+    make(tmp_path / "wide", d_in=2 * D)
+    make(tmp_path / "refused", site=("resid_mid", 2))
+    body = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in body.items()}
+    answer = one.put("/v1/saes/x", json=body)
+    assert answer.status_code == 400
+    if param is not None:
+        assert answer.json()["error"]["param"] == param
+    assert workers.loaded == [0, 0] and one.get("/v1/saes").json() == {"saes": []}
+    assert not list(servers[0].directory.path.glob("saes/*"))
+
+
+def test_a_worker_without_room_leaves_nothing_on_the_others(pair, sae, tmp_path):
+    (one, _), servers, workers = pair
+    workers.workers[1]._limit = sae.nbytes
+    for name, status in (("a", 200), ("b", 400)):
+        answer = one.put(f"/v1/saes/{name}", json={"path": str(tmp_path / "one")})
+        assert answer.status_code == status
+    assert answer.json()["error"]["param"] == "settings.sae_bytes"
+    assert workers.loaded == [1, 1] and [s["name"] for s in one.get("/v1/saes").json()["saes"]] == ["a"]
+    assert len(list(servers[0].directory.path.glob("saes/*"))) == 1
+
+
+def test_a_state_that_cannot_be_saved_leaves_nothing_on_the_workers(pair, tmp_path, monkeypatch):
+    (one, _), servers, workers = pair
+    publish = servers[0].names._publish
+
+    def fail(contents):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(servers[0].names, "_publish", fail)
+    assert one.put("/v1/saes/a", json={"path": str(tmp_path / "one")}).status_code == StateNotSaved.status
+    assert workers.loaded == [0, 0] and not list(servers[0].directory.path.glob("saes/*"))
+    monkeypatch.setattr(servers[0].names, "_publish", publish)
+    assert one.put("/v1/saes/a", json={"path": str(tmp_path / "one")}).status_code == 200
+
+
+def test_it_takes_the_admin_key(pair, tmp_path):
+    (one, _), _, workers = pair
+    for method, more in (("PUT", {"json": {"path": str(tmp_path / "one")}}), ("DELETE", {})):
+        assert one.request(method, "/v1/saes/a", headers={"X-Weir-Admin-Key": "wrong"}, **more).status_code == 403
+    assert workers.calls == [] and one.get("/v1/saes", headers={"X-Weir-Admin-Key": ""}).status_code == 200
+
+
+def test_options_are_loaded_once_by_however_many_processes(pair, sae, tmp_path):
+    _, servers, workers = pair
+    environ = {}
+    make(tmp_path / "at@home", 1)
+    saes.put_options([f"mood={tmp_path}/one", f"other={tmp_path}/at@home@resid_pre.2"], environ)
+
+    async def start():
+        for server in servers:
+            await saes.load_given(server, environ)
+
+    import asyncio
+
+    asyncio.run(start())
+    assert workers.loaded == [2, 2] and workers.calls == ["weir_load_sae"] * 2
+    for server in servers:
+        assert [(one.name, one.site) for one in saes.infos(server)] == [
+            ("mood", ("resid_post", 1)),
+            ("other", ("resid_pre", 2)),
+        ]
+    saes.put_options([f"late={tmp_path}/nowhere"], environ)
+    with pytest.raises(WeirError, match=r"late: path: .* does not exist") as e:
+        asyncio.run(saes.load_given(servers[0], environ))
+    assert e.value.field == "--weir-sae"
+
+
+@pytest.mark.parametrize("options", [["a"], ["a="], ["=b"], ["a b=c"], ["a=b", "a=c"]])
+def test_wrong_options(options):
+    environ = {}
+    with pytest.raises(WeirError) as e:
+        saes.put_options(options, environ)
+    assert e.value.field == "--weir-sae" and environ == {}
+
+
+def test_paths_of_options():
+    environ = {}
+    saes.put_options(["a=/x/y=z", "b=/x@resid_post.3", "c=/x@y"], environ)
+    assert json.loads(environ["WEIR_SERVE_SAES"]) == {
+        "a": ["/x/y=z"],
+        "b": ["/x", ["resid_post", 3]],
+        "c": ["/x@y"],
+    }
