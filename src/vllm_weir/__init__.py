@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
     from vllm_weir.results.activations import Activations
     from vllm_weir.results.receipt import Receipt
+    from vllm_weir.sae.autoencoder import SAE
     from vllm_weir.schema.capture import Capture
     from vllm_weir.schema.compat.three_tier import from_tiers
     from vllm_weir.schema.compat.vllm_lens import SteeringVector
+    from vllm_weir.schema.features import Features, Lens, SetFeature
     from vllm_weir.schema.hooks import Site
     from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
     from vllm_weir.schema.site_verdict import SiteVerdict
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "SAE",
     "Ablate",
     "ActivationDataset",
     "Activations",
@@ -56,6 +59,8 @@ __all__ = [
     "Capture",
     "Clamp",
     "Client",
+    "Features",
+    "Lens",
     "LowRank",
     "NotFound",
     "Receipt",
@@ -63,6 +68,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "ServerError",
+    "SetFeature",
     "Site",
     "SiteVerdict",
     "SteeringVector",
@@ -106,14 +112,18 @@ __getattr__, __dir__ = lazy_names(
         "Capture": "vllm_weir.schema.capture",
         "Clamp": "vllm_weir.schema.interventions",
         "Client": "vllm_weir.client.client",
+        "Features": "vllm_weir.schema.features",
         "LLM": "vllm_weir.integrations.probe_hook",
+        "Lens": "vllm_weir.schema.features",
         "LowRank": "vllm_weir.schema.interventions",
         "NotFound": "vllm_weir.client.errors",
         "Receipt": "vllm_weir.results.receipt",
         "Replace": "vllm_weir.schema.interventions",
         "RequestOutput": "vllm",  # with the drop-in classes, so that a script can import all that it needs from here
         "SamplingParams": "vllm",
+        "SAE": "vllm_weir.sae.autoencoder",
         "ServerError": "vllm_weir.client.errors",
+        "SetFeature": "vllm_weir.schema.features",
         "Site": "vllm_weir.schema.hooks",
         "SiteVerdict": "vllm_weir.schema.site_verdict",
         "SteeringVector": "vllm_weir.schema.compat.vllm_lens",

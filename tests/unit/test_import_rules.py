@@ -24,7 +24,7 @@ FLOORS = (
     {"analysis", "consumers"},
     {"storage", "client"},
     {"worker", "results"},
-    {"codec", "core"},
+    {"codec", "core", "sae"},
     {"config"},
     {"guard"},
     {"schema"},

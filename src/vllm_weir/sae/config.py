@@ -1,0 +1,126 @@
+"""`SAEConfig`: what a sparse autoencoder is beside its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.fields import parse_flag, set_fields
+from vllm_weir.schema.hooks import HEAD_HOOKS, Site, parse_site
+from vllm_weir.schema.scalars import is_int
+
+AUTOENCODERS = ("standard", "gated", "jumprelu", "topk", "batchtopk")
+TRANSCODERS = ("transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder")
+ARCHITECTURES = (*AUTOENCODERS, *TRANSCODERS)
+ROW_NORMALISATIONS = ("constant_norm_rescale", "layer_norm")
+"""Normalisations of the input that depend on the row; a constant factor is folded into the weights."""
+
+_THRESHOLDS = ("jumprelu", "batchtopk", "jumprelu_transcoder", "jumprelu_skip_transcoder")
+
+
+@dataclass(frozen=True)
+class SAEConfig:
+    """What a sparse autoencoder or transcoder is beside its weights.
+
+    Args:
+        architecture: one of `ARCHITECTURES`, SAELens's names.
+        site: the hook point that it reads.
+        out_site: the hook point that it reconstructs: None for `site`, or for ``mlp_out`` of the
+            block in transcoders that read ``mlp_in``.
+        head: the head whose rows it reads, at hook points with a row for each head; None for rows
+            of all heads, flattened.
+        apply_b_dec_to_input: whether `b_dec` is subtracted from the input.
+        normalize_activations: ``"none"``, ``"constant_norm_rescale"`` or ``"layer_norm"``.
+        k: active features of a row (TopK).
+        rescale_acts_by_decoder_norm: whether activations are multiplied by the norms of the
+            decoder's rows before the largest are chosen (TopK).
+        name: what it is called.
+        metadata: other entries of the file, such as ``model_name`` and ``prepend_bos``.
+
+    Raises:
+        WeirError: naming the field.
+    """
+
+    architecture: str
+    site: Site
+    out_site: Site | None = None
+    head: int | None = None
+    apply_b_dec_to_input: bool = False
+    normalize_activations: str = "none"
+    k: int = 0
+    rescale_acts_by_decoder_norm: bool = False
+    name: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise WeirError(f"unknown architecture {brief(self.architecture)!r}; known are {known}", "architecture")
+        set_fields(self, site=_site(self.site, "site"))
+        set_fields(self, out_site=self._parse_out_site())
+        self._check_head()
+        if self.normalize_activations not in ("none", *ROW_NORMALISATIONS):
+            raise WeirError(
+                f"{brief(self.normalize_activations)!r} is not supported; known are none, "
+                f"{', '.join(ROW_NORMALISATIONS)} and, in files, expected_average_only_in",
+                "normalize_activations",
+            )
+        for name in ("apply_b_dec_to_input", "rescale_acts_by_decoder_norm"):
+            parse_flag(getattr(self, name), name, "sae")
+        if self.is_transcoder and self.apply_b_dec_to_input:
+            raise WeirError("a transcoder's b_dec belongs to its output", "apply_b_dec_to_input")
+        if self.rescale_acts_by_decoder_norm and self.architecture != "topk":
+            raise WeirError(f"only TopK has it, this is {self.architecture}", "rescale_acts_by_decoder_norm")
+        if self.architecture == "topk" and not (is_int(self.k) and self.k > 0):
+            raise WeirError(f"TopK needs k, the number of active features, got {brief(self.k)!r}", "k")
+
+    @property
+    def is_transcoder(self) -> bool:
+        """Whether it reconstructs another hook point than it reads."""
+        return self.architecture in TRANSCODERS
+
+    @property
+    def has_threshold(self) -> bool:
+        """Whether a feature is active only above a threshold of its own."""
+        return self.architecture in _THRESHOLDS
+
+    @property
+    def has_skip(self) -> bool:
+        """Whether the output has a linear function of the input added, `W_skip`."""
+        return "skip" in self.architecture
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """The weights that it has."""
+        encoder = ("b_gate", "r_mag", "b_mag") if self.architecture == "gated" else ("b_enc",)
+        rest = ("threshold",) * self.has_threshold + ("W_skip",) * self.has_skip
+        return ("W_enc", "W_dec", "b_dec", *encoder, *rest)
+
+    def _parse_out_site(self) -> Site:
+        if self.out_site is not None:
+            out = _site(self.out_site, "out_site")
+            if out != self.site and not self.is_transcoder:
+                raise WeirError(f"a {self.architecture} SAE reconstructs what it reads, {self.site}", "out_site")
+            return out
+        if not self.is_transcoder:
+            return self.site
+        if self.site.hook != "mlp_in":
+            raise WeirError(f"which hook point does a transcoder that reads {self.site} write?", "out_site")
+        return Site("mlp_out", self.site.layer)
+
+    def _check_head(self) -> None:
+        if self.head is None:
+            return
+        if not is_int(self.head) or self.head < 0:
+            raise WeirError(f"a head is an int from 0, got {brief(self.head)!r}", "head")
+        if self.site.hook not in HEAD_HOOKS:
+            raise WeirError(f"{self.site} has no heads; those with heads are {', '.join(HEAD_HOOKS)}", "head")
+
+
+def _site(value: object, name: str) -> Site:
+    try:
+        return parse_site(value)
+    except WeirError as e:
+        raise WeirError(e.message, name) from None

@@ -1,0 +1,231 @@
+"""Reading and writing the files of sparse autoencoders. Nothing in them is executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from vllm_weir.errors import MissingFile, StoreError, WeirError, brief
+from vllm_weir.sae import tensors as folding
+from vllm_weir.sae.config import ROW_NORMALISATIONS, SAEConfig
+from vllm_weir.sae.saelens import Given, ParsedFile, parse_cfg, to_cfg
+from vllm_weir.schema.hooks import parse_site
+from vllm_weir.schema.json_text import loads
+from vllm_weir.util.atomic_write import atomic_write
+
+CFG, WEIGHTS, SCALER, PARAMS = "cfg.json", "sae_weights.safetensors", "activation_scaler.json", "params.npz"
+MAX_JSON_BYTES = 1 << 24
+
+Loaded = tuple[SAEConfig, dict[str, torch.Tensor]]
+
+
+def read(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict[str, torch.Tensor]]:
+    """Read the files of an autoencoder: a SAELens directory, or Gemma Scope's ``params.npz``.
+
+    Tensors of a safetensors file are mapped from it and read when they are used.
+
+    Raises:
+        WeirError: for files that are missing, damaged or of another format.
+    """
+    if path.is_dir() and (path / CFG).exists():
+        return _read_saelens(path, given, name)
+    params = path / PARAMS if path.is_dir() else path
+    if not path.exists():
+        raise MissingFile(f"{path} does not exist", "path")
+    if not params.exists():
+        raise MissingFile(f"{path} has neither {CFG} nor {PARAMS}", "path")
+    if params.suffix != ".npz":
+        raise WeirError(f"expected a directory of SAELens or a file .npz, got {params.name}", "path")
+    return _read_gemma_scope(params, given, name)
+
+
+def fold(file: ParsedFile, tensors: dict[str, torch.Tensor], given: Given) -> Loaded:
+    """Return the autoencoder of a file with everything folded that is a linear function of the input.
+
+    Raises:
+        WeirError: naming the tensor or entry that does not fit.
+    """
+    _take_scaling_factors(file, tensors)
+    if "topk_threshold" in tensors and file.config.architecture == "batchtopk":
+        threshold = tensors.pop("topk_threshold").float()
+        tensors["threshold"] = threshold.expand(tensors["W_enc"].shape[-1]).contiguous()
+    folding.check_tensors(file.config, tensors)
+    _check_shape(file, tensors)
+    if file.folds_decoder_norms:
+        folding.scale_by_decoder_norms(tensors)
+    folding.scale_input(tensors, file.scaling)
+    return _fold_input(file, tensors, given), tensors
+
+
+def write(path: Path, config: SAEConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a directory in the layout of SAELens 6; files of the same names are replaced.
+
+    Raises:
+        StoreError: if it cannot be written.
+    """
+    d_in, d_sae = tensors["W_enc"].shape
+    dtype = str(tensors["W_enc"].dtype).removeprefix("torch.")
+    cfg = to_cfg(config, dtype, d_in, d_sae, tensors["W_dec"].shape[1])
+    kept = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    temporary = path / f".{WEIGHTS}.{os.getpid()}.tmp"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(kept, temporary)
+        os.replace(temporary, path / WEIGHTS)
+        with atomic_write(path / CFG) as file:
+            file.write((json.dumps(cfg, indent=2) + "\n").encode())
+    except OSError as e:
+        raise StoreError(f"cannot write {path}: {e.strerror or e}", "path") from None
+
+
+def _read_saelens(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict[str, torch.Tensor]]:
+    cfg = _json(path / CFG)
+    if given.norm_scaling_factor is None and (path / SCALER).exists():
+        scaler = _json(path / SCALER)
+        if scaler.get("has_whitening"):
+            raise WeirError("whitened activations are not supported", f"{SCALER}.has_whitening")
+        if cfg.get("normalize_activations") == "expected_average_only_in":
+            given = replace(given, norm_scaling_factor=scaler.get("scaling_factor"))
+    file = parse_cfg(cfg, given, name or path.resolve().name)
+    if not (path / WEIGHTS).exists():
+        raise MissingFile(f"{path} has no {WEIGHTS}", "path")
+    try:
+        with safe_open(path / WEIGHTS, framework="pt", device="cpu") as weights:
+            tensors = {key: weights.get_tensor(key) for key in weights.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as e:
+        raise WeirError(f"truncated, damaged or no safetensors file ({str(e)[:80]})", WEIGHTS) from None
+    return file, tensors
+
+
+def _read_gemma_scope(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict[str, torch.Tensor]]:
+    if given.site is None:
+        raise WeirError(
+            "Gemma Scope's files do not say which hook point they are for; pass site=(hook, layer), such as "
+            '("resid_post", 20), or ("mlp_in", 20) for a transcoder',
+            "site",
+        )
+    site = parse_site(given.site)
+    if given.norm_scaling_factor is not None:
+        raise WeirError("Gemma Scope's weights have the factor folded in; leave it out", "norm_scaling_factor")
+    out_site = None if given.out_site is None else parse_site(given.out_site)
+    transcoder = site.hook == "mlp_in" or out_site not in (None, site)
+    config = SAEConfig(
+        "jumprelu_transcoder" if transcoder else "jumprelu",
+        site,
+        out_site,
+        name=name or path.resolve().parent.name,
+    )
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            tensors = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as e:
+        raise WeirError(f"truncated, damaged or no .npz file of numbers ({str(e)[:80]})", path.name) from None
+    if site.hook == "mlp_in" and given.norm_weight is None:
+        warnings.warn(
+            "Gemma Scope's transcoders read what the norm returns before its weight: pass norm_weight=1 + weight, or "
+            "norm_weight=1 for a transcoder that reads mlp_in as it is",
+            stacklevel=4,
+        )
+    return ParsedFile(config, center=bool(given.center_rows)), tensors
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise WeirError(f"more than {MAX_JSON_BYTES} bytes", path.name)
+        data = loads(path.read_bytes(), path.name)
+    except OSError as e:
+        raise StoreError(f"cannot read {path}: {e.strerror}", "path") from None
+    if not isinstance(data, dict):
+        raise WeirError(f"expected an object, got {type(data).__name__}", path.name)
+    return data
+
+
+def _take_scaling_factors(file: ParsedFile, tensors: dict[str, torch.Tensor]) -> None:
+    """Fold the factors of fine-tuning into the decoder and remove them."""
+    for name in ("scaling_factor", "finetuning_scaling_factor"):
+        factors = tensors.pop(name, None)
+        if factors is None or bool((factors == 1).all()):
+            continue
+        if not file.scaled_features:
+            raise WeirError(
+                f"there are factors in {name}, which this entry does not ask for", "finetuning_scaling_factor"
+            )
+        if tuple(factors.shape) != tuple(tensors["W_dec"].shape[:1]):
+            raise WeirError(f"expected one factor for each feature, got {list(factors.shape)}", name)
+        folding.scale_features(tensors, factors)
+
+
+def _check_shape(file: ParsedFile, tensors: dict[str, torch.Tensor]) -> None:
+    found = (*tensors["W_enc"].shape, tensors["W_dec"].shape[1])
+    for name, said, width in zip(("d_in", "d_sae", "d_out"), file.shape, found, strict=True):
+        if said is not None and said != width:
+            raise WeirError(f"it says {said}, but the weights have {width}", name)
+
+
+def _fold_input(file: ParsedFile, tensors: dict[str, torch.Tensor], given: Given) -> SAEConfig:
+    """Fold what lies between the rows of Weir and those that the file means; return the config that is left."""
+    config = file.config
+    weight, bias = _norm(file, tensors, given)
+    if weight is None and not file.center:
+        return config
+    if config.normalize_activations in ROW_NORMALISATIONS:
+        raise WeirError(
+            f"{config.normalize_activations} of rows that are not the hook point's own is not supported",
+            "normalize_activations",
+        )
+    if config.apply_b_dec_to_input:
+        folding.subtract_b_dec_in_encoder(tensors)
+    if weight is not None:
+        folding.divide_input(tensors, weight)
+        if bias is not None:
+            folding.shift_input(tensors, -bias.double())
+    if file.center:
+        folding.centre_input(tensors)
+    return replace(config, apply_b_dec_to_input=False)
+
+
+def _norm(
+    file: ParsedFile, tensors: dict[str, torch.Tensor], given: Given
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the weight and bias of the norm that the file's rows lack, if they do."""
+    d_in = tensors["W_enc"].shape[0]
+    if given.norm_weight is None:
+        if file.before_weight:
+            raise WeirError(
+                f"it reads what the norm returns before its weight and bias, {file.config.site} is after them: pass "
+                "norm_weight= (1 + weight in Gemma) and norm_bias=, or norm_weight=1 if it was trained after them",
+                "norm_weight",
+            )
+        if given.norm_bias is not None:
+            raise WeirError("norm_bias comes with norm_weight", "norm_bias")
+        return None, None
+    weight, bias = _vector(given.norm_weight, d_in, "norm_weight"), _vector(given.norm_bias, d_in, "norm_bias")
+    assert weight is not None
+    if not bool((weight != 0).all()):
+        raise WeirError("a weight of 0 cannot be divided out", "norm_weight")
+    return (None if bool((weight == 1).all()) and bias is None else weight), bias
+
+
+def _vector(value: Any, width: int, name: str) -> torch.Tensor | None:
+    if value is None:
+        return None
+    try:
+        vector = torch.as_tensor(value, dtype=torch.float32).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise WeirError(f"expected numbers, got {brief(type(value).__name__)}", name) from None
+    if vector.ndim == 0:
+        vector = vector.expand(width)
+    if tuple(vector.shape) != (width,) or not bool(torch.isfinite(vector).all()):
+        raise WeirError(f"expected {width} finite numbers, got shape {list(vector.shape)}", name)
+    return vector

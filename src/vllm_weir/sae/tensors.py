@@ -1,0 +1,111 @@
+"""The weights of an autoencoder: checks of their shapes, and linear functions of the input folded into them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.sae.config import SAEConfig
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+_COLUMNS = 4096
+"""Columns of the encoder that are converted to float64 at a time."""
+
+
+def parse_dtype(dtype: object, field: str) -> torch.dtype:
+    """Return the dtype of that name, ``"float32"`` or ``"torch.float32"``; raise WeirError naming `field`."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise WeirError(f"unknown dtype {name[:40]!r}; choose from {', '.join(DTYPES)}", field)
+    return DTYPES[name]
+
+
+def check_tensors(config: SAEConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise WeirError, naming a tensor, unless these are the weights of that architecture with fitting shapes."""
+    for name in config.tensor_names:
+        if name not in tensors:
+            raise WeirError(f"missing; a {config.architecture} SAE has {', '.join(config.tensor_names)}", name)
+    for name, tensor in tensors.items():
+        if name not in config.tensor_names:
+            raise WeirError(f"a {config.architecture} SAE has no such tensor", name)
+        if tensor.dtype not in DTYPES.values():
+            raise WeirError(f"expected floats, got {tensor.dtype}", name)
+    if tensors["W_enc"].ndim != 2 or tensors["W_dec"].ndim != 2:
+        raise WeirError("W_enc is [d_in, d_sae] and W_dec [d_sae, d_out]", "W_enc")
+    (d_in, d_sae), d_out = tensors["W_enc"].shape, tensors["W_dec"].shape[1]
+    if not config.is_transcoder and d_out != d_in:
+        raise WeirError(f"an autoencoder reads and reconstructs the same width, got {d_in} and {d_out}", "W_dec")
+    shapes = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_out), "b_dec": (d_out,), "W_skip": (d_out, d_in)}
+    for name, tensor in tensors.items():
+        expected = shapes.get(name, (d_sae,))
+        if tuple(tensor.shape) != expected:
+            raise WeirError(f"expected shape {list(expected)}, got {list(tensor.shape)}", name)
+    if config.k > d_sae:
+        raise WeirError(f"{config.k} active features of {d_sae}", "k")
+
+
+def scale_input(tensors: dict[str, torch.Tensor], factor: float) -> None:
+    """Fold a factor into the weights: the input is multiplied by it, the reconstruction divided by it.
+
+    Biases of the encoder and thresholds belong to the scaled input and stay as they are.
+    """
+    if factor == 1:
+        return
+    tensors["W_enc"] = tensors["W_enc"].float() * factor
+    tensors["W_dec"] = tensors["W_dec"].float() / factor
+    tensors["b_dec"] = tensors["b_dec"].float() / factor
+
+
+def scale_features(tensors: dict[str, torch.Tensor], factors: torch.Tensor) -> None:
+    """Fold factors [d_sae] of the activations, applied before they are decoded, into the decoder."""
+    tensors["W_dec"] = tensors["W_dec"].float() * factors.float()[:, None]
+
+
+def scale_by_decoder_norms(tensors: dict[str, torch.Tensor]) -> None:
+    """Fold the norms of the decoder's rows into the encoder, so that each row of the decoder has norm 1."""
+    norms = tensors["W_dec"].float().norm(dim=-1).clamp(min=1e-8)
+    tensors["W_dec"] = tensors["W_dec"].float() / norms[:, None]
+    tensors["W_enc"] = tensors["W_enc"].float() * norms
+    tensors["b_enc"] = tensors["b_enc"].float() * norms
+
+
+def subtract_b_dec_in_encoder(tensors: dict[str, torch.Tensor]) -> None:
+    """Fold the subtraction of b_dec from the input into the encoder's biases."""
+    shift_input(tensors, -tensors["b_dec"].double())
+
+
+def divide_input(tensors: dict[str, torch.Tensor], divisor: torch.Tensor) -> None:
+    """Fold the division of the input by [d_in] into the weights that read it."""
+    tensors["W_enc"] = tensors["W_enc"].float() / divisor.float()[:, None]
+    if "W_skip" in tensors:
+        tensors["W_skip"] = tensors["W_skip"].float() / divisor.float()
+
+
+def centre_input(tensors: dict[str, torch.Tensor]) -> None:
+    """Fold the subtraction of each row's mean from the input into the weights that read it."""
+    encoder = tensors["W_enc"].float()
+    tensors["W_enc"] = encoder - encoder.mean(0, keepdim=True)
+    if "W_skip" in tensors:
+        skip = tensors["W_skip"].float()
+        tensors["W_skip"] = skip - skip.mean(1, keepdim=True)
+
+
+def shift_input(tensors: dict[str, torch.Tensor], shift: torch.Tensor) -> None:
+    """Fold the addition of `shift` [d_in] to the input into the biases; computed in float64."""
+    encoder = tensors["W_enc"]
+    parts = [shift @ encoder[:, at : at + _COLUMNS].double() for at in range(0, encoder.shape[1], _COLUMNS)]
+    pre = torch.cat(parts)
+    if "b_enc" in tensors:
+        tensors["b_enc"] = (tensors["b_enc"].double() + pre).float()
+    else:
+        tensors["b_gate"] = (tensors["b_gate"].double() + pre).float()
+        tensors["b_mag"] = (tensors["b_mag"].double() + pre * tensors["r_mag"].double().exp()).float()
+    if "W_skip" in tensors:
+        tensors["b_dec"] = (tensors["b_dec"].double() + tensors["W_skip"].double() @ shift).float()

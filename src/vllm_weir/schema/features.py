@@ -1,0 +1,240 @@
+"""What a request asks of sparse autoencoders and lenses: `Features`, `SetFeature`, `Lens`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.capture import parse_layers
+from vllm_weir.schema.fields import refuse_unknown_keys, set_fields
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.vectors import number
+
+MAX_TOP_K, MAX_IDS, MAX_NAME = 1024, 4096, 256
+MAX_FEATURE = 2**31 - 1
+LENSES = ("logit", "tuned")
+
+Asked = TypeVar("Asked", "Features", "SetFeature", "Lens")
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of a sparse autoencoder to return with a request's output.
+
+    Args:
+        name: of an autoencoder that the engine has loaded.
+        top_k: the most active features of each row, so many of them (default 32).
+        ids: these features instead, in this order.
+        positions: selector, as for `Capture`.
+
+    Raises:
+        WeirError: naming the field.
+    """
+
+    wire_fields: ClassVar[tuple[str, ...]] = ("name", "top_k", "ids", "positions")
+    name: str
+    top_k: int | None = None
+    ids: Any = None
+    positions: Any = "all"
+    path: str = field(default="features", repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.ids is not None:
+            raise WeirError("give top_k or ids, not both", f"{self.path}.top_k")
+        ids = None if self.ids is None else _ids(self.ids, f"{self.path}.ids")
+        top_k = None if ids is not None else _count(32 if self.top_k is None else self.top_k, f"{self.path}.top_k")
+        positions = Positions.parse(self.positions, f"{self.path}.positions")
+        set_fields(self, name=_name(self.name, f"{self.path}.name"), ids=ids, top_k=top_k, positions=positions)
+
+    @classmethod
+    def from_json(cls, data: object, path: str = "features") -> Features:
+        """Parse the wire form; raise WeirError for unknown keys."""
+        return _from_json(cls, data, path, ("name",))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the wire form, defaults left out."""
+        out: dict[str, Any] = {"name": self.name}
+        if self.ids is not None:
+            out["ids"] = list(self.ids)
+        else:
+            out["top_k"] = self.top_k
+        return _with_positions(out, self.positions)
+
+
+@dataclass(frozen=True)
+class SetFeature:
+    """Set the activation of a feature of a sparse autoencoder; all that it does not explain is kept.
+
+    A row h becomes ``h + (target - a) * W_dec[feature]``, where a is the feature's activation and
+    target is one of ``value``, ``scale * a`` and ``a + add``.
+
+    Args:
+        name: of an autoencoder that the engine has loaded.
+        feature: its number.
+        value: the activation's new value.
+        scale: factor of the activation.
+        add: what is added to the activation.
+        positions: selector, as for `Capture`.
+
+    Raises:
+        WeirError: naming the field.
+    """
+
+    op: ClassVar[str] = "set_feature"
+    wire_fields: ClassVar[tuple[str, ...]] = ("op", "name", "feature", "value", "scale", "add", "positions")
+    name: str
+    feature: int
+    value: float | None = field(default=None, kw_only=True)
+    scale: float | None = field(default=None, kw_only=True)
+    add: float | None = field(default=None, kw_only=True)
+    positions: Any = field(default="all", kw_only=True)
+    path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in ("value", "scale", "add")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(given) != 1:
+            got = ", ".join(given) or "none"
+            raise WeirError(f"give one of value, scale and add, got {got}", f"{self.path}.value")
+        parsed = {name: number(value, f"{self.path}.{name}") for name, value in given.items()}
+        set_fields(
+            self,
+            name=_name(self.name, f"{self.path}.name"),
+            feature=_feature(self.feature, f"{self.path}.feature"),
+            positions=Positions.parse(self.positions, f"{self.path}.positions"),
+            **parsed,
+        )
+
+    def target(self, activation: float) -> float:
+        """Return the new activation of a feature that has this one."""
+        if self.value is not None:
+            return self.value
+        return activation * self.scale if self.scale is not None else activation + (self.add or 0.0)
+
+    @classmethod
+    def from_json(cls, data: object, path: str = "intervention") -> SetFeature:
+        """Parse the wire form; raise WeirError for unknown keys."""
+        if isinstance(data, Mapping) and data.get("op", cls.op) != cls.op:
+            raise WeirError(f"expected {cls.op!r}, got {brief(data['op'])!r}", f"{path}.op")
+        return _from_json(cls, data, path, ("name", "feature"))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the wire form, defaults left out."""
+        out: dict[str, Any] = {"op": self.op, "name": self.name, "feature": self.feature}
+        for name in ("value", "scale", "add"):
+            if getattr(self, name) is not None:
+                out[name] = getattr(self, name)
+        return _with_positions(out, self.positions)
+
+
+@dataclass(frozen=True)
+class Lens:
+    """Next-token distributions read off the stream between blocks, to return with a request's output.
+
+    Args:
+        kind: ``"logit"`` (the model's final norm and unembedding; nostalgebraist 2020) or
+            ``"tuned"`` (an affine map of each block before them; Belrose et al. 2023,
+            arXiv:2303.08112).
+        layers: ``"all"``, a block index, or a list of them.
+        top_k: the likeliest tokens of each row, so many of them.
+        path: of the tuned lens.
+        positions: selector, as for `Capture`.
+
+    Raises:
+        WeirError: naming the field.
+    """
+
+    wire_fields: ClassVar[tuple[str, ...]] = ("kind", "layers", "top_k", "path", "positions")
+    kind: str = "logit"
+    layers: Any = "all"
+    top_k: int = 10
+    path: str | None = None
+    positions: Any = "all"
+    at: str = field(default="lens", repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.kind not in LENSES:
+            raise WeirError(f"unknown lens {brief(self.kind)!r}; choose from {', '.join(LENSES)}", f"{self.at}.kind")
+        if self.path is not None and (not isinstance(self.path, str) or not self.path):
+            raise WeirError(f"a path is a text, got {type(self.path).__name__}", f"{self.at}.path")
+        if (self.kind == "tuned") != (self.path is not None):
+            wanted = "a tuned lens is loaded from a path" if self.kind == "tuned" else "a logit lens has no path"
+            raise WeirError(wanted, f"{self.at}.path")
+        set_fields(
+            self,
+            layers=parse_layers(self.layers, f"{self.at}.layers"),
+            top_k=_count(self.top_k, f"{self.at}.top_k"),
+            positions=Positions.parse(self.positions, f"{self.at}.positions"),
+        )
+
+    @classmethod
+    def from_json(cls, data: object, at: str = "lens") -> Lens:
+        """Parse the wire form; raise WeirError for unknown keys."""
+        return _from_json(cls, data, at)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the wire form, defaults left out."""
+        layers = self.layers if isinstance(self.layers, str) else list(self.layers)
+        out: dict[str, Any] = {"kind": self.kind, "layers": layers, "top_k": self.top_k}
+        if self.path is not None:
+            out["path"] = self.path
+        return _with_positions(out, self.positions)
+
+
+def _from_json(kind: type[Asked], data: object, at: str, required: tuple[str, ...] = ()) -> Asked:
+    if isinstance(data, kind):
+        return data
+    if not isinstance(data, Mapping):
+        raise WeirError(f"expected an object, got {type(data).__name__}", at)
+    refuse_unknown_keys(data, kind.wire_fields, at)
+    for name in required:
+        if name not in data:
+            raise WeirError("missing", f"{at}.{name}")
+    values: dict[str, Any] = {key: value for key, value in data.items() if key != "op"}
+    values["at" if kind is Lens else "path"] = at
+    return kind(**values)
+
+
+def _with_positions(out: dict[str, Any], positions: Positions) -> dict[str, Any]:
+    return out if positions.kind == "all" else {**out, "positions": positions.to_json()}
+
+
+def _name(value: object, field_name: str) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME:
+        raise WeirError(f"the name of a loaded autoencoder is a text of 1 to {MAX_NAME} characters", field_name)
+    return value
+
+
+def _count(value: object, field_name: str) -> int:
+    value = plain(value)
+    if not is_int(value) or not 0 < value <= MAX_TOP_K:  # type: ignore[operator]
+        raise WeirError(f"top_k is an int from 1 to {MAX_TOP_K}, got {brief(value)}", field_name)
+    return int(value)  # type: ignore[call-overload]
+
+
+def _feature(value: object, field_name: str) -> int:
+    value = plain(value)
+    if not is_int(value) or not 0 <= value <= MAX_FEATURE:  # type: ignore[operator]
+        raise WeirError(f"features are ints from 0, got {brief(value)}", field_name)
+    return int(value)  # type: ignore[call-overload]
+
+
+def _ids(value: object, field_name: str) -> tuple[int, ...]:
+    value = plain(value)
+    if is_int(value):
+        value = [value]
+    if isinstance(value, range):
+        value = value[: MAX_IDS + 1]
+    elif not isinstance(value, str) and hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, str) or not isinstance(value, Sequence) or not len(value):
+        raise WeirError("ids is a list of features, at least one", field_name)
+    if len(value) > MAX_IDS:
+        raise WeirError(f"more than {MAX_IDS} features", field_name)
+    ids = tuple(_feature(one, field_name) for one in value)
+    if len(set(ids)) < len(ids):
+        raise WeirError("a feature is named twice", field_name)
+    return ids
