@@ -39,6 +39,7 @@ TOGETHER = {
         "test_batching",
         "test_neighbours",
     ),
+    "inside": ("test_inside_block", "test_inside_steering"),
     "server": ("test_client_server", "test_inspect", "test_docs"),
 }
 GROUP_OF = {file: group for group, files in TOGETHER.items() for file in files}

@@ -76,8 +76,8 @@ def params(
 def register(llm: Any, name: str, vector: Any) -> str:
     """Register `vector` under `name` for requests to this engine, and return its digest.
 
-    Its shape is [d_model], [n, d_model] or [n_layers, n, d_model]; the intervention that names it
-    says what the rows mean.
+    Its shape is [d_model], [n, d_model] or [n_layers, n, d_model], or has the width of another hook
+    point's rows, say [d_head] for a head; the intervention that names it says what the rows mean.
 
     A request uses the vector that the name stands for when the request is admitted; registering the
     name again affects later requests only. KV cache entries of the two vectors never mix, because
@@ -140,7 +140,10 @@ async def sites_async(engine: Any) -> list[SiteVerdict]:
 
 
 def _verdicts(capabilities: Any) -> list[SiteVerdict]:
-    return [SiteVerdict(site.hook, site.layer, not why, why) for site, why in capabilities.sites.items()]
+    return [
+        SiteVerdict(site.hook, site.layer, not why, why, () if why else capabilities.shape(site))
+        for site, why in capabilities.sites.items()
+    ]
 
 
 def mark(request_id: str, *, llm: Any = None, **metadata: Any) -> list[Ticket]:

@@ -11,15 +11,19 @@ from tests.conformance.against_identities import identity_errors
 from tests.conformance.checks import (
     Wrong,
     beyond,
+    by_expert,
     check_neighbours,
     check_refusals,
     conclude,
     middle,
+    positions_for,
     served,
+    steerable,
     summary,
     vector_for,
 )
 from tests.conformance.engine import STEERED, Answer, Engine
+from tests.conformance.oracle import Rows
 from tests.conformance.remote import RemoteOracle
 from tests.conformance.verdict import Verdict
 from tests.support.measure import rel_err
@@ -54,7 +58,7 @@ def check_oracle(
 
     captured = engine.ask(good)
     check_neighbours(stock, captured, "captured", bound, exact=verdict.steady)
-    plain = [oracle.points(answer.ids)[0] for answer in captured]
+    plain = [by_expert(oracle.points(answer.ids)[0]) for answer in captured]
     for rows in plain:
         broken = {
             hook: error
@@ -64,12 +68,12 @@ def check_oracle(
         if broken:
             raise Wrong(f"the reference breaks its own identities: {broken}")
     for hook, layer in good:
-        errors = [rel_err(a.rows[hook, layer], p[hook, layer]) for a, p in zip(captured, plain) if a.rows]
+        errors = [_off(by_expert(a.rows), p, (hook, layer)) for a, p in zip(captured, plain) if a.rows]
         verdict.hooks[hook]["capture"] = max(verdict.hooks[hook]["capture"] or 0.0, *errors)
 
     for seed, (hook, found) in enumerate(verdict.hooks.items()):
         site = middle(good, hook)
-        if site is not None:
+        if site is not None and steerable(hook):
             vector = vector_for(plain[STEERED][site], seed)
             found["steer"] = _steer_error(engine, oracle, good, site, vector, stock, verdict)
     for _, hook, way in beyond(verdict, bound):
@@ -77,9 +81,23 @@ def check_oracle(
         if way == "steer":
             site = middle(good, hook)
             assert site is not None
-            steer = (*site, vector_for(plain[STEERED][site], list(verdict.hooks).index(hook)))
+            vector = vector_for(plain[STEERED][site], list(verdict.hooks).index(hook))
+            steer = (*site, vector, _positions(hook, captured[STEERED]))
         verdict.hooks[hook]["rounding"][way] = _rounding(oracle, captured, hook, steer)
     conclude(verdict, bound)
+
+
+def _off(rows: Rows, reference: Rows, site: tuple[str, int]) -> float:
+    """How far a site's rows are from the reference; shapes that differ name the site."""
+    if rows[site].shape != reference[site].shape:
+        shapes = tuple(rows[site].shape), tuple(reference[site].shape)
+        raise Wrong(f"{site[0]}[{site[1]}] has shape {shapes[0]}, the reference's is {shapes[1]}")
+    return rel_err(rows[site], reference[site])
+
+
+def _positions(hook: str, answer: Answer) -> list[int] | None:
+    """Which positions `positions_for` selects; None for all."""
+    return None if positions_for(hook) == "all" else list(range(len(answer.ids)))[::2]
 
 
 def _rounding(oracle: RemoteOracle, captured: Sequence[Answer], hook: str, steer: Any) -> float:
@@ -98,17 +116,27 @@ def _steer_error(
     vector: torch.Tensor,
     stock: Sequence[Answer],
     verdict: Verdict,
-) -> float:
-    """Add `vector` at a site of one request: all its rows and log-probabilities against the steered reference."""
+) -> float | None:
+    """Add `vector` at a site of one request: all its rows and log-probabilities against the steered reference.
+
+    None where a kernel does not let the router be steered.
+    """
     import vllm_weir as weir
 
     (hook, layer), bound = site, verdict.bound
-    answers = engine.ask(good, [weir.Add(vector, layers=layer, hook=hook)])
+    try:
+        answers = engine.ask(good, [weir.Add(vector, layers=layer, hook=hook, positions=positions_for(hook))])
+    except weir.WeirError as e:
+        if hook != "router_logits":
+            raise
+        verdict.hooks[hook]["refused"] = f"read only: {e}"
+        return None
     check_neighbours(stock, answers, f"{hook}[{layer}] steered", bound, exact=verdict.steady and bound <= 1e-5)
     mine = answers[STEERED]
-    rows, logits = oracle.steer(mine.ids, hook, layer, vector)
+    rows, logits = oracle.steer(mine.ids, hook, layer, vector, _positions(hook, mine))
+    rows, found = by_expert(rows), by_expert(mine.rows)
     before = oracle.logits(mine.ids)
     if logprob_error(mine, before) < 100 * bound:
         raise Wrong(f"adding at {hook}[{layer}] moved nothing: the check would see no error")
-    errors = [rel_err(row, rows[at]) for at, row in mine.rows.items()]
+    errors = [_off(found, rows, at) for at in found]
     return max(*errors, logprob_error(mine, logits))

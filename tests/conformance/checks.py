@@ -8,11 +8,19 @@ from typing import Any
 import torch
 
 from tests.conformance.engine import STEERED, Answer, Engine
+from tests.conformance.inside import ATTENTION, INNER, MLP, ROUTING, STEERABLE
 from tests.conformance.oracle import ENDS, FIVE
 from tests.conformance.rounding import widened
 from tests.conformance.verdict import CONFORMS, FAILS, Verdict
 
-HOOKS = ("embed", *FIVE, "final_norm")
+STREAM = ("embed", *FIVE, "final_norm")
+HOOKS = (
+    "embed", "resid_pre", *ATTENTION, "attn_out", "resid_mid", "mlp_in", *ROUTING, *MLP[1:], "mlp_out", "resid_post",
+    "final_norm",
+)  # fmt: skip
+"""In the order in which a token meets them."""
+SOME = "::2"
+"""Where is added inside a block: the same for all keys would change no pattern."""
 
 
 class Wrong(AssertionError):
@@ -49,10 +57,30 @@ def middle(sites: Sequence[tuple[str, int]], hook: str) -> tuple[str, int] | Non
     return (hook, layers[(len(layers) - 1) // 2]) if layers else None
 
 
+def steerable(hook: str) -> bool:
+    """Whether something may be added at a hook point."""
+    return hook in STEERABLE or hook in STREAM
+
+
+def positions_for(hook: str) -> str:
+    """Where the checks add at a hook point."""
+    return SOME if hook in INNER else "all"
+
+
 def vector_for(rows: torch.Tensor, seed: int) -> torch.Tensor:
-    """A random direction as long as the rows at a site usually are."""
+    """A random direction as long as the rows at a site usually are, in their shape."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows.shape[-1], generator=generator) * float(rows.float().pow(2).mean().sqrt())
+    return torch.randn(rows.shape[1:], generator=generator) * float(rows.float().pow(2).mean().sqrt())
+
+
+def by_expert(rows: dict[tuple[str, int], torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:
+    """The rows with the experts of each token in the order of their ids: a router may list them in any."""
+    rows = dict(rows)
+    for layer in {layer for hook, layer in rows if hook == "expert_ids"}:
+        rows["expert_ids", layer], order = rows["expert_ids", layer].long().sort(-1)
+        if ("expert_weights", layer) in rows:
+            rows["expert_weights", layer] = rows["expert_weights", layer].gather(-1, order)
+    return rows
 
 
 def check_refusals(engine: Engine, sites: Iterable[Any]) -> None:
@@ -113,4 +141,4 @@ def conclude(verdict: Verdict, bound: float) -> None:
         verdict.verdict = CONFORMS
 
 
-__all__ = ["ENDS", "FIVE", "HOOKS", "Wrong"]
+__all__ = ["ENDS", "FIVE", "HOOKS", "INNER", "STREAM", "Wrong"]

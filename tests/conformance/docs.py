@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.conformance.checks import HOOKS
+from tests.conformance.checks import INNER, STREAM
+from tests.conformance.inside import ATTENTION, MLP, ROUTING
 from tests.conformance.verdict import CANNOT, CONFORMS, REFUSED, Verdict
 from tests.conformance.zoo.gpu import NOT_THERE
 
@@ -24,7 +25,21 @@ Where transformers lacks the model (*identities*), the identities between hook p
 addition may move and what not. `(2 of 4)`: only that many blocks have the point. *none*: the reference has none either.
 Bounds: 1e-5; for routed experts and latent attention 1e-4.
 
+The last two columns say which points inside a part are served, and the largest errors among them:
+
+* attention: {attention}
+* MLP: {mlp}
+
+*all* leaves out what the reference has not either (a gate, a router); the second number is about the points at which
+something may be added.
+
 """
+
+GROUPS = {
+    "inside attention": ATTENTION,
+    "inside the MLP": ("mlp_in", *ROUTING, *MLP[1:]),
+}
+"""Columns for several hook points."""
 
 ROUNDED = """
 † Beyond 1e-5, and within four times the error of fp32 itself there: transformers in fp32 against transformers in
@@ -56,7 +71,7 @@ def write_docs(
     more = [v for v in on_gpu if v.verdict == CONFORMS and results[v.architecture].verdict == CANNOT]
     version = ", ".join(sorted({v.vllm for v in verdicts if v.vllm}))
     backend = ", ".join(sorted({v.backend for v in verdicts}))
-    lines = [HEAD.format(version=version, backend=backend)]
+    lines = [HEAD.format(version=version, backend=backend, **_names())]
     counts = [(len(found), kind) for kind, found in [*by.items(), ("fail", others)] if found]
     counts[1:1] = [(len(more), f"more {CONFORMS} on {_device(more[0])}")] if more else []
     lines.append(" · ".join(f"{count} {kind}" for count, kind in counts) + "\n")
@@ -76,6 +91,11 @@ def write_docs(
         lines.append("\n## Fail\n\n| architecture | where | what |\n|---|---|---|")
         lines += [f"| {v.architecture} | {_device(v)} | {_cell(v.reason)} |" for v in others]
     path.write_text("\n".join(lines) + "\n")
+
+
+def _names() -> dict[str, str]:
+    attention, mlp = (", ".join(f"`{hook}`" for hook in group) for group in GROUPS.values())
+    return {"attention": attention, "mlp": mlp}
 
 
 def _cpu_table(verdicts: list[Verdict]) -> list[str]:
@@ -134,7 +154,7 @@ def _device(verdict: Verdict) -> str:
 
 
 def _header(more: list[str]) -> list[str]:
-    names = ["architecture", "vLLM's class", *more, *(f"`{hook}`" for hook in HOOKS)]
+    names = ["architecture", "vLLM's class", *more, *(f"`{hook}`" for hook in STREAM), *GROUPS]
     return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
 
 
@@ -147,7 +167,7 @@ def _why(verdicts: list[Verdict]) -> list[str]:
 
 def _cells(verdict: Verdict) -> list[str]:
     cells = []
-    for hook in HOOKS:
+    for hook in STREAM:
         found = verdict.hooks.get(hook)
         if not found or found["capture"] is None:
             cells.append("none" if found and found.get("has") == 0 else "refused")
@@ -158,16 +178,40 @@ def _cells(verdict: Verdict) -> list[str]:
             mark = "†" if way in found.get("rounding", {}) else ""
             errors.append("-" if found[way] is None else f"{found[way]:.0e}{mark}")
         cells.append(" / ".join(errors) + of)
-    return cells
+    return cells + [_group_cell(verdict, group) for group in GROUPS.values()]
+
+
+def _group_cell(verdict: Verdict, group: tuple[str, ...]) -> str:
+    """Which of several points are served, and the largest errors among them."""
+    found = {hook: verdict.hooks[hook] for hook in group if hook in verdict.hooks}
+    if not any(point["of"] for point in found.values()):
+        return "not measured"
+    there = [hook for hook, point in found.items() if point["has"] != 0]
+    served = [hook for hook in there if found[hook]["layers"]]
+    if not served:
+        return "refused" if there else "none"
+    names = "all" if served == there else ", ".join(f"`{hook}`" for hook in served)
+    errors = []
+    for way in ("capture", "steer"):
+        measured = [found[hook][way] for hook in served if found[hook][way] is not None]
+        mark = "†" if any(way in found[hook]["rounding"] for hook in served) else ""
+        errors.append(f"{max(measured):.0e}{mark}" if measured else "-")
+    layers = {found[hook]["layers"] for hook in served}
+    of = found[served[0]]["of"]
+    some = f" ({'-'.join(map(str, sorted({min(layers), max(layers)})))} of {of})" if min(layers) < of else ""
+    return f"{names}: {' / '.join(errors)}{some}"
 
 
 def _reasons(verdicts: list[Verdict]) -> dict[str, list[str]]:
+    """Reason, with the points it is about -> architectures; not of points inside a block that no reference has."""
     reasons: dict[str, list[str]] = {}
     for verdict in verdicts:
+        hooks: dict[str, list[str]] = {}
         for hook, found in verdict.hooks.items():
-            if found["refused"]:
-                names = reasons.setdefault(f"`{hook}`: {_cell(found['refused'])}", [])
-                names.append(verdict.architecture)
+            if found["refused"] and not (hook in INNER and found["has"] == 0):
+                hooks.setdefault(_cell(found["refused"]), []).append(f"`{hook}`")
+        for reason, those in hooks.items():
+            reasons.setdefault(f"{', '.join(those)}: {reason}", []).append(verdict.architecture)
     return reasons
 
 

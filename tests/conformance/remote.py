@@ -44,11 +44,13 @@ class RemoteOracle:
         """As `Oracle.points`."""
         return self._ask("points", list(ids))
 
-    def steer(self, ids: Sequence[int], hook: str, layer: int, vector: torch.Tensor) -> tuple[Rows, torch.Tensor]:
-        """As `Oracle.steer`, at all positions."""
-        return self._ask("steer", list(ids), hook, layer, vector)
+    def steer(
+        self, ids: Sequence[int], hook: str, layer: int, vector: torch.Tensor, positions: list[int] | None = None
+    ) -> tuple[Rows, torch.Tensor]:
+        """As `Oracle.steer`."""
+        return self._ask("steer", list(ids), hook, layer, vector, positions)
 
-    def rounding(self, ids: Sequence[int], steer: tuple[str, int, torch.Tensor] | None = None) -> dict[Any, float]:
+    def rounding(self, ids: Sequence[int], steer: tuple[Any, ...] | None = None) -> dict[Any, float]:
         """As `rounding_errors`."""
         return self._ask("rounding", list(ids), steer)
 
@@ -91,6 +93,7 @@ def _serve(pipe: Any, other_end: Any, model_dir: Path) -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    from tests.conformance.inside import INNER
     from tests.conformance.oracle import ENDS, FIVE, Oracle
     from tests.conformance.rounding import rounding_errors
 
@@ -102,7 +105,8 @@ def _serve(pipe: Any, other_end: Any, model_dir: Path) -> None:
     def capabilities() -> dict[str, Any]:
         nonlocal oracle
         oracle = Oracle(model_dir)
-        sites = [(hook, layer) for layer in range(oracle.num_layers) for hook in FIVE] + [(hook, 0) for hook in ENDS]
+        inside = [(hook, layer) for layer in range(oracle.num_layers) for hook in (*FIVE, *INNER)]
+        sites = inside + [(hook, 0) for hook in ENDS]
         return {
             "num_layers": oracle.num_layers,
             "hidden_size": oracle.hidden_size,

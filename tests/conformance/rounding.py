@@ -51,12 +51,10 @@ def in_double(oracle: Oracle) -> Iterator[None]:
         oracle.model.set_experts_implementation(experts)
 
 
-def rounding_errors(
-    oracle: Oracle, ids: Sequence[int], steer: tuple[str, int, torch.Tensor] | None = None
-) -> dict[Any, float]:
+def rounding_errors(oracle: Oracle, ids: Sequence[int], steer: tuple[Any, ...] | None = None) -> dict[Any, float]:
     """max|fp32 - float64| / max|float64| of every site {(hook, layer): ..} and of the log-probabilities, {"logprobs"}.
 
-    `steer`: (hook, layer, vector) that is added at all positions.
+    `steer`: (hook, layer, vector) and, if not all, positions where it is added.
     """
 
     def run() -> dict[Any, torch.Tensor]:

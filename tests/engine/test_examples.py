@@ -20,6 +20,13 @@ SAYS = {
     "stream.py": ("rows [", "together ["),
     "steer.py": ("scale -2: Anna", "scale +2: Anna", "({Site(hook='resid_post', layer=2): ", "rows changed: ({},)"),
     "patch.py": ("words, at [", "last token", "\n5 "),
+    "inside_block.py": (
+        "looks from 'so' at: awful 0.",
+        "and gives z [1, 1, 64], norm ",
+        "most active neurons: ",
+        "without it: ",
+        "rows changed: ({Site(hook='z', layer=5): 1},)",
+    ),
     "lens.py": ("residual_stream: [2, ", "layer=2): 31}", "layer=3): 31}"),
     "scores.py": ("scores, mean +", "scores, mean -", "highest score [["),
     "compress.py": ("full8: ", "fp8: ", "topk8: ", "rp8: 72 bytes a row", "of the rows themselves"),

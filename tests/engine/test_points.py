@@ -18,7 +18,9 @@ from tests.support.quantised import gptq
 from vllm_weir.schema.hooks import HOOKS, STREAM_HOOKS
 
 pytestmark = pytest.mark.engine
-EVERY = [weir.Capture(hook) for hook in HOOKS]
+DENSE = [hook for hook in HOOKS if hook not in ("router_logits", "expert_ids", "expert_weights")]
+"""The hook points of a model without experts."""
+EVERY = [weir.Capture(hook) for hook in DENSE]
 
 
 def off(whole, *parts):
@@ -64,7 +66,7 @@ def test_what_is_added_is_seen_downstream_only(root):
     llm = get_llm(directory(root), block_size=32)
     v = torch.randn(128, generator=torch.Generator().manual_seed(3))
     plain = llm.generate(prompts([9]), weir.params(sampling(1), capture=EVERY), use_tqdm=False)[0].activations
-    order = [("embed", 0), *((h, layer) for layer in range(4) for h in STREAM_HOOKS), ("final_norm", 0)]
+    order = [("embed", 0), *((h, layer) for layer in range(4) for h in DENSE[1:-1]), ("final_norm", 0)]
     for hook, layer in (("attn_out", 1), ("resid_mid", 1), ("mlp_out", 2), ("embed", 0), ("final_norm", 0)):
         steered = weir.params(sampling(1), capture=EVERY, interventions=weir.Add(v, layer, 2.0, hook=hook))
         acts = llm.generate(prompts([9]), steered, use_tqdm=False)[0].activations

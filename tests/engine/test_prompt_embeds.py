@@ -8,13 +8,13 @@ import torch
 import vllm_weir as weir
 from tests.conformance.oracle import Oracle
 from tests.engine.common import assert_nothing_is_held, directory, ids_of, sampling, tokens
+from tests.engine.test_points import DENSE
 from tests.support.engines import get_llm
 from tests.support.measure import rel_err
-from vllm_weir.schema.hooks import HOOKS
 
 pytestmark = pytest.mark.engine
 BOUND = 1e-5
-EVERY = [weir.Capture(hook) for hook in HOOKS]
+EVERY = [weir.Capture(hook) for hook in DENSE]
 FAMILIES = {  # what a model does to the embeddings that it is given
     "llama": "nothing",
     "gpt2": "positions are added",

@@ -14,12 +14,13 @@ from tests.engine.common import SELECTORS, asking, directory, oracle, prompts, s
 from tests.engine.test_compress import SELECTORS as SOME
 from tests.engine.test_compress import asked as compressed
 from tests.engine.test_compress import decoded
-from tests.engine.test_points import EVERY, check_identities, off
+from tests.engine.test_points import DENSE, EVERY, check_identities, off
 from tests.engine.test_steer_processes import EVERYTHING, cases
 from tests.support.engines import close_all, get_llm
 from tests.support.machine import GIB, binding, engine_processes, memory, needs
 from tests.support.measure import rel_err
 from tests.support.steered import check, idle, prompt, truth
+from vllm_weir.schema.hooks import MODEL_HOOKS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), needs(engine_processes, memory(3 * GIB))]
 CLOSE_OTHERS = True
@@ -106,7 +107,7 @@ def test_compression(root, two):
 
 
 def test_points_inside_blocks(two):
-    assert all(v.supported for v in weir.sites(two.llm))
+    assert {v.hook for v in weir.sites(two.llm) if not v.supported} <= {"router_logits", "expert_ids", "expert_weights"}
     v = torch.randn(128, generator=torch.Generator().manual_seed(3))
     add = weir.Add(v, 1, 2.0, hook="attn_out")
     asked = [weir.params(sampling(6), capture=EVERY, interventions=i) for i in ([], [add])]
@@ -115,3 +116,47 @@ def test_points_inside_blocks(two):
     check_identities(after.activations, 4, 1e-5)
     moved = after.activations["attn_out", 1][:20] - before.activations["attn_out", 1][:20]
     assert off(moved, (2.0 * v).expand(20, -1)) <= 1e-5
+
+
+def test_parts_of_a_row_come_back_whole(root, two):
+    """Under tensor parallelism each rank has its heads and neurons, and sends those."""
+    reference = oracle(directory(root))
+    hooks = [hook for hook in DENSE if hook not in MODEL_HOOKS]
+    captures = [weir.Capture(hook) for hook in hooks]
+    picks = [weir.Capture("z", 1, heads=[3, 0]), weir.Capture("mlp_post", 2, neurons=[200, 1], reduce="mean")]
+    asked = [weir.params(sampling(6), capture=captures), weir.params(sampling(6), capture=picks)]
+    whole, picked = two.llm.generate(prompts([20])[:1] * 2, asked, use_tqdm=False)
+    rows = reference.rows((list(whole.prompt_token_ids) + list(whole.outputs[0].token_ids))[:-1])
+    for hook in hooks:
+        for layer in range(reference.num_layers):
+            got, expected = whole.activations[hook, layer], rows[hook, layer]
+            assert got.shape == expected.shape, hook
+            seen = expected.isfinite()
+            assert torch.equal(seen, got.isfinite()) and rel_err(got[seen], expected[seen]) <= 1e-5, hook
+    assert rel_err(picked.activations["z", 1], rows["z", 1][:, [3, 0]]) <= 1e-5
+    assert rel_err(picked.activations["mlp_post", 2][0], rows["mlp_post", 2][:, [200, 1]].mean(0)) <= 1e-5
+
+
+def test_heads_are_steered_where_they_are(root, two):
+    v = torch.randn(6, 32, generator=torch.Generator().manual_seed(5))
+    edits = [
+        [weir.Add(v[0], 1, 2.0, hook="z", heads=[0])],
+        [weir.Add(v[1], 1, 2.0, hook="z", heads=[3]), weir.Ablate(v[2], [1, 2], hook="z", heads=[1, 2])],
+        [
+            weir.Replace(torch.zeros(32), 2, hook="k", heads=[1]),
+            weir.Add(v[3], 1, hook="q", heads=[2], norm_match=True),
+        ],
+        [weir.Replace(torch.zeros(3), 1, hook="mlp_post", neurons=[0, 200, 201])],
+        [weir.Add(v[:4].reshape(-1), 1, hook="z", positions="generated")],
+    ]
+    everything = [weir.Capture("z", [1, 2]), weir.Capture("resid_post")]
+    params = [weir.params(sampling(6), capture=everything, interventions=edit) for edit in edits]
+    outs = two.llm.generate([prompt(20 + k, k) for k in range(len(edits))], params, use_tqdm=False)
+    for out, edit in zip(outs, edits, strict=True):
+        check(out, edit, truth(directory(root)), 1e-4)
+    if two.ship != "stages":
+        with pytest.raises(weir.WeirError, match="in 2 parts") as error:
+            two.llm.generate(
+                [prompt(9)], weir.params(sampling(1), interventions=weir.Ablate(v[:4].reshape(-1), 1, hook="z"))
+            )
+        assert error.value.field == "interventions[0].hook"

@@ -140,6 +140,13 @@ INNER_RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """For what lies inside attention and MLP; not in `MODELS`, whose tests ask for every one."""
+INNER_MODELS = {"llama": "wide", "gemma2": "wide", "qwen3": "a", "mixtral": "a", "gpt2": "a"}
+"""Family -> shape: grouped keys; soft caps and windows; normed heads; routed experts; one packed projection."""
+NO_GATE = frozenset({"mlp_pre_linear"})
+NO_NEURONS = frozenset({"mlp_pre", "mlp_pre_linear", "mlp_post"})
+NO_ROUTER = frozenset({"router_logits", "expert_ids", "expert_weights"})
+INNER_LACKS = dict.fromkeys(INNER_MODELS, NO_ROUTER) | {"gpt2": NO_ROUTER | NO_GATE, "mixtral": NO_NEURONS}
+"""Family -> the points inside a block that it has not."""
 
 FAMILIES: tuple[str, ...] = tuple(RECIPES)
 MODELS: tuple[tuple[str, str], ...] = tuple((family, shape) for family in RECIPES for shape in RECIPES[family])

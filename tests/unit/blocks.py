@@ -354,8 +354,8 @@ class Model(nn.Module):
         return self.norm(hidden)
 
 
-def mapped(model, dtype=torch.float32, description=None) -> SiteMap:
-    """The verdicts on a toy model."""
+def mapped(model, dtype=torch.float32, description=None, mixers=Core, parts=None) -> SiteMap:
+    """The verdicts on a toy model; `parts` recognises the modules inside attention and MLP."""
     torch.manual_seed(0)
     model = model.to(dtype)
     description = description or ModelDescription()
@@ -365,10 +365,10 @@ def mapped(model, dtype=torch.float32, description=None) -> SiteMap:
 
     with torch.inference_mode():
         tree = find_tree(
-            model, D, LAYERS, description, lambda m: isinstance(m, Core),
+            model, D, LAYERS, description, lambda m: isinstance(m, mixers),
             lambda m: m is getattr(model, "embed_tokens", None), run,
         )  # fmt: skip
-        return map_sites(tree, run, dtype, description)
+        return map_sites(tree, run, dtype, description, parts)
 
 
 def supported(sites, layer=1):

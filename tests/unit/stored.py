@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,27 @@ from vllm_weir.storage import ActivationDataset, Batch, Writer, open_writer
 SITES = (("resid_pre", 0), ("resid_post", 0), ("resid_post", 3))
 D = 48
 PROMPT = 5
+
+
+SHAPES = {
+    ("resid_post", 1): (D,),
+    ("q", 1): (6, 32),
+    ("k", 1): (2, 32),
+    ("mlp_post", 1): (5 * D,),
+    ("router_logits", 1): (7,),
+    ("expert_ids", 1): (2,),
+    ("expert_weights", 1): (2,),
+}
+"""Sites of one request whose rows differ in shape."""
+
+
+def shaped_rows(n: int) -> dict[tuple[str, int], torch.Tensor]:
+    """Rows of `SHAPES`; expert ids are int64, with some that no float holds."""
+    out = {}
+    for (hook, layer), shape in SHAPES.items():
+        rows = rows_of("shaped", hook, layer, n, math.prod(shape)).view(n, *shape)
+        out[hook, layer] = (rows.double() * 2**60).long() | 1 if hook == "expert_ids" else rows
+    return out
 
 
 def rows_of(

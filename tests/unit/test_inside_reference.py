@@ -12,12 +12,11 @@ import torch
 
 from tests.conformance.inside import INNER
 from tests.support.measure import rel_err
-from tests.support.models import make_model
+from tests.support.models import INNER_LACKS, INNER_MODELS, make_model
 from tests.support.oracle import Oracle
 
 IDS = [(3 * j + j * j) % 500 + 5 for j in range(37)]
 N = len(IDS)
-MODELS = {"llama": "wide", "gemma2": "wide", "qwen3": "a", "mixtral": "a", "gpt2": "a"}
 SHAPES = {
     "llama": dict(q=(4, 32), k=(2, 32), v=(2, 32), z=(4, 32), mlp_pre=(448,), mlp_post=(448,)),
     "gemma2": dict(q=(4, 32), k=(2, 32), v=(2, 32), z=(4, 32), mlp_pre=(192,), mlp_post=(192,)),
@@ -25,17 +24,13 @@ SHAPES = {
     "mixtral": dict(q=(4, 32), k=(2, 32), v=(2, 32), z=(4, 32), router_logits=(8,), expert_weights=(2,)),
     "gpt2": dict(q=(4, 32), k=(4, 32), v=(4, 32), z=(4, 32), mlp_pre=(512,), mlp_post=(512,)),
 }
-LACKS = {
-    "gpt2": {"mlp_pre_linear", "router_logits", "expert_ids", "expert_weights"},
-    "mixtral": {"mlp_pre", "mlp_pre_linear", "mlp_post"},
-}
 DENSE = ("llama", "gemma2", "qwen3", "gpt2")
 ROTARY = ("llama", "gemma2", "qwen3", "mixtral")
 
 
 @lru_cache(maxsize=8)
 def truth(family: str) -> Oracle:
-    return Oracle(make_model(family, MODELS[family]))
+    return Oracle(make_model(family, INNER_MODELS[family]))
 
 
 @lru_cache(maxsize=8)
@@ -58,9 +53,9 @@ def repeated(heads: torch.Tensor, count: int) -> torch.Tensor:
     return heads.repeat_interleave(count // heads.shape[1], 1)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", INNER_MODELS)
 def test_points_and_shapes(family: str) -> None:
-    lacks = LACKS.get(family, {"router_logits", "expert_ids", "expert_weights"})
+    lacks = INNER_LACKS[family]
     for layer, (_, rows) in enumerate(each(family)):
         assert {hook for hook in INNER if hook in rows} == set(INNER) - lacks
         assert all(truth(family).inside.missing(hook, layer) for hook in lacks)
@@ -70,7 +65,7 @@ def test_points_and_shapes(family: str) -> None:
             assert rows[hook].shape == (N, 4, N)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", INNER_MODELS)
 def test_watching_changes_nothing(family: str) -> None:
     oracle, rows = truth(family), {}
     plain = oracle.logits(IDS)
@@ -79,7 +74,7 @@ def test_watching_changes_nothing(family: str) -> None:
     assert torch.equal(oracle.logits(IDS), plain)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", INNER_MODELS)
 def test_patterns(family: str) -> None:
     for layer, (_, rows) in enumerate(each(family)):
         pattern, scores = rows["pattern"], rows["attn_scores"]
@@ -95,7 +90,7 @@ def test_patterns(family: str) -> None:
         assert rel_err(given, rows["z"]) < 1e-6
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", INNER_MODELS)
 def test_scores(family: str) -> None:
     scale = 48**-0.5 if family == "gemma2" else 64**-0.5 if family == "qwen3" else 32**-0.5
     for _, rows in each(family):
@@ -126,7 +121,7 @@ def test_without_rotation_they_are_the_projections() -> None:
         assert torch.equal(rows["q_rot"], rows["q"]) and torch.equal(rows["k_rot"], rows["k"])
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", INNER_MODELS)
 @torch.no_grad()
 def test_projections_of_attention(family: str) -> None:
     for block, rows in each(family):

@@ -69,6 +69,24 @@ def test_other_configurations_have_a_table_of_their_own(tmp_path) -> None:
     assert "| A:deep | deep True | refused | two streams |" in page
 
 
+def test_points_inside_a_part_share_a_cell(tmp_path) -> None:
+    def point(layers: int, has: int | None, capture: float | None, steer: float | None, refused: str = "") -> dict:
+        errors = {"capture": capture, "steer": steer, "rounding": {}}
+        return {"layers": layers, "of": 4, "has": has, "refused": refused, **errors}
+
+    hooks = {"z": point(4, 4, 3e-7, 4e-7), "pattern": point(4, 4, 2e-6, None)}
+    hooks |= {"mlp_in": point(2, 2, 1e-7, 2e-7), "mlp_post": point(0, 4, None, None, "packed")}
+    hooks |= {"mlp_pre_linear": point(0, 0, None, None, "no gate")}
+    found = {name: Verdict(name, CONFORMS, model_class=name, hooks=hooks, vllm="0.32.0") for name in ("A", "B")}
+    found["C"] = Verdict("C", CONFORMS, model_class="C", vllm="0.32.0")
+    write_docs(found, {}, tmp_path / "page.md")
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    rows = {line.split(" | ")[0]: [cell.strip() for cell in line.split("|")[-3:-1]] for line in lines if "|" in line}
+    assert rows["| A"] == ["all: 2e-06 / 4e-07", "`mlp_in`: 1e-07 / 2e-07 (2 of 4)"]
+    assert rows["| C"] == ["not measured"] * 2
+    assert "* `mlp_post`: packed: A, B" in lines and not any("no gate" in line for line in lines)
+
+
 def test_representatives_are_in_the_zoo_and_run() -> None:
     for architecture in REPRESENTATIVES:
         assert not ZOO[architecture].verdict, architecture

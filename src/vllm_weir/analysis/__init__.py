@@ -9,6 +9,7 @@ from vllm_weir.analysis.metrics import (
     create_token_timeline,
     similarity_matrix,
 )
+from vllm_weir.analysis.part_plots import plot_attention, plot_top_neurons
 from vllm_weir.analysis.plots import plot_heat_map, plot_norms, plot_similarity, plot_timeline
 from vllm_weir.analysis.reconstruct import reconstruct_activations
 
@@ -21,10 +22,12 @@ __all__ = [
     "load_activation_file",
     "load_activation_manifest",
     "load_sequence_activations",
+    "plot_attention",
     "plot_heat_map",
     "plot_norms",
     "plot_similarity",
     "plot_timeline",
+    "plot_top_neurons",
     "quick_load",
     "reconstruct_activations",
     "similarity_matrix",

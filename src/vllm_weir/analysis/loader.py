@@ -103,7 +103,8 @@ class ActivationLoader:
             space: for rp8, see `reconstruct_activations`.
 
         Returns:
-            {sequence: {layer: [n, d]}}, layers ascending.
+            {sequence: {layer: [n, d]}}, layers ascending; [n, heads, d_head] for points that have a
+            row for each head.
 
         Raises:
             MissingFile: if there is no such request.
@@ -163,8 +164,8 @@ class ActivationLoader:
         projected = space == "projected" and all(block.header["method"] == "rp8" for block in blocks)
         data = {"positions": acts.positions_of(*site), "token_ids": acts.token_ids_of(*site)}
         try:
-            decoded_rows = self.dataset.rows(site, request, space="projected" if projected else "model")
-            data = {"activations": decoded_rows.rows.float()} | data
+            rows = self.dataset.rows(site, request, space="projected" if projected else "model").rows
+            data = {"activations": rows.float() if rows.is_floating_point() else rows} | data
         except WeirError:
             if decoded or not all(map(is_foreign, blocks)):
                 raise

@@ -261,7 +261,8 @@ def by_layer(activations: Any, hook: str = "resid_post") -> dict[int, np.ndarray
     shapes = {array.shape for array in arrays.values()}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2 or 0 in next(iter(shapes)):
         given = sorted(map(list, shapes))[:3]
-        raise WeirError(f"all layers must have rows [n, d] of one shape, got {given}", "activations")
+        hint = "; choose a head, or flatten the heads" if all(len(shape) == 3 for shape in shapes) else ""
+        raise WeirError(f"all layers must have rows [n, d] of one shape, got {given}{hint}", "activations")
     if not all(np.isfinite(array).all() for array in arrays.values()):
         raise WeirError("rows hold NaN or Inf", "activations")
     return arrays

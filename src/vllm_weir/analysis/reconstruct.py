@@ -40,7 +40,8 @@ def reconstruct_activations(
             [n, d_model].
 
     Returns:
-        float32 [n, d], a tensor if the data are tensors, else an array.
+        float32 [n, d] (or of the shape that the header says), a tensor if the data are tensors, else
+        an array.
 
     Raises:
         WeirError: if the arrays do not fit the mode or their header, or hold no values (only scales

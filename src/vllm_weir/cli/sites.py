@@ -8,7 +8,8 @@ from itertools import groupby
 from typing import Any
 
 from vllm_weir.api import sites
-from vllm_weir.schema.hooks import HOOKS, MODEL_HOOKS
+from vllm_weir.schema.hooks import HOOKS, MODEL_HOOKS, READ_ONLY_HOOKS
+from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.site_verdict import SiteVerdict
 
 
@@ -41,17 +42,24 @@ def survey(model: str, **engine_args: Any) -> list[SiteVerdict]:
 
 
 def show(model: str, verdicts: Sequence[SiteVerdict]) -> None:
-    """Print one line for each hook point and each reason."""
+    """Print one line for each hook point with each shape of rows or reason."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("hook point", "blocks", "served", "why not", title=model)
+    table = Table("hook point", "blocks", "row", "served", "why not", title=model)
     for hook in HOOKS:
-        of_hook = sorted((v for v in verdicts if v.hook == hook), key=lambda v: (not v.supported, v.reason, v.layer))
-        for reason, group in groupby(of_hook, key=lambda v: v.reason):
+        of_hook = [v for v in verdicts if v.hook == hook]
+        of_hook.sort(key=lambda v: (not v.supported, v.reason, v.shape, v.layer))
+        served = "[yellow]read only" if hook in READ_ONLY_HOOKS else "[green]yes"
+        for (reason, shape), group in groupby(of_hook, key=lambda v: (v.reason, v.shape)):
             layers = "" if hook in MODEL_HOOKS else spans([v.layer for v in group])
-            table.add_row(hook, layers, "[red]no" if reason else "[green]yes", reason)
+            table.add_row(hook, layers, row_text(shape), "[red]no" if reason else served, reason)
     Console(file=sys.stdout).print(table)
+
+
+def row_text(shape: RowShape) -> str:
+    """Format the shape of a row: ``(32, 128)`` as ``"32 x 128"``, and of a pattern ``"32 x keys"``."""
+    return " x ".join(str(n) if n else "keys" for n in shape)
 
 
 def spans(numbers: Sequence[int]) -> str:

@@ -48,8 +48,8 @@ class VectorAdmin:
 
         Args:
             name: The name.
-            vector: A tensor, array or list, [d_model] or [n, d_model]; or the `Path` of a
-                safetensors, GGUF or JSON file.
+            vector: A tensor, array or list, [d_model] or [n, d_model], or of the width of other
+                rows, say [d_head]; or the `Path` of a safetensors, GGUF or JSON file.
 
         Returns:
             The stored vector's digest and shape.

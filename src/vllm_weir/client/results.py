@@ -184,7 +184,10 @@ def _site_counts(data: Mapping[str, int]) -> dict[Site, int]:
 
 
 def scores_of(data: Mapping[str, Any]) -> Activations:
-    """Return a response's ``scores`` as rows, float32 [rows, m]; null (not finite) becomes NaN."""
+    """Return a response's ``scores`` as rows, float32 [rows, m]; null (not finite) becomes NaN.
+
+    Scores of heads are [rows, heads, m].
+    """
     rows = {site_of(name): values for name, values in data["sites"].items()}
 
     def per_site(name: str) -> dict[Site, torch.Tensor]:
@@ -197,10 +200,17 @@ def scores_of(data: Mapping[str, Any]) -> Activations:
     return Activations(matrices, per_site("positions"), per_site("token_ids"))
 
 
-def _matrix(values: list[list[float]]) -> torch.Tensor:
+def _matrix(values: list[Any]) -> torch.Tensor:
     if not values:
         return torch.empty(0, 0)
-    return torch.tensor([[math.nan if v is None else v for v in row] for row in values], dtype=torch.float32)
+    return torch.tensor(_numbers(values), dtype=torch.float32)
+
+
+def _numbers(values: Any) -> Any:
+    """Return nested lists of numbers with NaN for null."""
+    if isinstance(values, list):
+        return [_numbers(v) for v in values]
+    return math.nan if values is None else values
 
 
 def activations_of(data: bytes) -> Activations:

@@ -18,7 +18,7 @@ class EngineInfo:
     Attributes:
         model: as it was given to vLLM.
         num_layers: decoder blocks.
-        d_model: values of a row.
+        d_model: width of the residual stream.
         dtype: the model's, e.g. ``"bfloat16"``.
     """
 
@@ -68,8 +68,9 @@ class Rows:
         positions: int64 [rows], ascending.
         token_ids: int64 [rows], the tokens at these positions; -1 where a prompt was given as
             embeddings.
-        data: [rows, d_model] in the capture's dtype; uint8 [rows, record_bytes] if they are
-            compressed.
+        data: [rows, d_model] in the capture's dtype; [rows, heads, d_head] of points that have a row
+            for each head, and [rows, d_mlp] and so on of others; uint8 [rows, record_bytes] if they
+            are compressed.
         compression: header of the compression; None for plain rows.
     """
 
@@ -81,7 +82,7 @@ class Rows:
     compression: Mapping[str, Any] | None = None
 
     def decoded(self) -> torch.Tensor:
-        """Return the rows [rows, d_model], decoded to float32 if they are compressed."""
+        """Return the rows, [rows, d_model] or of the site's shape, decoded to float32 if compressed."""
         if self.compression is None:
             return self.data
         from vllm_weir import codec

@@ -72,7 +72,7 @@ class Norms(Consumer):
     def take(self, rows: Rows) -> None:
         if not len(rows.positions):
             return
-        norms = rows.decoded().double().norm(dim=-1)
+        norms = rows.decoded().double().flatten(1).norm(dim=-1)  # of all heads together
         running = self.sites.setdefault(rows.site, RunningNorms())
         running.rows += len(norms)
         running.total += float(norms.sum())

@@ -17,7 +17,7 @@ class WaitingQueue:
         self._sizes = sizes
         self._vector_users: dict[str, int] = {}
         """Digest -> admitted requests that use the vector."""
-        self._programs = self._instructions = 0
+        self._vector_rows = self._programs = self._instructions = 0
         self._admitted: dict[str, TableNeeds] = {}
         self._waiting: OrderedDict[str, tuple[Any, TableNeeds]] = OrderedDict()
 
@@ -60,9 +60,9 @@ class WaitingQueue:
         return released
 
     def _fits(self, needs: TableNeeds) -> bool:
-        vectors = len(self._vector_users) + sum(digest not in self._vector_users for digest in needs.vectors)
+        added = sum(needs.wide.get(digest, 1) for digest in needs.vectors if digest not in self._vector_users)
         return (
-            vectors <= self._sizes.vectors
+            self._vector_rows + added <= self._sizes.vectors
             and self._programs + needs.programs <= self._sizes.programs
             and self._instructions + needs.instructions <= self._sizes.nodes
         )
@@ -72,12 +72,16 @@ class WaitingQueue:
             self._vector_users[digest] -= 1
             if not self._vector_users[digest]:
                 del self._vector_users[digest]
+                self._vector_rows -= needs.wide.get(digest, 1)
         self._programs -= needs.programs
         self._instructions -= needs.instructions
 
     def _reserve(self, request_id: str, needs: TableNeeds) -> None:
         for digest in needs.vectors:
-            self._vector_users[digest] = self._vector_users.get(digest, 0) + 1
+            users = self._vector_users.get(digest, 0)
+            self._vector_users[digest] = users + 1
+            if not users:
+                self._vector_rows += needs.wide.get(digest, 1)
         self._programs += needs.programs
         self._instructions += needs.instructions
         self._admitted[request_id] = needs

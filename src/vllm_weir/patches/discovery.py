@@ -78,7 +78,7 @@ def find_sites(runner: Any, config: Any, model_info: ModelInfo, settings: Settin
                 compiled_whole=lambda module: hasattr(module, "do_not_compile"),
                 look_up=look_up,
             )
-            site_map = map_sites(tree, run, model_info.dtype, description, part_modules(config, model_info.device))
+            site_map = map_sites(tree, run, model_info.dtype, description, part_modules(config, model_info))
     except WeirError:
         raise
     except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError, KeyError) as e:

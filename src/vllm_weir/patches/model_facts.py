@@ -37,6 +37,7 @@ def read_facts(
         on_cpu: whether vLLM runs on a CPU, where it chooses experts with other functions.
         shards: which part of a row this worker holds, of the sites where that is not all.
     """
+    from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
@@ -53,7 +54,11 @@ def read_facts(
         if owners:
             routing[index] = _routing(owners, on_cpu)
     owner_of = {getattr(layer, "layer_name", ""): index for index, some in layers.items() for layer in some}
-    attention = {index: _attention(some, index, owner_of, dtype) for index, some in layers.items() if some}
+    attention = {
+        index: _attention(some, [layer for layer in some if isinstance(layer, Attention)], index, owner_of, dtype)
+        for index, some in layers.items()
+        if some
+    }
     first_head = {
         index: shards[Site("q_rot", index)].start // facts.head_size
         for index, facts in attention.items()
@@ -66,9 +71,18 @@ def _unique(items: Any) -> list[Any]:
     return list({id(item): item for item in items}.values())
 
 
-def _attention(layers: list[Any], index: int, owner_of: Mapping[str, int], dtype: torch.dtype) -> AttentionFacts:
-    """Return the facts of one block's attention."""
-    with_keys = [layer for layer in layers if hasattr(layer, "impl") and hasattr(layer, "num_kv_heads")]
+def _attention(
+    layers: list[Any], with_keys: list[Any], index: int, owner_of: Mapping[str, int], dtype: torch.dtype
+) -> AttentionFacts:
+    """Return the facts of one block's attention.
+
+    Args:
+        layers: what mixes tokens in the block.
+        with_keys: those of them that have queries and keys for each head.
+        index: of the block.
+        owner_of: the name of an attention layer -> its block.
+        dtype: the model's.
+    """
     if not with_keys:
         return AttentionFacts(refused=f"its {type(layers[0]).__name__} has no queries and keys for each head")
     if len(with_keys) > 1:

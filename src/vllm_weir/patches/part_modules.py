@@ -8,24 +8,25 @@ import torch
 
 from vllm_weir.schema.row_shapes import Shard
 from vllm_weir.worker.discovery.part_modules import AttentionShape, Features, LinearShape, PartModules
+from vllm_weir.worker.runtime import ModelInfo
 
 WEIGHTS_ONLY = ("awq", "bitsandbytes", "gguf", "gptq")
 """Beginnings of the names of quantisations that leave activations as they are, so that nothing is fused with them."""
 
 
-def part_modules(config: Any, device: torch.device) -> PartModules:
+def part_modules(config: Any, model_info: ModelInfo) -> PartModules:
     """Return how to recognise the modules inside attention and MLP.
 
     Args:
         config: vLLM's `VllmConfig`.
-        device: of the model.
+        model_info: device of the model, and number of workers.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.linear import LinearBase
 
-    quantisation = config.model_config.quantization or ""
-    fuses = device.type == "cuda" and not quantisation.startswith(WEIGHTS_ONLY)
+    quantisation = getattr(config.model_config, "quantization", None) or ""
+    fuses = model_info.device.type == "cuda" and not quantisation.startswith(WEIGHTS_ONLY)
     runner = _experts_class()
 
     def attention(module: torch.nn.Module) -> AttentionShape | None:
@@ -50,7 +51,7 @@ def part_modules(config: Any, device: torch.device) -> PartModules:
     def experts(module: torch.nn.Module) -> int | None:
         return _num_experts(module) if isinstance(module, runner) else None
 
-    return PartModules(attention, linear, experts, config.parallel_config.tensor_parallel_size)
+    return PartModules(attention, linear, experts, model_info.ranks)
 
 
 def _experts_class() -> type:

@@ -47,12 +47,16 @@ class CompressedRows:
         return {**self.__dict__, "records": records}
 
     def decode(self, site: Site) -> torch.Tensor:
-        """Return the rows of a site, [rows, d_model]."""
+        """Return the rows of a site, [rows, d_model] or of the shape in the header."""
         return codec.decode(self.records[site], self.header).to(getattr(torch, self.dtypes[site]))
 
 
 class Activations(Mapping):
     """Rows of one sequence by site: ``acts["resid_post", 10]`` is a CPU tensor [rows, d_model].
+
+    Rows of points that have one for each head are [rows, heads, d_head], those of neurons
+    [rows, d_mlp], those of experts [rows, experts] or [rows, top_k]; ``expert_ids`` are int64.
+    ``pattern`` and ``attn_scores`` are [rows, heads, keys].
 
     Rows are in ascending order of position. Keys are (hook, layer) pairs, anything else that names
     a site (such as ``"resid_post.10"``, see `parse_site`), and ``"residual_stream"`` for requests
@@ -177,7 +181,7 @@ class Activations(Mapping):
         return self._token_ids[self._site(hook, layer)]
 
     def numpy(self, hook: object, layer: int | None = None) -> np.ndarray:
-        """Return one site's rows as an array [rows, d_model]; for the arguments see `compressed`.
+        """Return one site's rows as an array; for the arguments see `compressed`.
 
         bfloat16, which numpy lacks, becomes float32 of the same values; other dtypes share the
         tensor's memory.
@@ -217,9 +221,13 @@ class Activations(Mapping):
         a server does this for each request beside its event loop.
         """
         sites = self.sites
-        block = self._rows if isinstance(self._rows, SiteSlices) and list(self._rows) == sites else None
+        block = self._rows if isinstance(self._rows, SiteSlices) else None
+        block = block if block is not None and list(block) == sites else None
+        placed = sites
         if block is None:
-            rows = [self._row(site) for site in sites]
+            # Wide values come first, and integers before them, so that all are aligned.
+            placed = sorted(sites, key=lambda site: -self._row(site).itemsize)
+            rows = [self._row(site) for site in placed]
             shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in rows]
         else:
             shapes = [(block.rows.dtype, (len(block.rows), block.rows.shape[-1]))] * len(sites)
@@ -229,9 +237,8 @@ class Activations(Mapping):
             bodies = [codec.as_bytes(tensor.contiguous()).numpy() for tensor in rows]
         else:
             bodies = [block.together()]
-        # Integers come first, so that all tensors are aligned to their values.
         ids = [*_int64(self._positions, sites), *_int64(self._token_ids, sites)]
-        header = _header(tuple(sites), tuple(self._lens_layers), tuple(shapes), tuple(map(len, ids)))
+        header = _header(tuple(sites), tuple(placed), tuple(self._lens_layers), tuple(shapes), tuple(map(len, ids)))
         return [b"".join((header, *ids)), *(body.reshape(-1).data for body in bodies)]
 
     @classmethod
@@ -257,7 +264,7 @@ class Activations(Mapping):
                     if (name := f"{s.hook}.{s.layer}.checksums") not in names:
                         continue
                     sums = file.get_tensor(name).numpy()
-                    if not np.array_equal(checksums(codec.as_bytes(rows[s]).numpy()), sums):
+                    if not np.array_equal(checksums(codec.as_bytes(rows[s].flatten(1)).numpy()), sums):
                         raise WeirError(
                             f"{path} is damaged: rows of {s} do not match their checksums; restore the file"
                         )
@@ -303,6 +310,7 @@ def _int64(by_site: Mapping[Site, torch.Tensor], sites: list[Site]) -> list[byte
 @functools.lru_cache(maxsize=64)
 def _header(
     sites: tuple[Site, ...],
+    placed: tuple[Site, ...],
     lens_layers: tuple[int, ...],
     shapes: tuple[tuple[torch.dtype, tuple[int, ...]], ...],
     lengths: tuple[int, ...],
@@ -312,16 +320,17 @@ def _header(
     It is cached, since many requests of a server have the same.
 
     Args:
-        sites: the sites, in the order of their rows.
+        sites: the sites.
+        placed: the same, in the order of their rows.
         lens_layers: as in `Activations`.
-        shapes: dtype and shape of each site's rows.
+        shapes: dtype and shape of the rows of each of `placed`.
         lengths: bytes of each site's positions, and then of each site's token ids.
     """
     names = [f"{site.hook}.{site.layer}" for site in sites]
     integer_names = [f"{name}{suffix}" for suffix in _SUFFIXES[1:] for name in names]
     tensors = {name: ("I64", [size // 8], size) for name, size in zip(integer_names, lengths, strict=True)}
-    for name, (dtype, shape) in zip(names, shapes, strict=True):
-        tensors[name] = (_CODES[dtype], list(shape), math.prod(shape) * dtype.itemsize)
+    for (hook, layer), (dtype, shape) in zip(placed, shapes, strict=True):
+        tensors[f"{hook}.{layer}"] = (_CODES[dtype], list(shape), math.prod(shape) * dtype.itemsize)
     meta = {"weir": "1", "sites": json.dumps([list(s) for s in sites]), "lens": json.dumps(lens_layers)}
     return build_header(tensors, meta, checked=False)
 

@@ -14,7 +14,7 @@ from vllm_weir.schema.positions import MAX_LIST, Positions
 from vllm_weir.schema.row_parts import WHOLE, RowPart
 from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.scalars import plain
-from vllm_weir.schema.sinks import MEMORY, Sink, parse_keep
+from vllm_weir.schema.sinks import MEMORY, Sink, check_sink, parse_keep
 from vllm_weir.schema.vectors import Vector
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -94,6 +94,7 @@ class Capture:
             sink=Sink.parse(self.sink, f"{path}.sink"),
             keep=parse_keep(self.keep, f"{path}.keep"),
         )
+        check_sink(self.sink, hook, f"{path}.sink")
         if self.compress is not None and (self.reduce is not None or self.project is not None):
             raise WeirError(
                 "a capture that reduces or projects cannot be compressed as well; leave compress out",

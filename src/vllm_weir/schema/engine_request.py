@@ -23,11 +23,13 @@ class TableNeeds(msgspec.Struct, array_like=True, frozen=True):
         vectors: digests of the vectors that the interventions use, sorted.
         programs: rows of the program table.
         instructions: rows of the instruction table.
+        wide: digest -> rows of the table of vectors, for vectors that take more than one.
     """
 
     vectors: list[str]
     programs: int
     instructions: int
+    wide: dict[str, int] = {}
 
 
 class EngineRequest(msgspec.Struct, array_like=True):

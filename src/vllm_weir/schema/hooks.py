@@ -1,4 +1,4 @@
-"""Hook points: named places in a decoder block (TransformerLens's names). Aliases and sites."""
+"""Hook points: named places in a decoder block (TransformerLens's names). Sites."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from typing import Literal, NamedTuple
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.hook_names import ALIASES, IN_BLOCK, UNSUPPORTED
 from vllm_weir.schema.scalars import is_int, plain
 
 STREAM_HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
@@ -46,80 +47,8 @@ MODEL_HOOKS = ("embed", "final_norm")
 """Hook points that a model has once; their layer is 0."""
 HOOKS = ("embed", *BLOCK_HOOKS, "final_norm")
 
-ALIASES = {
-    "post_block": "resid_post",
-    "pre_attn": "resid_pre",
-    "post_attn": "resid_mid",
-    "hook_embed": "embed",
-    "ln_final.hook_out": "final_norm",
-    **{f"hook_{hook}": hook for hook in STREAM_HOOKS},
-}
-_IN_BLOCK = {"hook_in": "resid_pre", "hook_out": "resid_post", **{f"hook_{hook}": hook for hook in STREAM_HOOKS}}
-"""What TransformerLens calls the hook points of a block, after ``blocks.<layer>.``."""
-
-_ANY_BLOCK = r"(?:blocks\.[0-9]+\.)?"
 _BLOCK = re.compile(r"blocks\.([0-9]{1,9})\.(.+)")
 _SITE_TEXT = re.compile(r"(\w+)(?:\.([0-9]{1,9})|\[([0-9]{1,9})\])")
-
-_UNSUPPORTED_NAMES = (
-    (
-        r"ln_final\.hook_normalized",
-        "TransformerLens's value is the final norm before its weight and bias, final_norm is after "
-        "them: take (final_norm - bias) / weight, with 1 + weight in Gemma 1 to 3, or normalise "
-        "resid_post of the last block",
-    ),
-    (
-        r"ln_final\.hook_scale",
-        "it is one number a row, what the final norm divides by; compute it from resid_post of the last block",
-    ),
-    (r"ln_final\.hook_in", "it is what leaves the last block; use resid_post there"),
-    (
-        r"embed\.hook_out",
-        "it is what the embedding layer returns, which some models still normalise before the first block; use embed",
-    ),
-    (r"embed_ln\.hook_out", "it is what enters the first block; use resid_pre at layer 0"),
-    (
-        r"(hook_pos_embed|pos_embed\.hook_out)",
-        "position embeddings are no hook point; where a model adds them to the stream they are resid_pre[0] - embed",
-    ),
-    (
-        r"unembed\.hook_in",
-        "it is what the unembedding is given, which some models multiply or project once more; "
-        "final_norm is what the final norm returns",
-    ),
-    (r"(hook_unembed|unembed\.hook_out)", "it is the logits, which vLLM gives as logprobs"),
-    (
-        _ANY_BLOCK + r"attn\.hook_out",
-        "it is what the attention module returns, before a post-norm or a multiplier; attn_out is "
-        "what reaches the stream",
-    ),
-    (
-        _ANY_BLOCK + r"mlp\.hook_out",
-        "it is what the MLP module returns, before a post-norm or a multiplier; mlp_out is what reaches the stream",
-    ),
-    (
-        _ANY_BLOCK + r"(hook_mixer_out|mixer\.hook_out)",
-        "attn_out is what a state-space layer, too, adds to the stream",
-    ),
-    (
-        _ANY_BLOCK + r"(hook_(attn|[qkv])_in(put)?|attn\.hook_in)",
-        "it is what attention reads, before the norm or after it; use resid_pre, the stream before the norm",
-    ),
-    (
-        _ANY_BLOCK + r"(hook_mlp_in|mlp\.hook_in)",
-        "it is what the MLP reads, before the norm or after it; use resid_mid, the stream before the norm",
-    ),
-    (
-        _ANY_BLOCK + r"ln[12](_post)?\.hook_\w+",
-        "norms inside a block are no hook points; compute the value from resid_pre (ln1) or resid_mid "
-        "(ln2), and take attn_out or mlp_out for what a post-norm returns",
-    ),
-    (
-        _ANY_BLOCK + r"(attn|mlp|mixer|linear_attn|self_attn)\..+",
-        "what lies inside attention or the MLP is no hook point; attn_out and mlp_out are what they add to the stream",
-    ),
-)
-"""TransformerLens's names that are no hook points here: (pattern, what to use instead)."""
 
 
 class Site(NamedTuple):
@@ -150,7 +79,7 @@ def normalise_hook(name: object, field: str = "hook") -> str:
 def _unknown_hook(name: str, field: str) -> WeirError:
     """Return the error that says why `name` is no hook point."""
     short = brief(name, 80)
-    for pattern, why in _UNSUPPORTED_NAMES:
+    for pattern, why in UNSUPPORTED:
         if re.fullmatch(pattern, name):
             return WeirError(f"{short!r} is no hook point: {why}", field)
     near = difflib.get_close_matches(name, [*HOOKS, *ALIASES], n=1)
@@ -167,9 +96,9 @@ def split_transformer_lens(name: object, field: str = "hook") -> Site | None:
     match = _BLOCK.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         return None
-    if match[2] not in _IN_BLOCK:
+    if match[2] not in IN_BLOCK:
         raise _unknown_hook(match[0], field)
-    return Site(_IN_BLOCK[match[2]], int(match[1]))
+    return Site(IN_BLOCK[match[2]], int(match[1]))
 
 
 def parse_site(key: object) -> Site:
@@ -193,8 +122,8 @@ def parse_site(key: object) -> Site:
         if (match := _SITE_TEXT.fullmatch(key)) is not None:
             return Site(normalise_hook(match[1], "site"), int(match[2] or match[3]))
         if hook in HOOKS:
-            raise WeirError(f"{key!r} says no layer; use ({key!r}, layer) or '{key}.<layer>'", "site")
-        if any(re.fullmatch(pattern, key) for pattern, _ in _UNSUPPORTED_NAMES):
+            raise WeirError(f"{key!r} says no layer; use ({key!r}, layer) or '{hook}.<layer>'", "site")
+        if any(re.fullmatch(pattern, key) for pattern, _ in UNSUPPORTED):
             raise _unknown_hook(key, "site")
         raise WeirError(f"{key[:80]!r} is no site; use (hook, layer), say ('resid_post', 3) or 'resid_post.3'", "site")
     if isinstance(key, (tuple, list)) and len(key) == 2 and is_int(layer := plain(key[1])):

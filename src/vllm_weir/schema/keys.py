@@ -16,7 +16,7 @@ LENS_CAPTURE_KEY = "output_residual_stream"
 LENS_STEER_KEY = "apply_steering_vectors"
 LENS_REFUSED = {
     "apply_hooks": "Weir runs no code from requests; use captures and interventions",
-    "output_qk": "nothing inside attention is served; capture attn_out instead",
+    "output_qk": "capture the hook points q and k, or q_rot and k_rot, instead",
 }
 """vllm-lens's keys that no request may carry, and why."""
 LENS_KEYS = (LENS_CAPTURE_KEY, LENS_STEER_KEY, *LENS_REFUSED)

@@ -14,6 +14,8 @@ from vllm_weir.schema.json_text import dumps
 MEMORY = "memory"
 KEEPS = ("always", "marked")
 POLICIES = ("block", "spill", "drop")
+RAGGED_HOOKS = ("attn_scores", "pattern")
+"""Hook points whose rows have a value for each key, so that requests differ in their shapes."""
 QUEUE_BYTES = 1 << 30
 MAX_CHARS = 1 << 16
 """Longest JSON text of a consumer's options, or of a capture."""
@@ -175,6 +177,16 @@ def parse_name(name: object, path: str) -> str:
             path,
         )
     return name
+
+
+def check_sink(sink: Sink, hook: str, path: str) -> None:
+    """Raise WeirError, naming `path`, if rows of a hook point cannot go to a sink."""
+    if hook in RAGGED_HOOKS and not sink.memory:
+        raise WeirError(
+            f"rows of {hook} have a value for each key, so they have no fixed width and no sink takes them; leave sink "
+            "out and save the output's activations",
+            path,
+        )
 
 
 def _canonical(data: object, path: str) -> str:

@@ -98,11 +98,16 @@ def size_of(acts: Activations) -> int:
     return sum(acts[site].nbytes for site in acts.sites)
 
 
-def _floats(rows: torch.Tensor) -> list[list[float | None]]:
+def _floats(rows: torch.Tensor) -> list[Any]:
     values = rows.float().tolist()
-    if bool(torch.isfinite(rows).all()):
-        return values
-    return [[v if math.isfinite(v) else None for v in row] for row in values]
+    return values if bool(torch.isfinite(rows).all()) else _finite(values)
+
+
+def _finite(values: Any) -> Any:
+    """Return nested lists of numbers with null for those that are not finite."""
+    if isinstance(values, list):
+        return [_finite(v) for v in values]
+    return values if math.isfinite(values) else None
 
 
 def _inline(acts: Activations, inline_bytes: int) -> tuple[int, bytes | None]:

@@ -141,9 +141,9 @@ class WorkerRuntime:
 
         self._active_taps = ActiveTaps()
         self.all_live = False
-        self._vectors = VectorFetcher(d_model)
+        self._vectors = VectorFetcher()
         self._codecs = Codecs(d_model, device, model_info.dtype)
-        self._directions = Directions(self._vectors, device, self._codecs)
+        self._directions = Directions(self._vectors, device, self._codecs, d_model)
         self._postprocessor, self._reducer = Postprocessor(self.ring.buffer), TapReducer(self.ring.buffer)
         self._copy_out = (CudaCopyOut if is_cuda else CpuCopyOut)(self.ring, self.host)
         self._streamed_copy: StreamedCopy | None = None

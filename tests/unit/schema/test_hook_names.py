@@ -10,11 +10,50 @@ import torch
 
 import vllm_weir as weir
 from vllm_weir.config.settings import Settings
-from vllm_weir.schema.hooks import HOOKS, STREAM_HOOKS, Site, normalise_hook, parse_site
+from vllm_weir.schema.hooks import (
+    BLOCK_HOOKS,
+    HOOKS,
+    MODEL_HOOKS,
+    READ_ONLY_HOOKS,
+    STREAM_HOOKS,
+    Site,
+    normalise_hook,
+    parse_site,
+)
 
 ACCEPTED = {f"blocks.7.hook_{hook}": (hook, 7) for hook in STREAM_HOOKS}
 ACCEPTED |= {"blocks.7.hook_in": ("resid_pre", 7), "blocks.7.hook_out": ("resid_post", 7)}
+INSIDE = {
+    "attn.hook_in": "attn_in",
+    "attn.hook_q": "q",
+    "attn.hook_k": "k",
+    "attn.hook_v": "v",
+    "attn.q.hook_out": "q",
+    "attn.k.hook_out": "k",
+    "attn.v.hook_out": "v",
+    "attn.hook_rot_q": "q_rot",
+    "attn.hook_rot_k": "k_rot",
+    "attn.hook_attn_scores": "attn_scores",
+    "attn.hook_pattern": "pattern",
+    "attn.hook_z": "z",
+    "attn.o.hook_in": "z",
+    "hook_mlp_in": "mlp_in",
+    "mlp.hook_in": "mlp_in",
+    "mlp.hook_pre": "mlp_pre",
+    "mlp.hook_pre_linear": "mlp_pre_linear",
+    "mlp.hook_post": "mlp_post",
+    "mlp.out.hook_in": "mlp_post",
+    "mlp.hook_expert_indices": "expert_ids",
+    "mlp.hook_expert_weights": "expert_weights",
+}
+ACCEPTED |= {f"blocks.7.{name}": (hook, 7) for name, hook in INSIDE.items()}
 ACCEPTED |= {"hook_embed": ("embed", 0), "ln_final.hook_out": ("final_norm", 0)}
+BARE = {
+    name.removeprefix("attn."): hook
+    for name, hook in INSIDE.items()
+    if name.startswith("attn.hook_") and hook != "attn_in"
+}
+BARE |= INSIDE | {"hook_expert_indices": "expert_ids", "rot_q": "q_rot", "rot_k": "k_rot"}
 
 REFUSED = {  # TransformerLens's name -> a word of what to use instead
     "ln_final.hook_normalized": r"\(final_norm - bias\) / weight",
@@ -30,27 +69,76 @@ REFUSED = {  # TransformerLens's name -> a word of what to use instead
     "blocks.7.attn.hook_out": "attn_out",
     "blocks.7.mlp.hook_out": "mlp_out",
     "blocks.7.hook_mixer_out": "attn_out",
-    "blocks.7.hook_attn_in": "use resid_pre",
-    "blocks.7.hook_q_input": "use resid_pre",
-    "blocks.7.hook_mlp_in": "use resid_mid",
-    "blocks.7.attn.hook_in": "use resid_pre",
-    "blocks.7.mlp.hook_in": "use resid_mid",
-    "blocks.7.ln1.hook_normalized": "resid_pre",
+    "blocks.7.hook_attn_in": "use resid_pre, or attn_in",
+    "blocks.7.hook_q_input": "use resid_pre, or attn_in",
+    "blocks.7.attn.hook_v_input": "use resid_pre, or attn_in",
+    "blocks.7.ln1.hook_normalized": r"\(attn_in - bias\) / weight",
+    "blocks.7.ln2.hook_normalized": r"\(mlp_in - bias\) / weight",
+    "blocks.7.ln1.hook_out": "attn_in",
     "blocks.7.ln2.hook_scale": "resid_mid",
     "blocks.7.ln1_post.hook_out": "attn_out",
-    "blocks.7.attn.hook_z": "attn_out",
-    "blocks.7.attn.hook_pattern": "attn_out",
-    "blocks.7.mlp.hook_post": "mlp_out",
+    "blocks.7.attn.hook_result": "multiply z with",
+    "blocks.7.attn.o.hook_out": "multiply z with",
+    "blocks.7.attn.q_norm.hook_out": "q_rot",
+    "blocks.7.mlp.in.hook_out": "mlp_pre_linear the other",
+    "blocks.7.mlp.gate.hook_out": "router_logits",
+    "blocks.7.mlp.hook_router_scores": "router_logits",
+    "blocks.7.mlp.experts.hook_out": "expert_ids",
+    "blocks.7.mixer.in_proj.hook_out": "attn_out",
 }
+
+SAE_LENS = {
+    "blocks.{}.hook_resid_post": 4775,
+    "blocks.{}.hook_mlp_in": 3576,
+    "blocks.{}.hook_mlp_out": 2598,
+    "blocks.{}.attn.hook_z": 2480,
+    "blocks.{}.mlp.hook_in": 208,
+    "blocks.{}.hook_attn_out": 94,
+    "blocks.{}.hook_resid_pre": 42,
+    "blocks.{}.ln2.hook_normalized": 26,
+    "blocks.{}.hook_resid_mid": 24,
+    "hook_embed": 8,
+    "not in the registry": 26,
+}
+"""Hook names of the pretrained SAEs and transcoders in SAELens 6.54's registry -> how many have each. The last ones take
+theirs from a file that is published with the weights."""
+
+
+def is_a_site(name: str) -> bool:
+    try:
+        parse_site(name.format(11))
+    except weir.WeirError:
+        return False
+    return True
+
+
+def test_published_saes_read_hook_points_that_weir_has():
+    assert sum(SAE_LENS.values()) == 13_857
+    assert sum(count for name, count in SAE_LENS.items() if is_a_site(name)) >= 0.99 * 13_857
+    refused = {name for name in SAE_LENS if not is_a_site(name)}
+    # Gemma Scope's transcoders read the norm before its weight, which is not what the MLP is given.
+    assert refused == {"blocks.{}.ln2.hook_normalized", "not in the registry"}
+
+
+@pytest.mark.parametrize(("name", "hook"), BARE.items())
+def test_a_name_without_a_block(name, hook):
+    assert normalise_hook(name) == weir.Capture(name, [1, 2]).hook == hook
+    assert parse_site((name, 3)) == (hook, 3)
+    with pytest.raises(weir.WeirError, match=rf"says no layer; use .*'{hook}.<layer>'"):
+        parse_site(name)
 
 
 @pytest.mark.parametrize(("name", "site"), ACCEPTED.items())
 def test_a_name_of_transformer_lens_is_a_site(name, site):
     assert parse_site(name) == site
-    capture, add = weir.Capture(name), weir.Add(torch.ones(4), site[1], hook=name)
-    assert (capture.hook, add.hook) == (site[0], site[0])
-    if site[0] in STREAM_HOOKS:
-        assert capture.layers == add.layers == (site[1],)
+    capture = weir.Capture(name)
+    assert capture.hook == site[0]
+    if site[0] in BLOCK_HOOKS:
+        assert capture.layers == (site[1],)
+    if site[0] not in READ_ONLY_HOOKS:
+        add = weir.Add(torch.ones(4), site[1], hook=name)
+        assert add.hook == site[0]
+        assert site[0] in MODEL_HOOKS or add.layers == (site[1],)
     assert weir.Capture.from_json({"hook": name}).hook == site[0]
 
 

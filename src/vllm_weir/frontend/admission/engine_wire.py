@@ -12,6 +12,7 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.schema.engine_request import EngineRequest, TableNeeds
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.reductions import GROUP
+from vllm_weir.schema.row_shapes import ring_rows
 from vllm_weir.schema.selectors import Selectors
 from vllm_weir.schema.table_sizes import TableSizes
 
@@ -66,6 +67,9 @@ def make_engine_request(
             "capture fewer blocks or hook points, or raise the setting buffer_bytes",
             "capture",
         )
+    needs = None
+    if interventions:
+        needs = _table_needs(admitted, prompt_ids, prompt_len, max_tokens, capabilities.d_model, sizes)
     return EngineRequest(
         spec=admitted.wire,
         reader_endpoint=reader_endpoint,
@@ -76,12 +80,17 @@ def make_engine_request(
         rows_per_group=0 if last_reduced is None else rows_per_group,
         last_reduced=last_reduced,
         max_tokens=max_tokens,
-        table_needs=_table_needs(admitted, prompt_ids, prompt_len, max_tokens, sizes) if interventions else None,
+        table_needs=needs,
     )
 
 
 def _table_needs(
-    admitted: AdmittedRequest, prompt_ids: Sequence[int] | None, prompt_len: int, max_tokens: int, sizes: TableSizes
+    admitted: AdmittedRequest,
+    prompt_ids: Sequence[int] | None,
+    prompt_len: int,
+    max_tokens: int,
+    d_model: int,
+    sizes: TableSizes,
 ) -> TableNeeds:
     """Bound what the request can come to hold of the tables.
 
@@ -92,8 +101,11 @@ def _table_needs(
     if counts is None:
         counts = _count_programs(admitted.effective, prompt_ids, prompt_len, max_tokens)
     programs, instructions = counts
+    row_counts = ((digest, ring_rows(admitted.rows[digest].size, d_model)) for digest in admitted.digests)
+    wide = {digest: rows for digest, rows in row_counts if rows > 1}
+    rows = len(admitted.digests) - len(wide) + sum(wide.values())
     for name, need, capacity, setting in (
-        ("vectors", len(admitted.digests), sizes.vectors, "vector_bytes"),
+        ("rows of vectors" if wide else "vectors", rows, sizes.vectors, "vector_bytes"),
         ("programs", programs, sizes.programs, "max_programs"),
         ("instructions", instructions, sizes.nodes, "max_instructions"),
     ):
@@ -102,7 +114,7 @@ def _table_needs(
                 f"needs {need} {name}, the engine's table holds {capacity}; raise the setting {setting}",
                 "interventions",
             )
-    return TableNeeds(admitted.digests, programs, instructions)
+    return TableNeeds(admitted.digests, programs, instructions, wide)
 
 
 def _count_programs(

@@ -41,5 +41,5 @@ class InlineVectors:
 
 
 def row_bytes(row: np.ndarray) -> bytes:
-    """Return a vector [d_model] as float32 bytes, little-endian."""
+    """Return a vector as float32 bytes, little-endian."""
     return np.ascontiguousarray(row, "<f4").tobytes()

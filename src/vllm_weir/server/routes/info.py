@@ -14,12 +14,17 @@ from vllm_weir.server.state import ServerState, server_state
 
 
 class SiteInfo(BaseModel):
-    """A hook point of a block; `why` gives the reason if it is not served."""
+    """A hook point of a block; `why` gives the reason if it is not served.
+
+    `shape` is that of a row, such as [d_model], [heads, d_head] or [d_mlp]; 0 stands for the number
+    of keys, which differs from row to row. It is empty if the hook point is not served.
+    """
 
     hook: str
     layer: int
     served: bool
     why: str
+    shape: list[int]
 
 
 class ServerInfo(BaseModel):
@@ -51,7 +56,10 @@ def router() -> APIRouter:
             num_layers=capabilities.num_layers,
             d_model=capabilities.d_model,
             dtype=capabilities.dtype,
-            sites=[SiteInfo(hook=v.hook, layer=v.layer, served=v.supported, why=v.reason) for v in verdicts],
+            sites=[
+                SiteInfo(hook=v.hook, layer=v.layer, served=v.supported, why=v.reason, shape=list(v.shape))
+                for v in verdicts
+            ],
             limits=public_limits(state.limits),
             admin=state.admin_key is not None,
         )

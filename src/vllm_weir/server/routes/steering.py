@@ -14,6 +14,7 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.vector_registry import RegistryContents, VectorRegistry
 from vllm_weir.schema.compat.three_tier import TIERS, from_fields
+from vllm_weir.schema.hooks import READ_ONLY_HOOKS
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.interventions import Add, Clamp
 from vllm_weir.schema.request import MAX_INTERVENTIONS, parse_interventions
@@ -220,7 +221,9 @@ def _active_layers(always: Sequence[Intervention]) -> dict[str, dict[str, bodies
             if isinstance(one, Add):
                 tier = sums.setdefault((layer, one.hook), {})
                 positions = one.positions.kind
-                tier[positions] = tier.get(positions, 0) + np.float64(one.scale) * one.vector.array.astype(np.float64)
+                # A row of heads may be given as [heads, d_head] or flat.
+                flat = one.vector.array.astype(np.float64).reshape(-1)
+                tier[positions] = tier.get(positions, 0) + np.float64(one.scale) * flat
             else:
                 clamps[layer, one.hook] = clamps.get((layer, one.hook), 0) + 1
     out: dict[str, dict[str, bodies.ActiveHook]] = {}
@@ -244,6 +247,6 @@ def _with_digests(one: Intervention) -> dict[str, Any]:
 def _layers(capabilities: EngineCapabilities) -> dict[str, bodies.LayerPoints]:
     out: dict[str, bodies.LayerPoints] = {}
     for site, refusal in sorted(capabilities.sites.items(), key=lambda entry: entry[0].layer):
-        if not refusal:
+        if not refusal and site.hook not in READ_ONLY_HOOKS:
             out.setdefault(str(site.layer), bodies.LayerPoints(hook_points=[])).hook_points.append(site.hook)
     return out

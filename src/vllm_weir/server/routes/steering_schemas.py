@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, StrictBool
 
 Floats = list[float] | Annotated[list[list[float]], Field(min_length=1, max_length=1)]
-"""[d], or [1, d]."""
+"""[d], or [1, d]; d is the width of a whole row of the hook point, so a row of heads is flat."""
 
 
 class VectorBytes(BaseModel):
@@ -50,7 +50,7 @@ class PackedVectors(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     dtype: Literal["float32", "float16", "bfloat16", "float64"]
-    shape: Annotated[list[int], Field(description="[rows, d_model]")]
+    shape: Annotated[list[int], Field(description="[rows, d_model], or of the width of the hook point's rows")]
     layer_indices: list[int]
     data: str
     scales: list[float] | None = None

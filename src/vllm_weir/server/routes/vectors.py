@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
+from vllm_weir.schema.row_shapes import row_width
 from vllm_weir.schema.vector_files import Directions, kind_of, read_vectors, to_json
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.limits import ServerLimits
@@ -44,7 +45,8 @@ class VectorInfo(BaseModel):
 
     `refs` are what stands for its parts in a request (``{"ref": ...}``); with `layers` the name
     itself stands in ``modules`` for all of them, each added to the stream leaving its block.
-    `shape` is [d_model], [n, d_model] or [n_layers, n, d_model].
+    `shape` is [d_model], [n, d_model] or [n_layers, n, d_model], or has another width: that of one
+    head ([d_head]) or of the neurons, say, at whose hook points the vector is for.
     """
 
     model_config = ConfigDict(
@@ -228,8 +230,16 @@ def _check(directions: Directions, capabilities: EngineCapabilities) -> None:
     for layer, vector in directions.items():
         field = "vector" if layer is None else f"vector.{layer}"
         width = vector.array.shape[-1] if vector.array is not None else 0
-        if width != capabilities.d_model:
-            raise WeirError(f"width {width} does not match the model's {capabilities.d_model}", field)
+        if layer is not None and width != capabilities.d_model:
+            raise WeirError(
+                f"width {width} does not match the model's {capabilities.d_model}: directions of blocks are added to "
+                "the stream; store a vector for another hook point by itself",
+                field,
+            )
+        # Other hook points have rows of other widths, and parts of rows; admission knows which are meant.
+        widest = max(capabilities.d_model, *map(row_width, capabilities.shapes.values()), 0)
+        if width > widest:
+            raise WeirError(f"width {width} is more than any row of the model has; the widest has {widest}", field)
         if layer is not None and layer >= capabilities.num_layers:
             raise WeirError(
                 f"block {layer} does not exist: the model has blocks 0..{capabilities.num_layers - 1}", field

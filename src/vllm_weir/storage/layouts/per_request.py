@@ -86,6 +86,8 @@ def add_file(builder: IndexBuilder, store: ObjectStore, name: str, size: int, co
             if key not in container.tensors:
                 raise store.error(name, f"damaged: {key!r} is missing")
             tensor = container.tensors[key]
+            if 0 in tensor.shape[1:] and tensor.shape[0] == 0:
+                continue  # patterns without rows have no keys either, and nothing says their width
             header = plain_header(store, name, tensor, tensor.shape[1:])
         stored = read_site(store, name, container, key, header, read)
         block = builder.add_block(FileBlock(store, name, header, size))

@@ -16,6 +16,8 @@ MOST_SOCKETS = 16
 """Sockets that are kept open."""
 MOST_AT_ONCE = 1024
 """Vectors in one message."""
+MOST_VALUES = 1 << 20
+"""Values of a vector at most; no model has rows as wide."""
 
 
 class VectorFetcher:
@@ -24,8 +26,7 @@ class VectorFetcher:
     Vectors that came along with requests or were prefetched are kept until `clear`.
     """
 
-    def __init__(self, d_model: int) -> None:
-        self._d_model = d_model
+    def __init__(self) -> None:
         self._context = zmq.Context()
         self._sockets: OrderedDict[str, zmq.Socket] = OrderedDict()
         """By address, the one that was used last at the end."""
@@ -38,7 +39,7 @@ class VectorFetcher:
 
     def add_inline(self, endpoint: str, vectors: Mapping[str, bytes]) -> None:
         """Keep vectors that came along with a request: digest -> float32 bytes."""
-        self._received.setdefault(endpoint, {}).update(self._parse(vectors))
+        self._received.setdefault(endpoint, {}).update(_parse(vectors))
 
     def prefetch(self, wanted: Mapping[str, Iterable[str]]) -> None:
         """Fetch what several requests will ask for, in one go per endpoint: endpoint -> digests.
@@ -60,7 +61,7 @@ class VectorFetcher:
         self._errors.clear()
 
     def fetch(self, endpoint: str, digests: list[str]) -> dict[str, np.ndarray]:
-        """Return vectors, float32 [d_model], by digest, possibly with others.
+        """Return vectors, float32 [width], by digest, possibly with others.
 
         Raises:
             ValueError: if one cannot be had.
@@ -87,15 +88,7 @@ class VectorFetcher:
         except zmq.ZMQError as e:
             self._close_socket(reader.vectors)
             raise ValueError(f"the caller's process did not answer: {e}") from None
-        return self._parse(dict(zip(digests, frames, strict=True)))
-
-    def _parse(self, frames: Mapping[str, bytes]) -> dict[str, np.ndarray]:
-        """Return the vectors of the model's width.
-
-        An empty frame stands for a vector that the caller does not have.
-        """
-        size = self._d_model * 4
-        return {digest: np.frombuffer(frame, "<f4") for digest, frame in frames.items() if len(frame) == size}
+        return _parse(dict(zip(digests, frames, strict=True)))
 
     def _socket(self, address: str) -> zmq.Socket:
         socket = self._sockets.get(address)
@@ -114,6 +107,18 @@ class VectorFetcher:
         socket = self._sockets.pop(address, None)
         if socket is not None:
             socket.close(linger=0)
+
+
+def _parse(frames: Mapping[str, bytes]) -> dict[str, np.ndarray]:
+    """Return the frames that are vectors; an empty one stands for a vector that the caller does not have.
+
+    Whether a vector is as wide as it has to be is known where it is used.
+    """
+    return {
+        digest: np.frombuffer(frame, "<f4")
+        for digest, frame in frames.items()
+        if 0 < len(frame) <= 4 * MOST_VALUES and len(frame) % 4 == 0
+    }
 
 
 def _close(context: zmq.Context, sockets: OrderedDict[str, zmq.Socket]) -> None:

@@ -49,10 +49,11 @@ class Directions:
         fetcher: gets vectors from the caller's process.
         device: the worker's.
         codecs: where the codecs of their products are added.
+        d_model: values of a direction.
     """
 
-    def __init__(self, fetcher: VectorFetcher, device: torch.device, codecs: Codecs) -> None:
-        self._fetcher, self._device, self._codecs = fetcher, device, codecs
+    def __init__(self, fetcher: VectorFetcher, device: torch.device, codecs: Codecs, d_model: int) -> None:
+        self._fetcher, self._device, self._codecs, self._d_model = fetcher, device, codecs, d_model
         self._numbers: dict[tuple[str, ...], int] = {}
         self._users: dict[tuple[str, ...], set[str]] = {}
         self._held: dict[str, tuple[str, ...]] = {}
@@ -71,8 +72,10 @@ class Directions:
         """
         if digests not in self._numbers:
             vectors = self._fetcher.fetch(endpoint, list(digests))
-            matrix = upload(np.stack([vectors[digest] for digest in digests]), self._device)
-            self._numbers[digests] = self._codecs.add(Products(matrix))
+            matrix = np.stack([vectors[digest] for digest in digests])
+            if matrix.shape[1] != self._d_model:
+                raise ValueError(f"the directions have {matrix.shape[1]} values, the rows {self._d_model}")
+            self._numbers[digests] = self._codecs.add(Products(upload(matrix, self._device)))
         self._users.setdefault(digests, set()).add(request_id)
         self._held[request_id] = digests
         return self._numbers[digests]

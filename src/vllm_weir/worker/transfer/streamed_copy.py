@@ -2,7 +2,7 @@
 
 A step that runs without a CUDA graph calls the taps' op from Python. So rows can be sent, or
 compressed, as soon as they are written, and the ring holds the rows of a few taps instead of those
-of the whole step. `band_layout` explains columns, bands and lanes.
+of the whole step. `band_layout` explains columns, strips, bands and lanes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.columns import as_integers
 from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.tap.triton_kernel import launch
-from vllm_weir.worker.transfer.band_layout import layout_bands, learn_tap_order
+from vllm_weir.worker.transfer.band_layout import Band, layout_bands, learn_tap_order
 from vllm_weir.worker.transfer.codecs import Codecs
 from vllm_weir.worker.transfer.copy_out import CudaCopyOut
 from vllm_weir.worker.transfer.packed_bands import PackGroup, packs_of
@@ -29,30 +29,41 @@ MIN_RUN_TOKENS = 2
 ROWS_PER_COPY = 64
 """Rows that a copy should have; starting one costs the copy engine as much as some ten rows."""
 MIN_PACKED_COLUMNS = 4
-"""Columns that a band should have if its rows are compressed, to encode enough in each launch."""
+"""Rows that a strip should have if they are compressed, to encode enough in each launch."""
+
+
+@dataclass(frozen=True)
+class SentStrip:
+    """A strip of a band: columns that are sent together.
+
+    Attributes:
+        rows: how many a token has.
+        runs: int64 [n, 5] of lane, arena row, arena rows from one token to the next, tokens,
+            rows.
+        single_tokens: int64 [n, 3] of lane, arena row, rows: tokens outside of runs.
+        packs: tokens that are sent compressed, with the place of the strip's first column among
+            theirs.
+    """
+
+    rows: int
+    runs: np.ndarray
+    single_tokens: np.ndarray
+    packs: list[tuple[PackGroup, int]]
 
 
 @dataclass(eq=False)
 class ColumnBand:
-    """Columns that are sent together.
+    """A piece of the ring with its strips.
 
     Attributes:
         start: ring row of lane 0.
-        columns: how many.
         unwritten_taps: taps that have yet to write their rows.
-        runs: int64 [n, 5] of lane, arena row, arena rows from one token to the next, tokens,
-            columns.
-        single_tokens: int64 [n, 3] of lane, arena row, columns: tokens outside of runs.
-        packs: tokens that are sent compressed, with the place of the band's first column among
-            theirs.
+        strips: see `Band`.
     """
 
     start: int
-    columns: int
     unwritten_taps: set[int]
-    runs: np.ndarray
-    single_tokens: np.ndarray
-    packs: list[tuple[PackGroup, int]]
+    strips: list[SentStrip]
 
 
 class StreamedCopy:
@@ -107,19 +118,19 @@ class StreamedCopy:
         site_sets = {number: columns_of[number] for number in np.unique(captured[captured >= 0]).tolist()}
         with torch.cuda.stream(self._copy_out.stream):
             self._packs = packs_of(plan, self._codecs, self._regions.device)
-        copies = BandCopies(plan)
-        wanted = max(copies.wanted_columns, MIN_PACKED_COLUMNS if self._packs else 1)
+        copies = StripCopies(plan)
+        wanted = max(copies.wanted_rows, MIN_PACKED_COLUMNS if self._packs else 1)
         capacity = self._ring.capacity - plan.group_rows
         self.stride, bands = layout_bands(site_sets, self._known_order(site_sets), self._lanes, capacity, wanted)
         self._reserve_cells(plan.group_rows)
         regions = {number: self._no_regions() for number in site_sets}
         self._bands_of_tap = {}
-        for columns in bands:
-            self._add_band(columns, site_sets, regions, copies)
+        for band in bands:
+            self._add_band(band, site_sets, regions, copies)
         # Groups of reduced rows are in no band: a group's columns stand side by side.
         for number in np.unique(plan.site_sets[plan.spans != 0]).tolist():
             regions[number] = self._no_regions()
-            regions[number][list(columns_of[number])] = np.arange(len(columns_of[number]))
+            _enter(regions[number], columns_of[number], 0)
         device = self._regions.device
         self._regions[upload(np.array(list(regions), np.int64), device)] = upload(np.stack([*regions.values()]), device)
 
@@ -140,20 +151,23 @@ class StreamedCopy:
 
     def _add_band(
         self,
-        columns: tuple[int, ...],
+        layout: Band,
         site_sets: Mapping[int, tuple[int, ...]],
         regions: Mapping[int, np.ndarray],
-        copies: BandCopies,
+        copies: StripCopies,
     ) -> None:
         """Give a band its place in the ring, and enter that into the regions of its site sets."""
         start = self._ring.take(self._lanes * self.stride)
-        places = {number: own.index(columns[0]) for number, own in site_sets.items() if columns[0] in own}
-        for number in places:
-            regions[number][list(columns)] = np.arange(start, start + len(columns))
-        packs = [(pack, places[pack.site_set]) for pack in self._packs if pack.site_set in places]
-        taps = {column // STAGES for column in columns}
-        runs, single_tokens = copies.of_band(places, len(columns))
-        band = ColumnBand(start, len(columns), taps, runs, single_tokens, packs)
+        strips = []
+        for columns, site_set in layout:
+            having = site_sets if site_set is None else {site_set: site_sets[site_set]}
+            places = {number: own.index(columns[0]) for number, own in having.items() if columns[0] in own}
+            for number in places:
+                _enter(regions[number], columns, start)
+            packs = [(pack, places[pack.site_set]) for pack in self._packs if pack.site_set in places]
+            strips.append(SentStrip(len(columns), *copies.of_strip(places, len(columns)), packs))
+        taps = {column // STAGES for strip in layout for column in strip.columns}
+        band = ColumnBand(start, taps, strips)
         for tap in taps:
             self._bands_of_tap.setdefault(tap, []).append(band)
 
@@ -197,15 +211,16 @@ class StreamedCopy:
         stream, stride = self._copy_out.stream, self.stride
         stream.wait_event(written)
         for band in bands:
-            if len(band.runs):
-                self._copy_out.send_runs(band.start, stride, band.runs)
-            if len(band.single_tokens):
-                self._copy_out.send(band.single_tokens * (stride, 1, 1) + (band.start, 0, 0))
-            if band.packs:
-                rows = self._ring.buffer[band.start : band.start + self._lanes * stride]
-                with torch.cuda.stream(stream):
-                    for pack, place in band.packs:
-                        pack.encode(rows.view(self._lanes, stride, -1)[:, : band.columns], place)
+            lanes = self._ring.buffer[band.start : band.start + self._lanes * stride].view(self._lanes, stride, -1)
+            for strip in band.strips:
+                if len(strip.runs):
+                    self._copy_out.send_runs(band.start, stride, strip.runs)
+                if len(strip.single_tokens):
+                    self._copy_out.send(strip.single_tokens * (stride, 1, 1) + (band.start, 0, 0))
+                if strip.packs:
+                    with torch.cuda.stream(stream):
+                        for pack, place in strip.packs:
+                            pack.encode(lanes[:, : strip.rows], place)
         copied.record(stream)
         for band in bands:
             self._ring.release_after(band.start, self._lanes * stride, copied)
@@ -246,8 +261,14 @@ class StreamedCopy:
         return arrived
 
 
-class BandCopies:
-    """The tokens of a step whose rows are sent as they are, for one band after the other.
+def _enter(regions: np.ndarray, columns: Sequence[int], start: int) -> None:
+    """Enter the first ring row of each column, of columns that stand side by side from `start` on."""
+    numbers, first = np.unique(columns, return_index=True)
+    regions[numbers] = start + first
+
+
+class StripCopies:
+    """The tokens of a step whose rows are sent as they are, for one strip after the other.
 
     Tokens that follow each other in the step and in the arena are a *run*, which is one copy with
     gaps.
@@ -266,27 +287,27 @@ class BandCopies:
             self._in_run[a:b] = k
 
     @property
-    def wanted_columns(self) -> int:
-        """Columns that a band should have for its copies to be of a good size."""
+    def wanted_rows(self) -> int:
+        """Rows that a strip should have for its copies to be of a good size."""
         tokens, in_runs = int((self._lanes >= 0).sum()), int((self._in_run >= 0).sum())
         copies = len(self._runs) + tokens - in_runs
         return -(-ROWS_PER_COPY * copies // tokens) if tokens else 1
 
-    def of_band(self, places: Mapping[int, int], columns: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the `runs` and `single_tokens` of a `ColumnBand`.
+    def of_strip(self, places: Mapping[int, int], width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the `runs` and `single_tokens` of a `SentStrip`.
 
         Args:
-            places: site set -> the place of the band's first column in it.
-            columns: columns of the band.
+            places: site set -> the place of the strip's first column in it.
+            width: rows of the strip.
         """
         place = np.full(len(self._copies), -1, np.int64)
         for site_set, k in places.items():
             place[self._site_sets == site_set] = k
         arena_rows, rows = self._copies["arena_row"], self._copies["rows"]
-        in_band = self._runs[place[self._runs["first"]] >= 0]
-        first, count = in_band["first"], in_band["end"] - in_band["first"]
-        side_by_side = np.full(len(first), columns)
+        in_strip = self._runs[place[self._runs["first"]] >= 0]
+        first, count = in_strip["first"], in_strip["end"] - in_strip["first"]
+        side_by_side = np.full(len(first), width)
         runs = np.stack([self._lanes[first], arena_rows[first] + place[first], rows[first], count, side_by_side], 1)
         alone = np.flatnonzero((place >= 0) & (self._in_run < 0))
-        single_tokens = [self._lanes[alone], arena_rows[alone] + place[alone], np.full(len(alone), columns)]
+        single_tokens = [self._lanes[alone], arena_rows[alone] + place[alone], np.full(len(alone), width)]
         return runs, np.stack(single_tokens, 1)

@@ -115,7 +115,7 @@ def test_keys_reach_from_0_to_the_last_query(selector, prompt_len, generated):
         ({"reduce": "mean"}, "reduce", "computed when an output is read"),
         ({"project": [1.0]}, "project", "leave project out"),
         ({"compress": "fp16"}, "compress", "leave compress out"),
-        ({"sink": "disk"}, "sink", "no sink gets it; send it q_rot and k_rot"),
+        ({"sink": "disk"}, "sink", "no sink takes them"),
         ({"before": True}, "before", "no value before interventions"),
     ],
 )

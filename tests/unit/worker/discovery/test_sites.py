@@ -37,6 +37,7 @@ from tests.unit.blocks import (
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import STREAM_HOOKS, Site
+from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.discovery.descriptions import ModelDescription
 from vllm_weir.worker.discovery.site_map import SiteMap, chosen
 
@@ -303,7 +304,7 @@ def test_what_the_settings_choose():
     sites = mapped(Model([Parallel] * LAYERS, True))
     every = chosen(sites, Settings())
     assert len(every) == 2 + 1 + 3 * LAYERS
-    assert list(chosen(sites, Settings(hooks=("resid_post",), layers=[1]))) == [10]
+    assert list(chosen(sites, Settings(hooks=("resid_post",), layers=[1]))) == [tap_of(Site("resid_post", 1))]
     assert list(chosen(sites, Settings(hooks=("resid_post",), layers=[0]))) == [2, 6]
     assert list(chosen(sites, Settings(hooks=("mlp_out", "embed"), layers=[0]))) == [0, 5]
     with pytest.raises(WeirError, match="parallel"):

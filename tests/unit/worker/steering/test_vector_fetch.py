@@ -86,7 +86,7 @@ def rows(n, first=1.0):
 def test_many_requests_ask_once(caller, monkeypatch):
     vectors = rows(50)
     digests = caller.use(*vectors)
-    fetcher = VectorFetcher(D)
+    fetcher = VectorFetcher()
     fetcher.prefetch({caller.reply: [*digests, *digests[:7]]})
     for digest, vector in zip(digests, vectors, strict=True):
         assert fetcher.fetch(caller.reply, [digest])[digest].tolist() == vector.tolist()
@@ -102,9 +102,9 @@ def test_many_requests_ask_once(caller, monkeypatch):
 def test_what_came_along_is_not_asked_for(caller):
     vectors = rows(4)
     digests = caller.use(*vectors)
-    fetcher = VectorFetcher(D)
+    fetcher = VectorFetcher()
     fetcher.add_inline(caller.reply, {d: row_bytes(v) for d, v in zip(digests[:2], vectors, strict=False)})
-    fetcher.add_inline(caller.reply, {digests[2]: row_bytes(vectors[2]) + b"more", digests[3]: b""})  # no vectors
+    fetcher.add_inline(caller.reply, {digests[2]: row_bytes(vectors[2]) + b"odd", digests[3]: b""})  # no vectors
     fetcher.prefetch({caller.reply: digests})
     assert caller.asked == [digests[2:]]
     for digest, vector in zip(digests, vectors, strict=True):
@@ -152,20 +152,20 @@ def test_directions_always_travel_along():
 
 def test_an_unknown_vector_fails_its_own_request(caller):
     (known,) = caller.use(*rows(1))
-    fetcher = VectorFetcher(D)
+    fetcher = VectorFetcher()
     fetcher.prefetch({caller.reply: ["0" * 32, known]})
     assert fetcher.fetch(caller.reply, [known])[known].tolist() == rows(1)[0].tolist()
     with pytest.raises(ValueError, match="does not know vector 0000"):
         fetcher.fetch(caller.reply, [known, "0" * 32])
     caller.pending.clear()
     with pytest.raises(ValueError, match="does not know"):
-        VectorFetcher(D).fetch(caller.reply, [known])
+        VectorFetcher().fetch(caller.reply, [known])
 
 
 def test_a_caller_that_is_silent_is_waited_for_once_in_a_step(caller, monkeypatch):
     monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 200)
     digests, other = caller.use(*rows(20)), str(messages.ReaderEndpoint("", "ipc:///nowhere/at/all", "", "t"))
-    fetcher, caller.silent = VectorFetcher(D), True
+    fetcher, caller.silent = VectorFetcher(), True
     before = time.monotonic()
     fetcher.prefetch({caller.reply: digests, other: digests})
     for reply in (caller.reply, other):
@@ -183,7 +183,7 @@ def test_sockets_are_kept_and_bounded(caller, monkeypatch):
     monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 10)
     monkeypatch.setattr(vector_fetch, "MOST_SOCKETS", 3)
     (digest,) = caller.use(*rows(1))
-    fetcher = VectorFetcher(D)
+    fetcher = VectorFetcher()
     for k in range(6):
         fetcher._socket(f"ipc:///nowhere/{k}")
     assert len(fetcher._sockets) == 3
@@ -219,7 +219,7 @@ def test_vectors_are_found_while_requests_come_and_go(caller):
 
 
 def test_a_fetcher_that_is_dropped_hangs_up(caller):
-    fetcher = VectorFetcher(D)
+    fetcher = VectorFetcher()
     fetcher.fetch(caller.reply, caller.use(*rows(1)))
     context, fetcher.itself = fetcher._context, fetcher
     del fetcher

@@ -437,3 +437,186 @@ def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(see
             found.append(cpu_kernel._follow_chains(nodes.numpy(), h, past_post, ints.numpy(), floats, vectors))
     (stopped, rows), (same_stop, same_rows) = found
     assert (stopped == same_stop).all() and torch.equal(rows, same_rows)
+
+
+def added(kind, h, u, w, a, b, low, high):
+    """What an instruction adds to (a part of) a row, float64."""
+    if kind == CONST:
+        return a * u
+    if kind == NORM:
+        return a * np.linalg.norm(h) * u
+    if kind == AFFINE:
+        return (a * (w @ h) + b) * u
+    if kind == CLAMP:
+        return a * (np.clip(w @ h, low, high) - w @ h) * u
+    if kind == BLEND:
+        return a * (u - h)
+    turned = h + (a + b * np.linalg.norm(h)) * u
+    return turned * (np.linalg.norm(h) / np.linalg.norm(turned)) - h
+
+
+def stages_of(h, node, ints, floats, vectors):
+    """A row before its chain of nodes, where the post stage ends, and after it; float64."""
+    values, found, delta = vectors.double().numpy().ravel(), [h.copy()], np.zeros_like(h)
+    while node >= 0:
+        kind, u, w, node_after, flags, lo, hi, shift = ints[node].tolist()
+        if flags & AFTER_POST and len(found) == 1:
+            found.append(h.copy())
+        at = slice(shift + lo, shift + hi)
+        vector, along = (values[x * vectors.shape[1] :][at] if x >= 0 else None for x in (u, w))
+        delta[lo:hi] += added(kind, h[lo:hi], vector, along, *floats[node].tolist())
+        if flags & LAST:
+            h, delta = h + delta, np.zeros_like(h)
+        node = node_after
+    return [*found, *[h] * (STAGES - len(found))]
+
+
+def chains(draw, heads, vectors, width):
+    """Chains of up to three nodes that act on parts of rows: heads (filled in), ints, floats.
+
+    A vector of the last table rows is as wide as the row; the others are of one table row.
+    """
+    ints, floats = [], []
+    for at in np.ndindex(*heads.shape):
+        length = int(draw.integers(0, 4))
+        post = int(draw.integers(0, length + 1))
+        for k in range(length):
+            if k == 0:
+                heads[at] = len(ints)
+            kind = int(draw.integers(6))
+            wide = draw.random() < 0.5
+            size = width if wide else min(width, vectors.shape[1])
+            u, w = (len(vectors) - -(-width // vectors.shape[1]), 3) if wide else draw.integers(0, 3, 2).tolist()
+            w = u if wide else w
+            lo, hi = sorted(draw.choice(width + 1, 2, replace=False).tolist())
+            hi = min(hi, lo + size)
+            shift = int(draw.integers(-lo, size - hi + 1))
+            flags = (AFTER_POST if k >= post else 0) | (
+                LAST if k in (length - 1, post - 1) or draw.random() < 0.5 else 0
+            )
+            follows = len(ints) + 1 if k < length - 1 else -1
+            ints.append((kind, u, w if kind in (AFFINE, CLAMP) else -1, follows, flags, lo, hi, shift))
+            floats.append((draw.normal(), draw.normal(), -0.5, 0.5))
+    return np.array(ints or [(0,) * 8], np.int32), np.array(floats or [(0.0,) * 4], np.float32)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    tokens=st.integers(1, 8),
+    d=st.integers(1, 5),
+    width=st.integers(1, 14),
+    around=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    reduced=st.booleans(),
+    separate=st.booleans(),
+)
+def test_rows_of_any_width_are_read_and_steered_in_any_of_their_columns(
+    seed, tokens, d, width, around, reduced, separate
+):
+    """Against a loop in float64: slices of tensors, rows that span several of the ring's, parts of rows."""
+    draw = np.random.default_rng(seed)
+    taps, programs, times = 2, 3, -(-width // d)
+    ranks = np.full((1, taps * STAGES), -1, np.int32)
+    columns = np.flatnonzero(draw.random(taps * STAGES) < 0.6)
+    ranks[0, columns] = times * np.arange(len(columns))
+    plan = np.full((tokens, 4), [-1, -1, -1, 0], np.int32)
+    plan[:, 0], plan[:, 1], plan[:, 2] = (
+        np.arange(tokens) * times * len(columns),
+        0,
+        draw.integers(-1, programs, tokens),
+    )
+    if reduced:
+        plan[:, 0], plan[:, 3] = 0, -1
+        plan[0, 3] = tokens
+    heads, vectors = np.full((programs, taps), -1, np.int32), draw.standard_normal((3 + times, d)).astype(np.float32)
+    ints, floats = chains(draw, heads, vectors, width)
+    ring = torch.full((tokens * times * max(1, len(columns)), d), 7.0)
+    whole = torch.from_numpy(draw.standard_normal((tokens, around[0] + width + around[1]))).float()
+    whole[torch.from_numpy(draw.random(whole.shape) < 0.1)] = -0.0
+    tables = [torch.from_numpy(x) for x in (heads, ints, floats, vectors)]
+    switch = live(TapTensors(torch.from_numpy(plan), torch.from_numpy(ranks), ring, *tables))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_kernel, "MAX_SEPARATE_CHAINS", 9 if separate else 0)
+        for tap in range(taps):
+            number, before = numbered(tap), whole.clone()
+            switch.enrol(number, tap, (around[0], around[0] + width))
+            torch.ops.weir.tap(whole, number)
+            rows = before[:, around[0] : around[0] + width].double().numpy()
+            first = [heads[program, tap] if program >= 0 else -1 for program in plan[:, 2]]
+            stages = [stages_of(row, node, ints, floats, tables[3]) for row, node in zip(rows, first, strict=True)]
+            expected = before.clone()
+            expected[:, around[0] : around[0] + width] = torch.from_numpy(np.stack([row[-1] for row in stages]))
+            torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
+            untouched = torch.ones_like(whole, dtype=torch.bool)
+            for token, node in enumerate(first):
+                while node >= 0:
+                    untouched[token, around[0] + ints[node, 5] : around[0] + ints[node, 6]] = False
+                    node = ints[node, 3]
+            bits, same = (x[untouched].view(torch.int32) for x in (whole, before))
+            assert bits.equal(same), "also the sign of a zero"
+            for stage in range(STAGES):
+                rank = ranks[0, tap * STAGES + stage]
+                for token in range(tokens) if rank >= 0 else ():
+                    wanted = sum(row[stage] for row in stages) if reduced else stages[token][stage]
+                    found = ring.view(-1)[(plan[token, 0] + rank) * d :][:width]
+                    torch.testing.assert_close(found.double(), torch.from_numpy(wanted), rtol=1e-4, atol=1e-4)
+    if times * len(columns) and d * times > width and not reduced:
+        assert bool((ring.view(-1, times * d)[:, width:] == 7.0).all()), "nothing is written behind a row"
+
+
+@pytest.mark.parametrize("compiled", [None, "aot_eager", "inductor"])
+def test_taps_on_slices_of_one_tensor(compiled):
+    """Queries, keys and values of one projection: each is recorded, and steered, in its own columns."""
+    sizes = {"q": (0, 4), "k": (4, 6), "v": (6, 8)}
+    model = torch.nn.ModuleDict({"qkv": torch.nn.Linear(8, 8, bias=False)})
+    plan = torch.tensor([[0, 0, -1, 0], [4, 0, 0, 0]], dtype=torch.int32)
+    ranks = torch.full((1, 3 * STAGES), -1, dtype=torch.int32)
+    ranks[0, ::STAGES] = torch.tensor([0, 2, 3], dtype=torch.int32)
+    ring = torch.zeros(8, 3)
+    heads = torch.tensor([[0, -1, 1]], dtype=torch.int32)
+    ints = torch.tensor([[BLEND, 0, -1, -1, LAST, 2, 4, -2], [BLEND, 0, -1, -1, LAST, 0, 2, 0]], dtype=torch.int32)
+    switch = live(TapTensors(plan, ranks, ring, heads, ints, torch.ones(2, 4), torch.tensor([[9.0, 8.0, 0.0]])))
+    for tap, columns in enumerate(sizes.values()):
+        place(model, Anchor("qkv", "after", TensorKey("out", -1), columns=columns), tap, switch)
+
+    def split(x):
+        return [part * 1.0 for part in model["qkv"](x).split([4, 2, 2], -1)]
+
+    run = torch.compile(split, backend=compiled, fullgraph=True) if compiled else split
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        plain = x @ model["qkv"].weight.T
+        q, k, v = run(x)
+        expected = plain.clone()
+        expected[1, 2:4] = expected[1, 6:8] = torch.tensor([9.0, 8.0])
+        torch.testing.assert_close(torch.cat([q, k, v], 1), expected)
+        flat = ring.view(2, 12)
+        torch.testing.assert_close(torch.cat([flat[:, :4], flat[:, 6:8], flat[:, 9:11]], 1), plain)
+
+
+@pytest.mark.parametrize(
+    ("shape", "columns", "rows"),
+    [
+        ((1, 5, 6), None, (5, 6)),
+        ((1, 5, 6), (0, 6), (5, 6)),
+        ((1, 5, 6), (2, 4), (5, 2)),
+        ((4, 2, 3), (0, 6), (4, 6)),
+        ((1, 2, 3), (0, 6), (1, 6)),
+        ((4, 6), (1, 3), (4, 2)),
+    ],
+)
+def test_a_tensor_of_three_dimensions_has_a_batch_of_one_or_heads(shape, columns, rows):
+    """With one token, too: then the columns tell."""
+    seen = []
+    switch, number = live(TapTensors(*[torch.zeros(1, 3)] * 7)), numbered(3)
+    switch.enrol(number, 3, columns)
+    switch.launch = lambda hidden, *_: seen.append(hidden)
+    tensor = torch.arange(float(np.prod(shape))).view(shape)
+    torch.ops.weir.tap(tensor, number)
+    assert seen[0].shape == rows
+    seen[0].zero_()
+    left = tensor.reshape(-1, tensor.numel() // rows[0])
+    inside = torch.zeros_like(left, dtype=torch.bool)
+    start, stop = columns or (0, left.shape[1])
+    inside[:, start:stop] = True
+    assert not left[inside].any() and left[~inside].equal(torch.arange(float(np.prod(shape))).view_as(left)[~inside])

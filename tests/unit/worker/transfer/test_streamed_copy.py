@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,8 +22,10 @@ from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, is_boundary, num_taps, tap_of
 from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.columns import COPY_RUN, ROW_COPY
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_sequences import RowSequences
+from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.tap.reductions import TapReducer
 from vllm_weir.worker.transfer import streamed_copy as stream
@@ -47,15 +50,16 @@ def planner_of(arena_rows):
     return planner
 
 
-def row_of(token, column):
-    """What the model has there."""
-    return torch.randn(D, generator=torch.Generator().manual_seed(1000 * token + column))
+def row_of(token, column, part=0):
+    """What the model has there, or a part of it if that is wider than the ring."""
+    return torch.randn(D, generator=torch.Generator().manual_seed(100_000 * part + 1000 * token + column))
 
 
-def record(ring, plan, token, at, column):
+def record(ring, plan, token, at, column, rows=1):
     """As a tap does; one group's tokens are added to what its first one left."""
-    row = row_of(token, column)
-    ring[at] = row if plan.spans[token] >= 0 else ring[at] + row
+    for k in range(rows):
+        row = row_of(token, column, k)
+        ring[at + k] = row if plan.spans[token] >= 0 else ring[at + k] + row
 
 
 def deliver(host, packet):
@@ -127,6 +131,7 @@ class Model:
     def step(self, plan, planner, order):
         """The host's memory after the step, and what to call to wait for it."""
         self.host.fill_(7)
+        self.columns_of = planner.site_sets.columns_of
         self.streamer.begin(plan, planner.site_sets.columns_of)
         laid = plan.in_lanes(self.streamer.stride)
         for tap in order:
@@ -137,9 +142,11 @@ class Model:
     def _launch(self, hidden, other, number, laid, regions, ring, listed):
         for token in np.flatnonzero(laid.slots >= 0).tolist():
             for column in range(int(number) * STAGES, (int(number) + 1) * STAGES):
-                region = int(regions[int(laid.site_sets[token]), column])
+                site_set = int(laid.site_sets[token])
+                region = int(regions[site_set, column])
                 if region >= 0:
-                    record(ring, laid, token, int(laid.slots[token]) + region, column)
+                    times = self.columns_of[site_set].count(column)
+                    record(ring, laid, token, int(laid.slots[token]) + region, column, times)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -243,33 +250,101 @@ def test_the_stages_of_one_tap_share_no_rows_of_the_ring(monkeypatch):
         assert model.host.equal(expected)
 
 
-@given(
+wide_site_sets = st.tuples(
     st.dictionaries(st.integers(0, 9), st.sets(st.integers(0, 40), min_size=1, max_size=12), min_size=1, max_size=4),
+    st.lists(st.integers(1, 5), min_size=14, max_size=14),
+).map(
+    lambda drawn: {
+        number: tuple(column for column in sorted(columns) for _ in range(drawn[1][column // STAGES]))
+        for number, columns in drawn[0].items()
+    }
+)
+"""Site set -> its columns, each as often as its tap's row takes rows of the ring."""
+
+
+def most_rows_at_one_tap(columns_of):
+    """Of one token: what the scheduler sees to that there is room for."""
+    return max(max(Counter(c // STAGES for c in columns).values()) for columns in columns_of.values())
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    wide_site_sets,
     st.permutations(range(14)),
     st.booleans(),
     st.integers(1, 50),
     st.integers(1, 8),
     st.integers(0, 600),
 )
-def test_bands_that_are_written_at_once_share_no_rows(members, order, known, lanes, wanted, spare):
-    columns_of = {profile: tuple(sorted(columns)) for profile, columns in members.items()}
-    capacity = lanes * STAGES + spare
+def test_bands_that_are_written_at_once_share_no_rows(columns_of, order, known, lanes, wanted, spare):
+    capacity = lanes * most_rows_at_one_tap(columns_of) + spare
     width, bands = layout_bands(columns_of, order if known else (), lanes, capacity, wanted)
-    assert sorted(c for band in bands for c in band) == sorted({c for some in members.values() for c in some})
+    for number, columns in columns_of.items():
+        own = [s.columns for band in bands for s in band if s.site_set in (None, number) and s.columns[0] in columns]
+        assert sorted(c for some in own for c in some) == list(columns), "each once, whole"
+        for some in own:
+            assert len(some) <= width and columns[columns.index(some[0]) :][: len(some)] == some, "side by side"
     for band in bands:
-        for columns in columns_of.values():
-            places = [columns.index(c) for c in band if c in columns]
-            assert not places or places == list(range(places[0], places[0] + len(band)))
+        assert len(band) == 1 or len({s.site_set for s in band} - {None}) == len(band)
     ring = Ring(capacity, D, torch.float32, CPU)
     ring.take(spare)
     ring.rewind()
     starts = [ring.take(lanes * width) for _ in bands]
     # Of the model's way: what has begun to be written and is not complete, and what the next tap writes.
     turn = {tap: k for k, tap in enumerate(order)}
-    spans = [(min(turn[c // STAGES] for c in band), max(turn[c // STAGES] for c in band)) for band in bands]
+    turns = [[turn[c // STAGES] for strip in band for c in strip.columns] for band in bands]
+    spans = [(min(some), max(some)) for some in turns]
     for at in range(14):
         open_ = sorted(s for s, (first, last) in zip(starts, spans, strict=True) if first <= at <= last)
         assert all(b - a >= lanes * width for a, b in itertools.pairwise(open_))
+
+
+def plan_of(columns_of, site_sets, draw):
+    """A step whose tokens have these site sets, and rows somewhere in the arena."""
+    sizes = np.array([len(columns_of[number]) for number in site_sets])
+    slots = sizes.cumsum() - sizes
+    copies, end = np.zeros(len(sizes), ROW_COPY), 0
+    runs: list[list[int]] = []
+    for k, (number, size) in enumerate(zip(site_sets, sizes.tolist(), strict=True)):
+        gap = int(draw.integers(3))
+        if runs and not gap and number == site_sets[k - 1]:
+            runs[-1][1] = k + 1
+        else:
+            runs.append([k, k + 1])
+        copies[k] = slots[k], end + gap, size
+        end += gap + size
+    return StepPlan(
+        slots=slots.astype(np.int32),
+        site_sets=np.array(site_sets, np.int32),
+        programs=np.full(len(sizes), -1, np.int32),
+        rows=int(sizes.sum()),
+        captured_tokens=np.arange(len(sizes)),
+        copies=copies,
+        copy_runs=np.array([tuple(run) for run in runs if run[1] - run[0] > 1], COPY_RUN),
+        spans=np.zeros(len(sizes), np.int32),
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(columns_of=wide_site_sets, data=st.data())
+def test_wide_rows_come_whole_however_little_room_there_is(columns_of, data, monkeypatch):
+    """Rows of several ring rows beside others, in a ring that holds what one tap writes, or more."""
+    draw = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    site_sets = data.draw(st.lists(st.sampled_from(sorted(columns_of)), min_size=1, max_size=8))
+    plan, order = plan_of(columns_of, site_sets, draw), data.draw(st.permutations(range(14)))
+    spare = data.draw(st.sampled_from([0, 3, 40, 1000]))
+    model = Model(len(site_sets) * most_rows_at_one_tap(columns_of) + spare, Codecs(D, CPU), 2000, monkeypatch)
+    planner = SimpleNamespace(site_sets=SimpleNamespace(columns_of=columns_of))
+    expected = torch.full((2000 * ROW,), 7, dtype=torch.uint8)
+    rows = expected.view(torch.float32).view(-1, D)
+    for token, (number, (_, at, _)) in enumerate(zip(site_sets, plan.copies.tolist(), strict=True)):
+        seen: Counter[int] = Counter()
+        for k, column in enumerate(columns_of[number]):
+            rows[at + k] = row_of(token, column, seen[column])
+            seen[column] += 1
+    for _ in range(2):  # the second time, the order of the taps is known
+        model.step(plan, planner, order)()
+        assert model.host.equal(expected)
 
 
 def test_compressed_rows_and_scores_are_streamed():
