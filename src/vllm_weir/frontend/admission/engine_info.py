@@ -31,6 +31,7 @@ class EngineCapabilities:
         shards: site -> the parts of its row that tensor-parallel workers hold, ascending; only of
             sites whose rows are spread over several.
         facts: of the model's attention and MoE layers, for sites that are derived.
+        no_lens: why no lens is served; "" if it is.
     """
 
     sites: Mapping[Site, str]
@@ -41,6 +42,7 @@ class EngineCapabilities:
     shapes: Mapping[Site, RowShape] = field(default_factory=dict)
     shards: Mapping[Site, tuple[Shard, ...]] = field(default_factory=dict)
     facts: ModelFacts = field(default_factory=ModelFacts)
+    no_lens: str = "no lens is served: the workers have not said that the model has an unembedding"
 
     def shape(self, site: Site) -> RowShape:
         """Return the shape of a row of a site."""
@@ -86,6 +88,7 @@ class EngineCapabilities:
             shapes={Site(hook, layer): tuple(shape) for r in reports for hook, layer, shape in r.get("shapes", ())},
             shards=_merge_shards(reports),
             facts=facts,
+            no_lens=next((why for r in reports if (why := r.get("no_lens", cls.no_lens))), ""),
         )
 
 
