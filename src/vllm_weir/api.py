@@ -7,6 +7,7 @@ engine.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,23 +18,25 @@ from vllm_weir.errors import WeirError
 from vllm_weir.guard import refuse
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.features import Features, Lens
-from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.json_text import dumps
 from vllm_weir.schema.keys import WIRE_KEY, refuse_slips
 from vllm_weir.schema.request import RequestSpec, parse_captures, parse_features, parse_interventions, parse_lens
+from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.schema.site_verdict import SiteVerdict
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
     from vllm_weir.frontend.outputs.ticket import Ticket
+    from vllm_weir.sae.autoencoder import SAE
 
 
 def params(
     sampling_params: SamplingParams | None = None,
     *,
     capture: Capture | Mapping[str, Any] | Sequence[Capture | Mapping[str, Any]] | None = None,
-    interventions: Intervention | Mapping[str, Any] | Sequence[Intervention | Mapping[str, Any]] | None = None,
+    interventions: AnyIntervention | Mapping[str, Any] | Sequence[AnyIntervention | Mapping[str, Any]] | None = None,
     features: Features | Mapping[str, Any] | Sequence[Features | Mapping[str, Any]] | None = None,
     lens: Lens | Mapping[str, Any] | None = None,
 ) -> SamplingParams:
@@ -126,6 +129,65 @@ def set_global(llm: Any, interventions: Any) -> None:
 def clear_global(llm: Any) -> None:
     """Remove the global interventions from requests admitted from now on."""
     _frontend(llm).set_always(())
+
+
+def load_sae(llm: Any, name: str, sae: SAE | str | os.PathLike) -> None:
+    """Load a sparse autoencoder onto the engine's workers, for requests that name it.
+
+    It stays there, beside the model, until `unload_sae`; the setting `sae_bytes` bounds how much
+    all of them take.
+
+    Args:
+        llm: ``LLM``, ``LLMEngine`` or Weir's drop-in class; for an ``AsyncLLM`` await
+            `load_sae_async`.
+        name: for `Features` and `SetFeature`.
+        sae: an `SAE`, or the path of a directory of SAELens (`SAE.load` takes what else there is to
+            say of its files).
+
+    Raises:
+        WeirError: if the name is taken, the engine does not serve the hook point with rows of this
+            width, or the workers have no room.
+    """
+    frontend = _frontend(llm)
+    from vllm_weir.frontend.saes import load
+
+    load(llm, frontend, name, sae)
+
+
+async def load_sae_async(engine: Any, name: str, sae: SAE | str | os.PathLike) -> None:
+    """Do what `load_sae` does, for an ``AsyncLLM``."""
+    frontend = _frontend(engine)
+    from vllm_weir.frontend.saes import load_async
+
+    await load_async(engine, frontend, name, sae)
+
+
+def unload_sae(llm: Any, name: str) -> None:
+    """Remove a sparse autoencoder from the engine's workers.
+
+    Requests that were admitted with a `SetFeature` keep what it does; those that read features of
+    it on the workers go on, too, and its memory is free once they have ended.
+
+    Raises:
+        WeirError: if there is no such name.
+    """
+    frontend = _frontend(llm)
+    from vllm_weir.frontend.saes import unload
+
+    unload(llm, frontend, name)
+
+
+async def unload_sae_async(engine: Any, name: str) -> None:
+    """Do what `unload_sae` does, for an ``AsyncLLM``."""
+    frontend = _frontend(engine)
+    from vllm_weir.frontend.saes import unload_async
+
+    await unload_async(engine, frontend, name)
+
+
+def saes(llm: Any) -> list[SAEInfo]:
+    """Return the sparse autoencoders that the engine has loaded, by name."""
+    return _frontend(llm).saes.infos()
 
 
 def sites(llm: Any) -> list[SiteVerdict]:

@@ -41,9 +41,15 @@ def check_identities(acts, layers, bound):
 def test_sites(root):
     llm = get_llm(directory(root), block_size=32)
     verdicts = weir.sites(llm)
-    assert all(v.supported and not v.reason for v in verdicts)
-    assert [v[:2] for v in verdicts[:3]] == [("embed", 0), ("resid_pre", 0), ("attn_out", 0)]
-    assert len(verdicts) == 2 + 5 * 4 and verdicts[-1][:2] == ("final_norm", 0)
+    assert [v[:2] for v in verdicts] == [
+        ("embed", 0),
+        *((h, n) for n in range(4) for h in HOOKS[1:-1]),
+        ("final_norm", 0),
+    ]
+    assert {v.hook for v in verdicts if v.supported} == set(DENSE)
+    assert all(v.supported != bool(v.reason) for v in verdicts) and all(
+        v.supported == (v.hook in DENSE) for v in verdicts
+    )
 
 
 def test_identities_hold_in_mixed_batches(root):
@@ -97,7 +103,7 @@ def test_async_engine_lists_its_sites(root):
         finally:
             engine.shutdown(0)
 
-    assert len(asyncio.run(run())) == 22
+    assert {v.hook for v in asyncio.run(run()) if v.supported} == set(DENSE)
 
 
 def test_descriptions_and_refusals(root):
@@ -146,7 +152,7 @@ def test_an_adapter(root, tmp_path):
         for name, delta in added.items():
             weights[name] += delta
     llm = get_llm(directory(root), block_size=32, enable_lora=True, max_lora_rank=8)
-    assert not {(v.hook, v.reason) for v in weir.sites(llm) if not v.supported}
+    assert {v.hook for v in weir.sites(llm) if v.supported} == set(DENSE)
     request = LoRARequest("tiny", 1, str(tmp_path))
     asked = weir.params(sampling(6), capture=EVERY)
     (out,) = llm.generate(prompts([20]), asked, lora_request=request, use_tqdm=False)

@@ -70,7 +70,7 @@ def two(root, one, request):
 def test_rows(root, one, two):
     reference = oracle(directory(root))
     reports = two.llm.collective_rpc("weir_report")
-    assert len(reports) == 2 and sorted(bool(r["ring_rows"]) for r in reports) == [two.ship != "first", True]
+    assert len(reports) == 2 and all(r["ring_rows"] for r in reports)
     for a, b in zip(one[0], plain(two.llm, reference.num_layers), strict=True):
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
         same_rows(b.activations, a.activations, 1e-4)
@@ -123,7 +123,7 @@ def test_parts_of_a_row_come_back_whole(root, two):
     reference = oracle(directory(root))
     hooks = [hook for hook in DENSE if hook not in MODEL_HOOKS]
     captures = [weir.Capture(hook) for hook in hooks]
-    picks = [weir.Capture("z", 1, heads=[3, 0]), weir.Capture("mlp_post", 2, neurons=[200, 1], reduce="mean")]
+    picks = [weir.Capture("z", 1, heads=[3, 0]), weir.Capture("mlp_post", 2, neurons=[150, 1], reduce="mean")]
     asked = [weir.params(sampling(6), capture=captures), weir.params(sampling(6), capture=picks)]
     whole, picked = two.llm.generate(prompts([20])[:1] * 2, asked, use_tqdm=False)
     rows = reference.rows((list(whole.prompt_token_ids) + list(whole.outputs[0].token_ids))[:-1])
@@ -134,7 +134,7 @@ def test_parts_of_a_row_come_back_whole(root, two):
             seen = expected.isfinite()
             assert torch.equal(seen, got.isfinite()) and rel_err(got[seen], expected[seen]) <= 1e-5, hook
     assert rel_err(picked.activations["z", 1], rows["z", 1][:, [3, 0]]) <= 1e-5
-    assert rel_err(picked.activations["mlp_post", 2][0], rows["mlp_post", 2][:, [200, 1]].mean(0)) <= 1e-5
+    assert rel_err(picked.activations["mlp_post", 2][0], rows["mlp_post", 2][:, [150, 1]].mean(0)) <= 1e-5
 
 
 def test_heads_are_steered_where_they_are(root, two):
@@ -146,7 +146,7 @@ def test_heads_are_steered_where_they_are(root, two):
             weir.Replace(torch.zeros(32), 2, hook="k", heads=[1]),
             weir.Add(v[3], 1, hook="q", heads=[2], norm_match=True),
         ],
-        [weir.Replace(torch.zeros(3), 1, hook="mlp_post", neurons=[0, 200, 201])],
+        [weir.Replace(torch.zeros(3), 1, hook="mlp_post", neurons=[0, 150, 151])],
         [weir.Add(v[:4].reshape(-1), 1, hook="z", positions="generated")],
     ]
     everything = [weir.Capture("z", [1, 2]), weir.Capture("resid_post")]

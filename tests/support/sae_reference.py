@@ -82,7 +82,7 @@ class Reference:
         w, x = self.w, self._in(row)
         out = np.zeros(w["W_enc"].shape[1])
         for f in range(len(out)):
-            dot = sum(x[i] * w["W_enc"][i, f] for i in range(len(x)))
+            dot = x @ w["W_enc"][:, f]
             if self.architecture == "gated":
                 magnitude = max(dot * np.exp(w["r_mag"][f]) + w["b_mag"][f], 0.0)
                 out[f] = magnitude if dot + w["b_gate"][f] > 0 else 0.0
@@ -118,7 +118,7 @@ class Reference:
         return out
 
 
-def write_v6(path: Path, architecture: str, tensors: dict[str, torch.Tensor], **entries: Any) -> Path:
+def write_v6(path: Path, architecture: str, tensors: dict[str, torch.Tensor], /, **entries: Any) -> Path:
     """Write a directory as SAELens 6 does."""
     metadata = {
         "sae_lens_version": "6.54.12",
@@ -146,7 +146,7 @@ def write_v6(path: Path, architecture: str, tensors: dict[str, torch.Tensor], **
     return _write(path, {**cfg, **entries}, tensors)
 
 
-def write_v5(path: Path, architecture: str, tensors: dict[str, torch.Tensor], **entries: Any) -> Path:
+def write_v5(path: Path, architecture: str, tensors: dict[str, torch.Tensor], /, **entries: Any) -> Path:
     """Write a directory as SAELens 5 does: TopK as an activation function, everything in one object."""
     k = entries.pop("k", None)
     cfg = {

@@ -28,6 +28,7 @@ class SteeredOracle(Oracle):
 
         Sites are those between blocks, and those inside attention and MLP.
         """
+        inside = self.inside  # found by a pass of its own, which no hook of this one may see
         handles = []
         found: dict[Site, torch.Tensor] = {}
         ids = list(token_ids)
@@ -70,11 +71,12 @@ class SteeredOracle(Oracle):
 
             return hook
 
+        inside = self.inside  # it runs the model when it is made, which must be before anything acts
         for layer, block in enumerate(self.blocks):
             handles.append(block.register_forward_pre_hook(before(layer), with_kwargs=True))
             handles.append(block.register_forward_hook(after(layer)))
         try:
-            with torch.no_grad(), self.inside.watched(found, change_inside):
+            with torch.no_grad(), inside.watched(found, change_inside):
                 logits = self.model(torch.tensor([ids], device=self.model.device), use_cache=False).logits[0]
         finally:
             for handle in handles:
@@ -133,6 +135,8 @@ def _with_vectors(item: Any, change: Any) -> Any:
 
 def _apply(item: Any, h: torch.Tensor) -> torch.Tensor:
     kind = type(item).__name__
+    if hasattr(item, "changed"):
+        return item.changed(h)
 
     def get(name):
         found = torch.from_numpy(getattr(item, name).array.copy()).to(h.device)

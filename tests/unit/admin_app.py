@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,20 @@ from vllm_weir.server.state import ServerState
 
 D, LAYERS, KEY = 8, 4, "admin-key"
 FACTS = EngineCapabilities(served(LAYERS, {Site("resid_mid", 2)}), LAYERS, D, "float32", 1 << 20)
+HEADS, NEURONS = (4, 2), (3 * D,)
+SHAPES = {Site(hook, layer): HEADS for hook in ("q", "q_rot", "z") for layer in range(LAYERS)}
+SHAPES |= {Site(hook, layer): NEURONS for hook in ("mlp_pre", "mlp_post") for layer in range(LAYERS)}
+PART_FACTS = replace(FACTS, sites={**FACTS.sites, **dict.fromkeys(SHAPES, "")}, shapes=SHAPES)
+"""With points inside attention and MLP, too."""
 
 
 class Server(ServerState):
     """One API-server process; those with the same `key` are one server."""
 
-    def __init__(self, folder: Path, key: int, admin_key: str | None = KEY, **limits: Any) -> None:
-        super().__init__(None, frontend_of(FACTS), ServerLimits(directory=str(folder), **limits), CollectorRegistry())
+    def __init__(
+        self, folder: Path, key: int, admin_key: str | None = KEY, facts: EngineCapabilities = FACTS, **limits: Any
+    ) -> None:
+        super().__init__(None, frontend_of(facts), ServerLimits(directory=str(folder), **limits), CollectorRegistry())
         self.admin_key = admin_key
         self.open(key)
 

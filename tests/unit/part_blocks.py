@@ -115,11 +115,59 @@ class NormedRows(Attention):
 
 
 class Mislaid(Attention):
-    """Heads of queries leave in another order than they came in."""
+    """Heads of queries leave in another order than they came in, and scaled."""
 
     def between(self, positions, q, k):
-        q = q.reshape(len(q), HEADS, SIZE).flip(1).flatten(1)
+        q = 2 * q.reshape(len(q), HEADS, SIZE).flip(1).flatten(1)
         return self.rotary(positions, q, k)
+
+
+class BetweenGates(Attention):
+    """Every head's query lies beside its gate, and a norm is given heads, as in Qwen 3 Next."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.q_norm = Merged(D, 2 * Q, KV, KV), HeadNorm()
+
+    def forward(self, positions, hidden_states):
+        both, k, v = self.qkv(hidden_states).split([2 * Q, KV, KV], -1)
+        q, gate = both.view(len(both), HEADS, 2 * SIZE).chunk(2, -1)
+        q, gate = q.flatten(1), gate.flatten(1)
+        q = self.q_norm(q.view(len(q), HEADS, SIZE)).flatten(1)
+        q, k = self.rotary(positions, q, k)
+        return self.o_proj(self.core(q, k, v) * gate.sigmoid())
+
+
+class LeavesBias(Merged):
+    """Returns its bias for its caller to add, like vLLM's with `skip_bias_add`."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight), self.bias
+
+
+class BiasedAttention(Attention):
+    """Adds the bias of its projections itself, as in Falcon."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = LeavesBias(D, Q, KV, KV)
+
+    def project(self, x):
+        qkv, bias = self.qkv(x)
+        qkv += bias
+        return qkv.split([Q, KV, KV], -1)
+
+
+class NormedValues(Attention):
+    """Values are normalised too, as in Gemma 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.v_norm = HeadNorm()
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        return q, k, self.v_norm(v.reshape(len(v), -1, SIZE)).flatten(1)
 
 
 class Interleaved(Attention):
@@ -165,6 +213,19 @@ class Plain(nn.Module):
 
     def forward(self, x):
         return self.down(self.act(self.up(x)))
+
+
+class BiasedMLP(nn.Module):
+    """Adds the bias of its projection itself, as in Falcon."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = LeavesBias(D, MLP), nn.GELU(), nn.Linear(MLP, D)
+
+    def forward(self, x):
+        x, bias = self.up(x)
+        x += bias
+        return self.down(self.act(x))
 
 
 class GatedMLP(nn.Module):

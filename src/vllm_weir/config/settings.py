@@ -47,6 +47,8 @@ class Settings(BaseModel):
             fails the request after `timeout`), ``"drop"`` goes on without the rows and reports it in the receipt.
         vector_bytes: size of the device table of steering vectors (float32 rows of the model's width); requests wait
             in the queue while it is full.
+        sae_bytes: most bytes of sparse autoencoders on a device. On a GPU so many are kept free of the KV cache. None:
+            whatever is free when one is loaded.
         max_programs: distinct combinations of interventions that the tokens of live requests can have.
         max_instructions: instructions of all those combinations together.
         ship: which ranks of a tensor-parallel group send rows: the ``"first"`` (all hold the same stream), or each
@@ -74,6 +76,7 @@ class Settings(BaseModel):
     host_bytes: Annotated[int, Field(ge=0, le=1 << 44)] = 0
     overflow: Literal["wait", "drop"] = "wait"
     vector_bytes: Annotated[int, Field(ge=1 << 12, le=1 << 40)] = 32 << 20
+    sae_bytes: Annotated[int | None, Field(ge=0, le=1 << 44)] = None
     max_programs: Annotated[int, Field(ge=1, le=1 << 20)] = 8192
     max_instructions: Annotated[int, Field(ge=1, le=1 << 24)] = 65_536
     ship: Literal["first", "split"] = "first"

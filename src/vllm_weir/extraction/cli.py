@@ -17,7 +17,9 @@ def extract(
     model: Annotated[str, typer.Option("--model", "-m", help="Directory or hub id.")],
     out: Annotated[str, typer.Option("--out", "-o", help="Folder or fsspec URL; gone on with if it exists.")],
     layers: Annotated[str, typer.Option(help="'all', or ints with commas.")] = "all",
-    hook: Annotated[str, typer.Option(help="Hook point.")] = "resid_post",
+    hook: Annotated[str, typer.Option(help="Hook point, as `weir sites` lists them.")] = "resid_post",
+    heads: Annotated[str | None, typer.Option(help="Only these heads: ints with commas. [all]")] = None,
+    neurons: Annotated[str | None, typer.Option(help="Only these neurons: ints with commas. [all]")] = None,
     positions: Annotated[str, typer.Option(help="prompt, all, last_prompt, sampled, -4:, or JSON.")] = "prompt",
     compress: Annotated[str | None, typer.Option(help="rp8, full8, topk8, fp16, fp8, or JSON.")] = None,
     reduce: Annotated[str | None, typer.Option(help="last, mean or max: one row a record.")] = None,
@@ -64,7 +66,9 @@ def extract(
         cluster = Ray(ray_workers, ray_address, ray_gpus, ray_cpus, parse_json(ray_options, "ray_options"))
         with progress_reporter(quiet) as report:
             summary = run(
-                source, model, out, layers=_layers(layers), hook=hook, positions=_positions(positions),
+                source, model, out, layers="all" if layers == "all" else _ints(layers, "'all' or ints", "layers"),
+                hook=hook, heads=None if heads is None else _ints(heads, "ints", "heads"),
+                neurons=None if neurons is None else _ints(neurons, "ints", "neurons"), positions=_positions(positions),
                 compress=parse_compression(compress), reduce=reduce, dtype=dtype, max_tokens=max_tokens,
                 max_length=max_length, column=column, split=split, layout=layout, limit=limit, batch=batch,
                 on_error=on_error, engine=_engine_options(engine or []), ray=cluster if ray else None,
@@ -79,13 +83,11 @@ def extract(
         raise typer.Exit(130)
 
 
-def _layers(text: str) -> Any:
-    if text == "all":
-        return text
+def _ints(text: str, expected: str, field: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise WeirError(f"expected 'all' or ints with commas, got {text[:40]!r}", "layers") from None
+        raise WeirError(f"expected {expected} with commas, got {text[:40]!r}", field) from None
 
 
 def _positions(text: str) -> Any:

@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.run_spec import RunSpec
-from vllm_weir.schema.compression import ITEMSIZE, header_bytes
+from vllm_weir.schema.capture import Capture
+from vllm_weir.schema.compression import Compression, header_bytes
 from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.row_shapes import row_width
 from vllm_weir.storage.batch import Batch
 from vllm_weir.util.parent_death import children_that_end_with_us
 
@@ -77,10 +79,8 @@ class VllmEngine:
             if reason:
                 raise WeirError(f"{capture.hook}[{layer}] cannot be captured: {reason}", "hook")
         dtype = capture.dtype or capabilities.dtype
-        record_bytes = capabilities.d_model * ITEMSIZE[dtype]
-        if capture.compress is not None:
-            record_bytes = header_bytes(capture.compress.header(capabilities.d_model, dtype))
-        self.row_bytes = record_bytes * len(layers)
+        widths = [row_width(capabilities.shape(Site(capture.hook, layer))) for layer in layers]
+        self.row_bytes = sum(_record_bytes(capture, width, dtype) for width in widths)
         self.limit = self.llm.model_config.max_model_len - spec.max_tokens
         self.params = params(SamplingParams(max_tokens=spec.max_tokens, temperature=0), capture=capture)
         self.tokenizer = self.llm.get_tokenizer()
@@ -116,6 +116,13 @@ class VllmEngine:
     def close(self) -> None:
         """Shut down the engine core."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _record_bytes(capture: Capture, width: int, dtype: str) -> int:
+    """Return the bytes of a row of so many values, of which the capture may pick some."""
+    if capture.hook == "expert_ids":
+        dtype = "int64"
+    return header_bytes((capture.compress or Compression()).header(width, dtype))
 
 
 def _encodable(text: str | WeirError) -> str | WeirError:

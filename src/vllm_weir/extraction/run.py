@@ -70,6 +70,8 @@ def extract(
     batch: int = 256,
     on_error: str = "fail",
     engine: dict[str, Any] | None = None,
+    heads: Any = None,
+    neurons: Any = None,
     ray: Ray | None = None,
     flush_seconds: float = 30.0,
     source_options: dict[str, Any] | None = None,
@@ -103,6 +105,8 @@ def extract(
         on_error: With ``"fail"``, a record that is empty, too long or no text ends the run. With
             ``"skip"``, it is listed in the dataset's ``skipped.jsonl`` and in the summary.
         engine: Further options of ``vllm.LLM``.
+        heads: As for `Capture`.
+        neurons: As for `Capture`.
         ray: Run on Ray.
         flush_seconds: Least time between two publications of finished requests.
         source_options: Options for fsspec, of the source.
@@ -118,7 +122,9 @@ def extract(
     for name, value in (("batch", batch), ("limit", limit)):
         if not (value is None and name == "limit") and (type(value) is not int or value < 1):
             raise WeirError(f"expected a number of records, at least 1, got {brief(value)}", name)
-    spec = RunSpec(model, hook, layers, positions, compress, reduce, dtype, max_tokens, max_length, engine or {})
+    spec = RunSpec(
+        model, hook, layers, positions, compress, reduce, dtype, max_tokens, max_length, engine or {}, heads, neurons
+    )
     texts = open_source(source, column, split=split, storage_options=source_options)
     plan = ExtractionPlan(
         spec, texts, OutputTarget(str(out), layout, options), batch, on_error == "skip", flush_seconds, start_engine

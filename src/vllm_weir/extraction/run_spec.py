@@ -11,11 +11,14 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.extraction.source import TextSource
 from vllm_weir.frontend.admission.reachable import check_reached
 from vllm_weir.schema.capture import Capture
+from vllm_weir.schema.sinks import RAGGED_HOOKS
 from vllm_weir.storage.object_store import ObjectStore
 
 RUN, SKIPPED = "extract.json", "skipped.jsonl"
 """Files beside the rows: the identity of the run, and the records that it skipped."""
 FORMAT, VERSION = "weir-extract", 1
+PICKS = ("heads", "neurons")
+"""Fields of a capture that pick parts of rows."""
 SPEED_OPTIONS = frozenset(
     {
         "block_size", "disable_log_stats", "distributed_executor_backend", "gpu_memory_utilization",
@@ -31,7 +34,7 @@ class RunSpec:
 
     Args:
         model: As for vLLM.
-        hook, layers, positions, compress, reduce, dtype: As for `Capture`.
+        hook, layers, positions, compress, reduce, dtype, heads, neurons: As for `Capture`.
         max_tokens: Tokens that each request generates, greedily; vLLM needs at least one.
         max_length: Prompts are cut to this many tokens; None refuses longer ones than the engine
             takes.
@@ -48,6 +51,8 @@ class RunSpec:
     max_tokens: int = 1
     max_length: int | None = None
     engine: dict[str, Any] = field(default_factory=dict)
+    heads: Any = None
+    neurons: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -62,6 +67,12 @@ class RunSpec:
             json.dumps(self.engine)
         except (TypeError, ValueError):
             raise WeirError("expected plain JSON data", "engine") from None
+        if self.capture.hook in RAGGED_HOOKS:
+            raise WeirError(
+                f"rows of {self.capture.hook} have a value for each key, so they have no fixed width and no dataset "
+                "takes them; capture them with a request, and save its activations",
+                "hook",
+            )
         positions = self.capture.positions
         if positions.kind == "generated":  # what it selects does not depend on the text
             check_reached(((positions, "positions"),), 1, self.max_tokens, self.max_tokens)
@@ -69,10 +80,12 @@ class RunSpec:
     @property
     def capture(self) -> Capture:
         """The capture of each request."""
+        picked = {name: value for name in PICKS if (value := getattr(self, name)) is not None}
         try:
             return Capture(
-                self.hook, self.layers, self.positions, dtype=self.dtype, reduce=self.reduce, compress=self.compress
-            )
+                self.hook, self.layers, self.positions, dtype=self.dtype, reduce=self.reduce, compress=self.compress,
+                **picked,
+            )  # fmt: skip
         except WeirError as e:
             raise WeirError(e.message, e.field.removeprefix("capture.")) from None
 
@@ -83,7 +96,8 @@ class RunSpec:
     def identity(self, source: TextSource) -> dict[str, Any]:
         """Return everything that determines the rows, as plain JSON data."""
         capture = self.capture.to_json()
-        captured = {name: capture.get(name) for name in ("hook", "layers", "positions", "dtype", "reduce", "compress")}
+        names = ("hook", "layers", "positions", "dtype", "reduce", "compress", *PICKS)
+        captured = {name: capture.get(name) for name in names}
         # As it is read back from the file: tuples become lists, and keys strings.
         engine = json.loads(json.dumps({k: v for k, v in sorted(self.engine.items()) if k not in SPEED_OPTIONS}))
         return {

@@ -17,6 +17,7 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.frontend.admission.inline_vectors import InlineVectors
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, check_reached, max_generated
+from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.vector_registry import RegistryBackend, RegistryContents, VectorRegistry
 from vllm_weir.frontend.outputs.preslicer import presliceable_kind
 from vllm_weir.frontend.outputs.prompt_slicer import captures_only_prompt
@@ -28,7 +29,9 @@ from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import carries_keys
 from vllm_weir.schema.request import WIRE_KEY, selected
 from vllm_weir.schema.table_sizes import TableSizes
@@ -67,8 +70,10 @@ class EngineFrontend:
 
     Attributes:
         capabilities: what the workers serve; None until they have reported.
-        source: the store, shared by a server's processes, from which `refresh` loads `registry`
-            and `always`; None if there is none.
+        registry: vectors and modules by name.
+        saes: sparse autoencoders by name.
+        source: the store, shared by a server's processes, from which `refresh` loads `registry`,
+            `saes` and `always`; None if there is none.
         observer: told what becomes of requests; None unless a server has set it.
         always: interventions of every request, before its own.
     """
@@ -89,6 +94,7 @@ class EngineFrontend:
         self.store = RowStore()
         self.pacing = Pacing()
         self.registry = VectorRegistry()
+        self.saes = SAERegistry()
         self.source: RegistryBackend | None = None
         self.observer: RequestObserver | None = None
         self.always: tuple[Intervention, ...] = ()
@@ -139,6 +145,7 @@ class EngineFrontend:
             return
         self._contents = contents
         self.registry.load(contents)
+        self.saes.load(contents.saes)
         self._replace_always(contents.always)
 
     def _replace_always(self, interventions: Sequence[Intervention]) -> None:
@@ -220,7 +227,8 @@ class EngineFrontend:
         self, extra_args: Mapping[str, Any], has_token_ids: bool, has_embeddings: bool = False
     ) -> AdmittedRequest:
         """Check and resolve a request, or return the cached result for an equal one."""
-        key = admission_key(extra_args, has_token_ids, self.registry.version, has_embeddings)
+        names = self.registry.version, self.saes.version
+        key = admission_key(extra_args, has_token_ids, names, has_embeddings)
         if key is not None and (cached := self._cache.get(key.key)) is not None:
             return cached
         admitted = admit(
@@ -234,12 +242,14 @@ class EngineFrontend:
             self.registry.module,
             self._vocabulary,
             has_embeddings,
+            self.saes.resolve,
+            self.saes.find,
         )
         if key is not None and key.cacheable:
             self._cache.put(key.key, admitted, key.size)
         return admitted
 
-    def set_always(self, interventions: Sequence[Intervention]) -> None:
+    def set_always(self, interventions: Sequence[AnyIntervention]) -> None:
         """Set the interventions of every request from now on.
 
         Raises:
@@ -248,9 +258,9 @@ class EngineFrontend:
         self._replace_always(self.settled(interventions, everyone=True))
 
     def settled(
-        self, interventions: Sequence[Intervention], registry: VectorRegistry | None = None, everyone: bool = False
+        self, interventions: Sequence[AnyIntervention], registry: VectorRegistry | None = None, everyone: bool = False
     ) -> tuple[Intervention, ...]:
-        """Return interventions with names replaced by the vectors that they stand for now.
+        """Return interventions with names replaced by what they stand for now.
 
         Args:
             interventions: as they were given.
@@ -261,7 +271,8 @@ class EngineFrontend:
             WeirError: if the engine cannot do them.
         """
         capabilities, find = self.require_capabilities(), (registry or self.registry).find
-        admitted = admit({}, capabilities, True, find, interventions, vocabulary=self._vocabulary)
+        settled = [self.saes.resolve(one) if isinstance(one, SetFeature) else one for one in interventions]
+        admitted = admit({}, capabilities, True, find, settled, vocabulary=self._vocabulary)
         for rows in admitted.by_position:
             if everyone:
                 rows.check_everyone()
@@ -270,7 +281,7 @@ class EngineFrontend:
         make_engine_request(
             admitted, "", None, 1, 1, capabilities, self._chunked, self.settings.table_sizes(capabilities.d_model)
         )
-        return tuple(i.with_arrays(find) for i in interventions)
+        return tuple(one.with_arrays(find) for one in settled)
 
     def close(self) -> None:
         """Let the sinks take what is queued, and stop receiving."""

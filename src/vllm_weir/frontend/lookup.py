@@ -20,16 +20,21 @@ def view_of(completion: Any) -> OutputView | None:
     return getattr(completion, _VIEW, None)
 
 
+def engine_of(llm: Any) -> Any:
+    """Return the ``LLMEngine`` or ``AsyncLLM`` of an ``LLM`` or Weir's drop-in, or what is given."""
+    engine = llm
+    for attribute in ("llm_engine", "engine"):
+        engine = getattr(engine, attribute, engine)
+    return engine
+
+
 def frontend_of(llm: Any) -> EngineFrontend:
     """Return the frontend of an ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in.
 
     Raises:
         WeirError: if it has none.
     """
-    engine = llm
-    for attribute in ("llm_engine", "engine"):
-        engine = getattr(engine, attribute, engine)
-    frontend = _attached(engine)
+    frontend = _attached(engine_of(llm))
     if frontend is None:
         why = refusal_here()
         raise WeirError(

@@ -86,7 +86,8 @@ def _linear_shape(module: Any, quantises_input: bool) -> LinearShape:
     from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
     rank, ranks = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
-    inputs, outputs = Features.unsplit(module.input_size), (Features.unsplit(module.output_size),)
+    inputs = Features.unsplit(module.input_size)
+    outputs: tuple[Features, ...] = (Features.unsplit(module.output_size),)
     if isinstance(module, RowParallelLinear):
         inputs = _divided(module.input_size, rank, ranks)
     elif isinstance(module, QKVParallelLinear) and len(module.output_sizes) == 3:

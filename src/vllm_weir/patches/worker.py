@@ -96,10 +96,11 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
     _patch_execute_model(runner, runtime)
     _patch_dummy_run(runner, runtime)
     _patch_shutdown(worker, runtime)
-    _patch_warm_up(worker, warmup)
+    _patch_warm_up(worker, warmup, settings)
     patch_inputs(runtime)
     worker.weir_report = functools.partial(_report, status, runtime)
     worker.weir_usage = runtime.usage
+    worker.weir_load_sae, worker.weir_unload_sae = runtime.saes.load, runtime.saes.unload
 
 
 def _model_info(runner: Any, config: Any, v2: bool) -> ModelInfo:
@@ -167,14 +168,23 @@ def _patch_dummy_run(runner: Any, runtime: WorkerRuntime) -> None:
     runner._dummy_run = wrapper
 
 
-def _patch_warm_up(worker: Any, warmup: TapWarmup) -> None:
+def _patch_warm_up(worker: Any, warmup: TapWarmup, settings: Settings) -> None:
     """Pause garbage collection during tracing, and wait for the taps' kernels before capture.
+
+    Room for autoencoders is taken from the memory that the KV cache may have.
 
     On a GPU, the profiling run traces and compiles the model.
     """
-    profile, warm_up = worker.determine_available_memory, worker.compile_or_warm_up_model
+    measure, warm_up = worker.determine_available_memory, worker.compile_or_warm_up_model
+    on_gpu = worker.model_runner.device.type == "cuda"
+    chosen = worker.vllm_config.cache_config.kv_cache_memory_bytes  # then the user has left room for other things
+    room = settings.sae_bytes or 0 if on_gpu and not chosen else 0
 
-    @functools.wraps(profile)
+    @functools.wraps(measure)
+    def profile(*args: Any, **kwargs: Any) -> Any:
+        return measure(*args, **kwargs) - room
+
+    @functools.wraps(measure)
     def frozen(*args: Any, **kwargs: Any) -> Any:
         # Tracing makes millions of objects, with which the collector would visit all older ones
         # again and again. Unfrozen afterwards, or nothing of an engine that fails to start would

@@ -9,6 +9,7 @@ same h:
     CLAMP      c = a * (min(max(w . h, lo), hi) - w . h)
     BLEND      adds a * (u - h)
     KEEP_NORM  adds s * |h| / |s| - h, where s = h + (a + b * |h|) * u; adds nothing if s = 0
+    FEATURE    c = a * act + b, where act = p if p > hi, else 0, and p = w . h + lo
 
 An instruction with `start` and `stop` is about the columns from `start` to `stop` (not included)
 alone: h is that part of the row (a head, say), u and w have as many values, and nothing else of the
@@ -30,7 +31,7 @@ from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.vectors import digest_of
 
-CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM = range(6)
+CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE = range(7)
 INFINITE = float(np.float32(3.4e38))
 """The bound of a CLAMP that has none on that side."""
 
@@ -107,7 +108,7 @@ def reach(instruction: Instruction, rows: Mapping[str, np.ndarray]) -> float:
 
     For NORM it is in units of the row's own norm.
     """
-    if instruction.kind == AFFINE:
+    if instruction.kind in (AFFINE, FEATURE):
         factor = abs(instruction.b)
     elif instruction.kind == CLAMP:
         bounds = [abs(bound) for bound in (instruction.lo, instruction.hi) if abs(bound) < INFINITE]
@@ -161,7 +162,7 @@ class ResolvedIntervention:
 
     def to_wire(self) -> list[Any]:
         """Return the form that travels to the scheduler and the workers."""
-        instructions = [list(one if one.stop else one[:_WHOLE_ROW]) for one in self.instructions]
+        instructions = [one if one.stop else one[:_WHOLE_ROW] for one in self.instructions]
         return [self.hook, list(self.layers), self.positions.to_json(), self.per_position, instructions]
 
     @classmethod

@@ -17,7 +17,7 @@ from vllm_weir.schema.fields import parse_flag, set_fields, with_fields
 from vllm_weir.schema.hooks import HEAD_HOOKS, layers_of, refuse_read_only
 from vllm_weir.schema.instructions import LoweredIntervention
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.row_parts import WHOLE, RowPart
+from vllm_weir.schema.row_parts import RowPart
 from vllm_weir.schema.row_placement import on_heads, on_neurons
 from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.vector_axes import EACH, ONE, TOGETHER, VectorAxes
@@ -279,7 +279,7 @@ class Intervention:
             WeirError: if a vector does not fit the row or the positions, or the row has no such
                 head or neuron.
         """
-        if self.part != WHOLE:
+        if self.heads is not None or self.neurons is not None:
             self.part.check(shape, self.hook, self.path)
         split, by_position = [], None
         for name in self.vectors:
@@ -304,9 +304,12 @@ class Intervention:
         if name == self.numbers:
             self._check_count(name, len(array) if array.ndim == 2 else 1, field)
             return [array] * len(self.heads or (0,))
-        axes = self._axes(name, field)
-        axes.count_rows(array)
-        arrays = axes.split(array, shape)
+        if len(shape) == 1 and self.neurons is None and array.shape[-1] == shape[0]:
+            arrays = [array]  # as nearly always
+        else:
+            axes = self._axes(name, field)
+            axes.count_rows(array)
+            arrays = axes.split(array, shape)
         if arrays[0].ndim == 2:
             self._check_count(name, len(arrays[0]), field)
         return arrays

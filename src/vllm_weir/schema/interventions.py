@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
-from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.instructions import (
     AFFINE,
     BLEND,
@@ -272,31 +271,6 @@ class LowRank(Intervention):
             if row.any()
         )
         return LoweredIntervention(instructions, collector.rows)
-
-
-KINDS: dict[str, type[Intervention]] = {kind.op: kind for kind in (Add, Ablate, Clamp, Replace, LowRank)}
-
-
-def parse_intervention(data: object, path: str) -> Intervention:
-    """Parse the wire form of an intervention, or return the intervention that is given.
-
-    Raises:
-        WeirError: naming the field; unknown keys are refused.
-    """
-    if isinstance(data, Intervention):
-        return data
-    if not isinstance(data, Mapping):
-        raise WeirError(f"an intervention is an object, got {type(data).__name__}", path)
-    kind = KINDS.get(data["op"]) if isinstance(data.get("op"), str) else None
-    if kind is None:
-        raise WeirError(f"unknown op {brief(data.get('op'))!r}; choose from {', '.join(KINDS)}", f"{path}.op")
-    known = sorted({*kind.own_fields(), "layers", "hook", "positions"})
-    values = {key: value for key, value in data.items() if key != "op"}
-    refuse_unknown_keys(values, known, path, f"{kind.op} knows {', '.join(known)}")
-    for name in kind.vectors:
-        if name not in data:
-            raise WeirError("missing", f"{path}.{name}")
-    return kind(**values, path=path)  # type: ignore[call-arg]
 
 
 def _clipped(value: float, limit: float) -> float:

@@ -16,8 +16,7 @@ from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.features import Features, Lens
 from vllm_weir.schema.fields import refuse_unknown_keys
 from vllm_weir.schema.hooks import Site, place_of
-from vllm_weir.schema.intervention_base import Intervention
-from vllm_weir.schema.interventions import parse_intervention
+from vllm_weir.schema.intervention_kinds import AnyIntervention, parse_intervention
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import WIRE_KEY
 from vllm_weir.schema.positions import Positions
@@ -108,7 +107,7 @@ class RequestSpec:
     """
 
     capture: tuple[Capture, ...] = ()
-    interventions: tuple[Intervention, ...] = ()
+    interventions: tuple[AnyIntervention, ...] = ()
     modules: tuple[Module, ...] = ()
     features: tuple[Features, ...] = ()
     lens: Lens | None = None
@@ -172,9 +171,9 @@ def parse_captures(captures: object, path: str) -> tuple[Capture, ...]:
     return tuple(Capture.from_json(c, f"{path}[{i}]") for i, c in enumerate(captures))
 
 
-def parse_interventions(interventions: object, path: str) -> tuple[Intervention, ...]:
+def parse_interventions(interventions: object, path: str) -> tuple[AnyIntervention, ...]:
     """Parse one Intervention, its wire form, or a list of either."""
-    if isinstance(interventions, (Intervention, Mapping)):
+    if isinstance(interventions, (AnyIntervention, Mapping)):
         interventions = [interventions]
     if interventions is None:
         interventions = ()

@@ -20,13 +20,14 @@ from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.taps import STAGES, is_boundary, num_columns, num_taps, tap_of
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.discovery.site_map import SiteMap, chosen
+from vllm_weir.worker.discovery.site_map import UNTAPPED, SiteMap, chosen
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_layout import RowLayout
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.step_plan import StepPlan
+from vllm_weir.worker.saes import WorkerSAEs
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys
 from vllm_weir.worker.steering.vector_fetch import VectorFetcher
@@ -41,6 +42,7 @@ from vllm_weir.worker.transfer.directions import Directions
 from vllm_weir.worker.transfer.notifier import Notifier, StepNotice
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
 from vllm_weir.worker.transfer.postprocess import Postprocessor
+from vllm_weir.worker.transfer.read_outs import ReadOuts
 from vllm_weir.worker.transfer.ring import Ring
 
 if TYPE_CHECKING:
@@ -90,12 +92,13 @@ class WorkerRuntime:
 
     Attributes:
         taps: numbers of this worker's taps.
+        saes: the sparse autoencoders on the device.
         all_live: whether at least as many live requests capture or are steered as the coming step
             has; alike on all ranks.
     """
 
     def __init__(self, model: torch.nn.Module, model_info: ModelInfo, settings: Settings, sites: SiteMap) -> None:
-        self.model_info, self.sites = model_info, sites
+        self.model_info, self.sites, self._settings = model_info, sites, settings
         anchors = chosen(sites, settings)
         self.taps = tuple(anchors)
         d_model, device = model_info.d_model, model_info.device
@@ -139,11 +142,13 @@ class WorkerRuntime:
             place(model, anchor, tap, self.switch)
         self._module_path = ModulePath(model, anchors.values())
 
+        self.saes = WorkerSAEs(device, settings.sae_bytes)
         self._active_taps = ActiveTaps()
         self.all_live = False
         self._vectors = VectorFetcher()
         self._codecs = Codecs(d_model, device, model_info.dtype)
         self._directions = Directions(self._vectors, device, self._codecs, d_model)
+        self._read_outs = ReadOuts(self._codecs, self.saes.hold, sites.shapes, d_model, device)
         self._postprocessor, self._reducer = Postprocessor(self.ring.buffer), TapReducer(self.ring.buffer)
         self._copy_out = (CudaCopyOut if is_cuda else CpuCopyOut)(self.ring, self.host)
         self._streamed_copy: StreamedCopy | None = None
@@ -198,6 +203,8 @@ class WorkerRuntime:
             self.planner.remove(request_id)
             self._directions.release(request_id)
             self._codecs.release(request_id)
+            self._read_outs.release(request_id)
+            self.saes.release(request_id)
         self.planner.resume(resumed)
         joining = [(EngineSpec.from_wire(request[1].spec), *request) for request in new]
         replaced = self._module_path.replaced() if joining else ""
@@ -250,13 +257,22 @@ class WorkerRuntime:
         endpoint, postprocess = engine_request.reader_endpoint, spec.captures.postprocess
         if spec.captures.site_requests and self.planner.columns:
             self.buffer_server.maps(endpoint)
-            codec = -1
+            codec, read_out_codec = -1, None
             if postprocess is not None and postprocess.directions:
                 codec = self._directions.hold(request_id, postprocess.directions, endpoint)
             elif postprocess is not None and postprocess.compression is not None:
                 codec = self._codecs.hold(request_id, postprocess.compression)
+            elif postprocess is not None and postprocess.read_outs:
+                read_out_codec = self._read_outs.hold(request_id, postprocess.read_outs)
             self.planner.add_capture(
-                request_id, endpoint, spec.captures, prompt_len, prompt_ids, engine_request.max_tokens, codec
+                request_id,
+                endpoint,
+                spec.captures,
+                prompt_len,
+                prompt_ids,
+                engine_request.max_tokens,
+                codec,
+                read_out_codec,
             )
         if spec.moves:
             fetch = functools.partial(self._vectors.fetch, endpoint)
@@ -430,6 +446,7 @@ class WorkerRuntime:
             "dtype": str(self.model_info.dtype).removeprefix("torch."),
             "ring_rows": self._max_step_rows,
             "shapes": [(*site, list(shape)) for site, shape in self.sites.shapes.items()],
+            "read_only": [(*site, why) for site, why in self.sites.read_only.items()],
             "shards": [(*site, *shard) for site, shard in self.sites.shards.items()],
             **self.sites.facts.report(),
         }
@@ -437,14 +454,17 @@ class WorkerRuntime:
     def _verdicts(self) -> list[tuple[str, int, str]]:
         """Return (hook point, layer, why it is refused or "") of this worker's sites."""
         taps = set(self.taps)
-        untapped = "it is not tapped by this engine; start it with 'hooks' / 'layers' settings that include it"
-        found = [(*site, "" if tap_of(site) in taps else untapped) for site in self.sites.anchors]
+        found = [
+            (*site, "" if tap_of(site) in taps else self.sites.why_left_out(site, self._settings) or UNTAPPED)
+            for site in self.sites.anchors
+        ]
         return found + [(*site, reason) for site, reason in self.sites.refused.items()]
 
     def usage(self) -> dict[str, int]:
         """Return how much is in use; `host_rows` counts also what readers still hold."""
         live = self.planner.capturing.keys() | self.planner.steered.keys()
-        return {"requests": len(live), "host_rows": self.arena.used, **self.table.usage()}
+        rows, sae_bytes = self.arena.used, self.saes.nbytes
+        return {"requests": len(live), "host_rows": rows, "sae_bytes": sae_bytes, **self.table.usage()}
 
 
 def _launch_listed(listed: torch.Tensor, *arguments: Any) -> None:

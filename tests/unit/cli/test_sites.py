@@ -15,9 +15,12 @@ from vllm_weir.cli.main import app
 from vllm_weir.schema.site_verdict import SiteVerdict
 from vllm_weir.worker.discovery.descriptions import description_of
 
-VERDICTS = [SiteVerdict("resid_post", layer, True, "") for layer in (0, 1, 2, 5)]
+VERDICTS = [SiteVerdict("resid_post", layer, True, "", (64,)) for layer in (0, 1, 2, 5)]
 VERDICTS += [SiteVerdict("resid_mid", layer, False, "attention and MLP run in parallel") for layer in range(6)]
-VERDICTS += [SiteVerdict("embed", 0, True, "")]
+VERDICTS += [SiteVerdict("embed", 0, True, "", (64,))]
+VERDICTS += [SiteVerdict("z", layer, True, "", (8, 128)) for layer in (0, 2, 3, 5)]
+VERDICTS += [SiteVerdict("z", layer, True, "", (4, 256)) for layer in (1, 4)]
+VERDICTS += [SiteVerdict("pattern", 0, True, "", (8, 0)), SiteVerdict("pattern", 1, False, "it has no softmax")]
 
 
 @pytest.mark.parametrize(
@@ -50,17 +53,28 @@ def test_the_table_has_a_line_for_each_point_and_reason(surveyed):
     result = CliRunner().invoke(app, ["sites", "some/model", "--dtype", "float32"], env={"COLUMNS": "160"})
     assert result.exit_code == 0
     assert surveyed == [("some/model", {"load_format": "auto", "dtype": "float32", "trust_remote_code": False})]
-    lines = {cells[1]: cells[2:5] for line in result.output.splitlines() if len(cells := line.split("│")) > 4}
-    lines = {hook.strip(): [c.strip() for c in cells] for hook, cells in lines.items()}
-    assert lines["resid_post"] == ["0-2, 5", "yes", ""]
-    assert lines["resid_mid"] == ["0-5", "no", "attention and MLP run in parallel"]
-    assert lines["embed"] == ["", "yes", ""]
+    lines = [
+        [c.strip() for c in cells[1:6]] for line in result.output.splitlines() if len(cells := line.split("│")) > 5
+    ]
+    assert lines == [
+        ["embed", "", "64", "yes", ""],
+        ["pattern", "0", "8 x keys", "read only", ""],
+        ["pattern", "1", "", "no", "it has no softmax"],
+        ["z", "1, 4", "4 x 256", "yes", ""],
+        ["z", "0, 2-3, 5", "8 x 128", "yes", ""],
+        ["resid_mid", "0-5", "", "no", "attention and MLP run in parallel"],
+        ["resid_post", "0-2, 5", "64", "yes", ""],
+    ]
 
 
 def test_the_list_for_programs(surveyed):
     result = CliRunner().invoke(app, ["sites", "some/model", "--json"])
     assert result.exit_code == 0
-    assert [SiteVerdict(**entry) for entry in json.loads(result.output)] == VERDICTS
+    assert json.loads(result.output)[4] == {
+        "hook": "resid_mid", "layer": 0, "supported": False, "reason": "attention and MLP run in parallel", "shape": []
+    }  # fmt: skip
+    listed = [entry | {"shape": tuple(entry["shape"])} for entry in json.loads(result.output)]
+    assert [SiteVerdict(**entry) for entry in listed] == VERDICTS
 
 
 @pytest.mark.parametrize("own", [{}, {"VLLM_LOGGING_LEVEL": "WARNING"}, {"VLLM_LOGGING_STREAM": "ext://sys.stdout"}])

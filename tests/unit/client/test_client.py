@@ -320,6 +320,13 @@ def test_scores_that_are_not_finite_are_nan() -> None:
     assert found["embed", 0].isnan().tolist() == [[True, False]]
 
 
+def test_scores_of_heads() -> None:
+    rows = [[[1.0, None], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]]]
+    found = scores_of({"sites": {"z.0": rows}, "positions": [0, 1], "token_ids": [1, 2]})["z", 0]
+    assert found.shape == (2, 2, 2) and found[0, 0].isnan().tolist() == [False, True]
+    assert found.nan_to_num(nan=-1.0).tolist() == [[[1.0, -1.0], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]]]
+
+
 def test_scores_of_sites_with_rows_of_their_own() -> None:
     sites = {"resid_post.3": [[1.0]], "embed.0": [[2.0], [3.0]]}
     at = {"resid_post.3": [4], "embed.0": [0, 1]}

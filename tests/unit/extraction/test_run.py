@@ -7,17 +7,22 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.support.extracting import FakeEngine, differences, run_fake, texts, write_jsonl
+from tests.support.extracting import D, FakeEngine, differences, run_fake, texts, write_jsonl
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction import cli
+from vllm_weir.extraction.engine import VllmEngine
 from vllm_weir.extraction.run import extract
+from vllm_weir.extraction.run_spec import RunSpec
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.schema.hooks import Site
 from vllm_weir.storage import LAYOUTS, Batch, load, open_writer
 
 VALUES = texts(50)
@@ -345,6 +350,9 @@ def test_command(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert cli._positions("[0, -1]") == [0, -1]
     for option, value, told in (
         ("--layers", "", "layers: expected 'all' or ints with commas, got ''"),
+        ("--heads", "1,x", "heads: expected ints with commas, got '1,x'"),
+        ("--neurons", "all", "neurons: expected ints with commas, got 'all'"),
+        ("--hook", "pattern", "hook: rows of pattern have a value for each key"),
         ("--positions", "[]", "positions: an empty list"),
         ("--positions", '{"special": 1}', "positions.special: true"),
     ):
@@ -369,3 +377,53 @@ def test_options_of_an_engine_are_the_same_as_they_were_written_down(source: Pat
     options = {"engine": {"cudagraph_capture_sizes": (1, 2), "lora_extra": {1: "a"}}}
     run_fake(source, str(tmp_path / "out"), limit=11, **options)
     assert run_fake(source, str(tmp_path / "out"), **options).held == 11
+
+
+class HeadEngine(FakeEngine):
+    """Rows of the heads that were asked for, [n, heads, 4]."""
+
+    def read(self, prompts: Any) -> list[Any]:
+        heads = self.wanted.capture.to_json()["heads"]
+        found = super().read(prompts)
+        for prompt in found:
+            for batch in prompt.rows:
+                batch.hook, batch.rows = "z", batch.rows.view(-1, D // 4, 4)[:, heads]
+        return found
+
+
+def test_some_heads(source: Path, tmp_path: Path) -> None:
+    """The rows are [n, heads, d_head], which heads they are is kept, and other heads are another run."""
+    job = [str(source), "-m", "fake", "-o", str(tmp_path / "out"), "--hook", "z", "--layers", "0,1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_weir.extraction.run.VllmEngine", HeadEngine)
+        patch.setitem(extract.__kwdefaults__, "start_engine", HeadEngine)
+        result = CliRunner().invoke(app, ["extract", *job, "--heads", "3,0", "-q"])
+        assert result.exit_code == 0, result.output
+        other = CliRunner().invoke(app, ["extract", *job, "--heads", "1", "-q"])
+        assert other.exit_code == 1 and "heads: " in other.output and "was begun with" in other.output
+    dataset = load(tmp_path / "out")
+    assert [tuple(site) for site in dataset.sites] == [("z", 0), ("z", 1)] and len(dataset) == 50
+    run_fake(source, str(tmp_path / "whole"), layers=[0, 1])
+    whole = load(tmp_path / "whole")
+    for request in dataset.requests:
+        expected = whole[request]["resid_post", 1].view(-1, D // 4, 4)[:, [3, 0]]
+        assert torch.equal(dataset[request]["z", 1], expected)
+    (note,) = dataset.metadata(dataset.requests[0])["capture"]
+    assert note == {"hook": "z", "layers": [0, 1], "heads": [3, 0]}
+
+
+@pytest.mark.parametrize(("hook", "dtype", "expected"), [
+    ("resid_post", "bfloat16", 2 * 16 * 2), ("z", "bfloat16", (4 * 8 + 2 * 8) * 2), ("z", "float32", 48 * 4),
+    ("expert_ids", "float32", 2 * 2 * 8),
+])  # fmt: skip
+def test_bytes_of_a_tokens_rows(hook: str, dtype: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the shapes of the points, which differ from layer to layer."""
+    shapes = {Site("z", 0): (4, 8), Site("z", 1): (2, 8)} | {Site("expert_ids", k): (2,) for k in (0, 1)}
+    sites = dict.fromkeys([*shapes, Site("resid_post", 0), Site("resid_post", 1)], "")
+    facts = EngineCapabilities(sites, 2, 16, "bfloat16", 100, shapes)
+    llm = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64), get_tokenizer=lambda: None)
+    monkeypatch.setattr("vllm.LLM", lambda **_: llm)
+    monkeypatch.setattr(
+        "vllm_weir.frontend.lookup.frontend_of", lambda _: SimpleNamespace(require_capabilities=lambda: facts)
+    )
+    assert VllmEngine(RunSpec("m", hook, dtype=dtype)).row_bytes == expected

@@ -100,8 +100,8 @@ SAE_LENS = {
     "hook_embed": 8,
     "not in the registry": 26,
 }
-"""Hook names of the pretrained SAEs and transcoders in SAELens 6.54's registry -> how many have each. The last ones take
-theirs from a file that is published with the weights."""
+"""Hook names of the pretrained SAEs and transcoders in SAELens 6.54's registry -> how many have each. The last ones
+take theirs from a file that is published with the weights."""
 
 
 def is_a_site(name: str) -> bool:

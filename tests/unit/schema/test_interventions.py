@@ -20,7 +20,7 @@ from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.vector_registry import VectorRegistry
 from vllm_weir.schema.compat.vllm_lens import lens_capture, lens_interventions
-from vllm_weir.schema.interventions import KINDS, parse_intervention
+from vllm_weir.schema.intervention_kinds import KINDS, parse_intervention
 from vllm_weir.schema.vectors import Vector, digest_of
 
 D = 8

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 import vllm_weir as weir
 from tests.support.parts import apply_to_rows
-from vllm_weir.schema.hooks import HEAD_HOOKS, HOOKS, NEURON_HOOKS, READ_ONLY_HOOKS
+from vllm_weir.core.cache_keys import CacheKeys
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.engine_wire import _count_programs
+from vllm_weir.schema.hooks import HEAD_HOOKS, HOOKS, NEURON_HOOKS, READ_ONLY_HOOKS, Site
 from vllm_weir.schema.instructions import (
     AFFINE,
     BLEND,
@@ -23,9 +27,15 @@ from vllm_weir.schema.instructions import (
     Instruction,
     LoweredIntervention,
     ResolvedIntervention,
+    couples,
+    reach,
 )
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.row_notes import describe_rows, in_words
+from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.taps import STAGES, num_taps
+from vllm_weir.worker.planning.planner import Planner
+from vllm_weir.worker.steering.programs import ProgramTable
 
 HEADS, D_HEAD, D_MLP, D = 4, 3, 10, 6
 SHAPES = {"z": (HEADS, D_HEAD), "mlp_post": (D_MLP,), "resid_post": (D,)}
@@ -272,3 +282,245 @@ def test_instructions_do_what_the_formulas_say(asked, seed):
     else:
         others = [c for c in range(h.shape[1]) if c not in (item.neurons or range(h.shape[1]))]
     assert np.array_equal(got[:, others], h.numpy().astype(np.float64)[:, others])
+
+
+def head(value: float) -> torch.Tensor:
+    return torch.full((D_HEAD,), value)
+
+
+def added(vector, n: int = 2, **where) -> np.ndarray:
+    """What is added to n rows of z, a number for each head (all values of a head are the same), [n, heads]."""
+    lowered = weir.Add(vector, 1, hook="z", **where).lower(SHAPES["z"], unknown)
+    out = apply(lowered, np.zeros((n, HEADS * D_HEAD))).reshape(n, HEADS, D_HEAD)
+    assert (out == out[..., :1]).all()
+    return out[..., 0].tolist()
+
+
+H2 = torch.stack([head(1), head(2)])
+"""[2, d_head]."""
+OPEN = ["all", "generated", "2:", "sampled", {"token_ids": [3]}]
+
+
+def test_one_vector_is_for_every_head_that_is_picked():
+    for vector in (head(1), head(1)[None], head(1)[None, None]):
+        assert added(vector, heads=[2, 0]) == [[1, 0, 1, 0]] * 2
+        assert added(vector, heads=1) == [[0, 1, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("positions", [*OPEN, [0, 1, 2], "0:3", 5, "last_prompt"])
+def test_a_vector_for_each_head_where_rows_for_positions_are_impossible(positions):
+    assert added(H2, heads=[2, 0], positions=positions) == [[2, 0, 1, 0]] * 2
+
+
+@pytest.mark.parametrize("positions", [*OPEN, [0, 1, 2], [3, 4], "0:2", "prompt", ":-1", 5])
+def test_an_axis_in_front_says_that_it_is_a_vector_for_each_head(positions):
+    assert added(H2[None], heads=[2, 0], positions=positions) == [[2, 0, 1, 0]] * 2
+
+
+@pytest.mark.parametrize("positions", [[3, 4], "0:2", "prompt", ":-1"])
+@pytest.mark.parametrize("kind", [weir.Add, weir.Replace])
+def test_rows_that_could_be_heads_are_refused(kind, positions):
+    """With a way to say either, before the request is sent."""
+    why = r"\[2, d_head\] for 2 heads .*each head.*each position; give \[1, 2, d_head\] or \[2, 1, d_head\]"
+    with pytest.raises(weir.WeirError, match=why) as e:
+        kind(H2, 1, hook="z", heads=[2, 0], positions=positions, path="x")
+    assert e.value.field == ("x.vector" if kind is weir.Add else "x.values")
+
+
+@pytest.mark.parametrize("kind", ["directions", "R"])
+def test_directions_that_could_be_heads_are_refused(kind):
+    def make(vectors):
+        if kind == "directions":
+            return weir.Ablate(vectors, 1, hook="z", heads=[2, 0])
+        return weir.LowRank(vectors, vectors, torch.zeros(len(vectors)), 1, hook="z", heads=[2, 0])
+
+    with pytest.raises(weir.WeirError, match=r"2 vectors that make one change; give \[1, 2, d_head\] or") as e:
+        make(H2)
+    assert e.value.field == f"intervention.{kind}"
+    for vectors, rank in ((H2[None], 1), (torch.eye(D_HEAD)[:2, None], 2), (torch.eye(D_HEAD), 3)):
+        assert len(make(vectors).lower(SHAPES["z"], unknown).instructions) == rank * 2
+
+
+def test_one_direction_to_clamp_for_each_head():
+    item = weir.Clamp(torch.eye(D_HEAD)[:2], 1, value=5.0, hook="z", heads=[2, 0], positions=[0, 1])
+    got = apply(item.lower(SHAPES["z"], unknown), np.zeros((1, HEADS * D_HEAD))).reshape(HEADS, D_HEAD)
+    assert got.tolist() == [[0, 5, 0], [0, 0, 0], [5, 0, 0], [0, 0, 0]]
+
+
+def test_rows_for_positions():
+    rows = torch.stack([head(1), head(0), head(3)])
+    where = {"heads": [2, 0], "positions": [0, 1, 2]}
+    for vector in (rows, rows[:, None]):
+        assert added(vector, 3, **where) == [[1, 0, 1, 0], [0] * 4, [3, 0, 3, 0]]
+    each = torch.stack(
+        [torch.stack([head(1), head(2)]), torch.stack([head(0), head(4)]), torch.stack([head(0), head(0)])]
+    )
+    lowered = weir.Add(each, 1, hook="z", **where).lower(SHAPES["z"], unknown)
+    assert lowered.per_position == 2 and len(lowered.instructions) == 6
+    assert added(each, 3, **where) == [[2, 0, 1, 0], [4, 0, 0, 0], [0] * 4]
+    # A head that nothing is added to at any position.
+    each[:, 0] = 0
+    assert added(each, 3, **where) == [[2, 0, 0, 0], [4, 0, 0, 0], [0] * 4]
+    assert weir.Add(0 * each, 1, hook="z", **where).lower(SHAPES["z"], unknown).instructions == ()
+
+
+def test_rows_of_neurons_for_positions():
+    item = weir.Replace(torch.tensor([[1.0, 2, 3], [4, 5, 6]]), 1, hook="mlp_post", neurons=[5, 1, 6], positions=[0, 1])
+    lowered = item.lower((D_MLP,), unknown)
+    assert lowered.per_position == 2  # runs: 1, and 5 to 6
+    assert [(t.kind, t.start, t.stop) for t in lowered.instructions[:2]] == [(BLEND, 1, 2), (BLEND, 5, 7)]
+    got = apply(lowered, np.full((2, D_MLP), 9.0), "mlp_post")
+    assert got.tolist() == [[9, 2, 9, 9, 9, 1, 3, 9, 9, 9], [9, 5, 9, 9, 9, 4, 6, 9, 9, 9]]
+
+
+def test_positions_that_do_not_fit_rows_are_refused():
+    with pytest.raises(weir.WeirError, match="3 rows, but 'all' is open-ended") as e:
+        weir.Add(torch.ones(3, 2, D_HEAD), 1, hook="z", heads=[2, 0])
+    assert e.value.field == "intervention.positions"
+    # Without heads, [3, n] may be one vector of the row's shape, which is known with the model.
+    item = weir.Add(torch.ones(3, HEADS * D_HEAD), 1, hook="z")
+    with pytest.raises(weir.WeirError, match="3 rows, but 'all' is open-ended"):
+        item.lower(SHAPES["z"], unknown)
+    with pytest.raises(weir.WeirError, match="expected one vector, got 2 rows"):
+        weir.Clamp(torch.ones(2, 2, D_HEAD), 1, value=0.0, hook="z", heads=[2, 0])
+
+
+def test_a_whole_row_with_heads():
+    row = torch.stack([head(k) for k in range(1, HEADS + 1)])
+    for vector in (row, row.flatten(), row[None], row.flatten()[None]):
+        assert added(vector) == [[1, 2, 3, 4]] * 2
+        lowered = weir.Add(vector, 1, hook="z").lower(SHAPES["z"], unknown)
+        assert [(t.start, t.stop) for t in lowered.instructions] == [(0, 0)]
+    for rows in (torch.stack([row, 2 * row]), torch.stack([row, 2 * row]).flatten(1)):
+        assert added(rows, positions=[0, 1]) == [[1, 2, 3, 4], [2, 4, 6, 8]]
+    # A row of one head.
+    one = weir.Add(torch.stack([head(1), head(2)]), 1, hook="z", positions=[0, 1]).lower((1, D_HEAD), unknown)
+    assert one.per_position == 1 and len(one.instructions) == 2
+
+
+@pytest.mark.parametrize(
+    ("vector", "where", "shape", "why"),
+    [
+        (torch.ones(D_HEAD), {}, (HEADS, D_HEAD), r"shape \[3\] .* \[4, 3\] or \[12\]; say which heads="),
+        (torch.ones(5), {}, (HEADS, D_HEAD), r"shape \[5\] does not match a row of z, \[4, 3\] or \[12\]$"),
+        (torch.ones(2, 3, 3), {"positions": [0, 1]}, (HEADS, D_HEAD), r"shape \[2, 3, 3\] does not match"),
+        (torch.ones(12), {"heads": [1]}, (HEADS, D_HEAD), "width 12 does not match the 3 values of a head of z"),
+        (torch.ones(1, 3, 3), {"heads": [1, 2]}, (HEADS, D_HEAD), r"vectors for 3 heads, and 2 are picked"),
+        (torch.ones(2), {"neurons": [1, 2, 3]}, (D_MLP,), "2 values for 3 neurons"),
+        (torch.ones(2), {"hook": "mlp_post"}, (D_MLP,), "width 2 does not match the 10 values of a row of mlp_post"),
+        (torch.ones(2), {"hook": "resid_mid"}, (D,), "width 2 does not match the model's 6"),
+        (torch.ones(1, 1, 1, 3), {"heads": [1]}, (HEADS, D_HEAD), "dimensions, got shape"),
+    ],
+)
+def test_vectors_that_do_not_fit_the_row(vector, where, shape, why):
+    where = {"hook": "mlp_post" if "neurons" in where else "z"} | where
+    with pytest.raises(weir.WeirError, match=why) as e:
+        weir.Add(vector, 1, path="x", **where).lower(shape, unknown)
+    assert e.value.field == "x.vector"
+
+
+def test_parts_that_the_row_does_not_have():
+    for where, shape in (({"hook": "z", "heads": [1, 4]}, (4, 3)), ({"hook": "mlp_post", "neurons": [3, 10]}, (10,))):
+        item = weir.Add(torch.ones(3 if "heads" in where else 2), 1, path="x", **where)
+        with pytest.raises(weir.WeirError, match=r"does not exist: .* has (heads 0..3|neurons 0..9)") as e:
+            item.lower(shape, unknown)
+        assert e.value.field in ("x.heads", "x.neurons")
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_vector_of_a_head_for_each_layer(named):
+    stack = torch.stack([torch.stack([head(1), head(2)]), torch.stack([head(3), head(4)])])  # [layers, heads, d_head]
+
+    def find(ref: str, field: str) -> np.ndarray:
+        return stack[:, None].numpy()
+
+    # Between the layers and the heads there is an axis of rows.
+    vector = "name" if named else stack[:, None]
+    item = weir.Add(vector, [5, 3], hook="z", heads=[0, 1], per_layer=True)
+    at = {one.layers[0]: one.lower(SHAPES["z"], find).rows for one in item.by_layer(8, find)}
+    assert {layer: sorted(float(v[0]) for v in rows.values()) for layer, rows in at.items()} == {5: [1, 2], 3: [3, 4]}
+    by_layer = weir.Add({5: stack[0][None], 3: stack[1][None]}, hook="z", heads=[0, 1])
+    one_by_one = [
+        [(one.layers, one.lower(SHAPES["z"], find).instructions) for one in each.by_layer(8, find)]
+        for each in (item, by_layer)
+    ]
+    assert one_by_one[0] == one_by_one[1]
+
+
+def test_equal_vectors_of_heads_are_one_row_of_the_table():
+    lowered = weir.Add(head(1), 1, hook="z", heads=range(HEADS)).lower(SHAPES["z"], unknown)
+    assert len(lowered.rows) == 1 and len(lowered.instructions) == HEADS
+    assert [(t.start, t.stop) for t in lowered.instructions] == [(3 * k, 3 * k + 3) for k in range(HEADS)]
+    assert max(reach(t, lowered.rows) for t in lowered.instructions) == 1.0
+
+
+def test_the_digest_tells_apart_what_positions_undergo():
+    """Two instructions for each of two positions, or one for each of four, are not the same."""
+    terms = tuple(Instruction(CONST, str(k)) for k in range(4))
+    positions = weir.Add(torch.ones(1)).positions
+    moves = [ResolvedIntervention("z", (1,), positions, n, terms) for n in (1, 2)]
+    assert moves[0].digest != moves[1].digest
+    assert [moves[1].of_position(k) for k in range(3)] == [terms[:2], terms[2:], ()]
+
+
+def test_instructions_for_whole_rows_do_not_grow_on_the_wire():
+    add = weir.Add(torch.ones(D), 1).lower((D,), unknown)
+    (term,) = ResolvedIntervention("resid_post", (1,), weir.Add(head(1)).positions, 0, add.instructions).to_wire()[-1]
+    assert len(term) == 7
+
+
+def test_which_instructions_need_the_whole_row():
+    kinds = {kind: couples(Instruction(kind, "u")) for kind in (CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM)}
+    assert kinds == {CONST: False, NORM: True, AFFINE: True, CLAMP: True, BLEND: False, KEEP_NORM: True}
+
+
+# Requests.
+
+FACTS = EngineCapabilities(
+    {Site(hook, layer): "" for hook in ("resid_post", "z") for layer in range(3)},
+    3,
+    D,
+    "float32",
+    1000,
+    {Site("z", 0): (HEADS, D_HEAD), Site("z", 1): (HEADS, D_HEAD), Site("z", 2): (2, 6)},
+)
+
+
+def admitted(*items):
+    return admit({"weir": RequestSpec((), items).to_json()}, FACTS)
+
+
+def test_layers_with_rows_of_different_shapes():
+    found = admitted(weir.Add(torch.ones(HEADS * D_HEAD), "all", hook="z"))
+    assert [(m.layers, len(m.instructions)) for m in found.moves] == [((0, 1, 2), 1)]
+    with pytest.raises(weir.WeirError, match="width 3 does not match the 6 values of a head of z"):
+        admitted(weir.Add(head(1), "all", hook="z", heads=1))
+    with pytest.raises(weir.WeirError, match=r"head 2 does not exist: z has heads 0\.\.1") as e:
+        admitted(weir.Replace(torch.zeros(1, 1, 6), 2, hook="z", heads=[0, 2]))
+    assert e.value.field == "interventions[0].heads"
+
+
+def test_positions_with_several_instructions_each():
+    """Their programs, what admission reckons them to take, and the keys of their blocks in the prefix cache."""
+    rows = torch.stack([torch.stack([head(1), head(2)]), torch.stack([head(0), head(4)]), torch.zeros(2, D_HEAD)])
+    asked = weir.Add(rows, [0, 1], hook="z", heads=[2, 0], positions=[1, 2, 3])
+    found = admitted(asked)
+    (move,) = found.effective
+    assert move.per_position == 2 and [len(move.of_position(k)) for k in range(4)] == [2, 1, 0, 0]
+    table = ProgramTable(TableSizes(16, 16, 64), num_taps(3), range(num_taps(3)), D)
+    planner = Planner(frozenset(range(num_taps(3) * STAGES)), num_taps(3) * STAGES, 8, table)
+    vectors = {digest: np.resize(row, D) for digest, row in found.rows.items()}
+    planner.add_steering("r", "rows#vectors#token", [move], 5, None, lambda ds: {d: vectors[d] for d in ds})
+    programs = planner.plan(["r"], [5], [0]).programs
+    assert (programs >= 0).tolist() == [False, True, True, False, False]
+    assert table.usage() == {"vectors": 3, "programs": 2, "nodes": 3}  # the two layers share them
+    most = _count_programs([move], None, 5, 4)
+    assert most[0] >= 2 and most[1] >= 3 * len(move.layers)
+    keys = CacheKeys([move], 5)
+    same = CacheKeys(admitted(weir.Add(rows, [0, 1], hook="z", heads=[2, 0], positions=[1, 2, 3])).effective, 5)
+    other = CacheKeys(admitted(weir.Add(rows, [0, 1], hook="z", heads=[2, 1], positions=[1, 2, 3])).effective, 5)
+    blocks = [keys.of_block(start, [7] * 2) for start in (0, 2, 4)]
+    assert blocks == [same.of_block(start, [7] * 2) for start in (0, 2, 4)]
+    assert blocks[0] != other.of_block(0, [7] * 2) and blocks[2] is None
+    # At position 3 nothing is added.
+    assert keys.of_block(3, [7] * 2) is None

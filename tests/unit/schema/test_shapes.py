@@ -23,7 +23,7 @@ from vllm_weir.results.activations import Activations
 from vllm_weir.schema.compat.vllm_lens import lens_interventions
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import KEEP_NORM
-from vllm_weir.schema.interventions import parse_intervention
+from vllm_weir.schema.intervention_kinds import parse_intervention
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.taps import tap_of
 

@@ -16,6 +16,8 @@ import zstandard
 
 from tests.support import machine
 from tests.support.measure import becomes
+from tests.unit.stored import shaped_rows
+from vllm_weir.client.results import activations_of
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.pacing import Pacing
 from vllm_weir.results.activations import Activations
@@ -341,6 +343,33 @@ def test_scores_that_are_not_finite_are_null():
     found = scores(Activations({site: rows}, {site: torch.arange(2)}, {site: torch.arange(2)}))
     assert found["sites"] == {"resid_post.0": [[1.5, None], [None, -2.0]]}
     json.dumps(found, allow_nan=False)
+    heads = torch.stack([rows, rows.flip(1)], dim=1)
+    found = scores(Activations({site: heads}, {site: torch.arange(2)}, {site: torch.arange(2)}))
+    assert found["sites"] == {"resid_post.0": [[[1.5, None], [None, 1.5]], [[None, -2.0], [-2.0, None]]]}
+
+
+@pytest.mark.parametrize("inline", [0, 1 << 20])
+def test_rows_of_every_shape_arrive(server, inline):
+    """Inline or by reference, as a client reads them."""
+    rows = {Site(*site): r for site, r in shaped_rows(3).items()}
+    rows[Site("attn_scores", 1)] = torch.zeros(3, 6, 3).masked_fill(
+        torch.ones(3, 3).triu(1).bool()[:, None], -torch.inf
+    )
+    at = dict.fromkeys(rows, torch.arange(3))
+    view = View()
+    view.activations = lambda: Activations(rows, at, at)
+    out = asyncio.run(reply(server, view, inline).weir_objects())[0]["activations"]
+    assert out["sites"] == [f"{hook}.{layer}" for hook, layer in rows]
+    if inline:
+        data = base64.b64decode(out["b64"])
+        assert len(data) == out["bytes"]
+    else:
+        assert out["bytes"] == sum(r.nbytes for r in rows.values())
+        with server.spool.open(out["id"]) as file:
+            data = file.read()
+    got = activations_of(data)
+    assert got.sites == list(rows)
+    assert all(torch.equal(got[site], r) and got[site].dtype == r.dtype for site, r in rows.items())
 
 
 def test_without_routes_rows_go_inline_up_to_the_bound(server):

@@ -23,15 +23,18 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.postprocesses import postprocesses_of
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Asked, Vocabulary, asked_of, resolve_tokens
 from vllm_weir.frontend.admission.read_outs import FindSAE, no_autoencoders, on_device, read_outs_of
+from vllm_weir.frontend.admission.sae_registry import no_autoencoder
 from vllm_weir.frontend.derived.sources import DerivedPoints
 from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compat.three_tier import scaled
 from vllm_weir.schema.compat.vllm_lens import in_lens_words, lens_capture, lens_interventions, refuse_lens
 from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import Instruction, LoweredIntervention, ResolvedIntervention, couples, reach
 from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
 from vllm_weir.schema.row_shapes import RowShape, Shard
@@ -156,12 +159,13 @@ def admit(
     capabilities: EngineCapabilities,
     has_token_ids: bool = True,
     lookup: Callable[[str, str], np.ndarray] = unknown_reference,
-    always: Sequence[Intervention] = (),
+    always: Sequence[AnyIntervention] = (),
     everyone: Sequence[Capture] = (),
     sinks: Collection[str] = (),
     module: Callable[[str, str], Sequence[Intervention]] = unknown_module,
     vocabulary: Vocabulary = UNKNOWN,
     has_embeddings: bool = False,
+    feature: Callable[[SetFeature], Intervention] = no_autoencoder,
     find_sae: FindSAE = no_autoencoders,
 ) -> AdmittedRequest:
     """Check and resolve a request's keys.
@@ -178,6 +182,7 @@ def admit(
         sinks: names of the engine's sinks.
         module: (name, field) -> the interventions registered under a name, or raises WeirError.
         vocabulary: the engine's.
+        feature: returns what a `SetFeature` does, or raises WeirError.
         find_sae: (name, field) -> an autoencoder that the workers hold, or raises WeirError.
 
     Raises:
@@ -195,6 +200,7 @@ def admit(
             module,
             vocabulary,
             has_embeddings,
+            feature,
             find_sae,
         )
     except WeirError as e:
@@ -206,12 +212,13 @@ def _admit(
     capabilities: EngineCapabilities,
     has_token_ids: bool,
     lookup: Callable[[str, str], np.ndarray],
-    always: Sequence[Intervention],
+    always: Sequence[AnyIntervention],
     everyone: Sequence[Capture],
     sinks: Collection[str],
     module: Callable[[str, str], Sequence[Intervention]],
     vocabulary: Vocabulary,
     has_embeddings: bool,
+    feature: Callable[[SetFeature], Intervention],
     find_sae: FindSAE,
 ) -> AdmittedRequest:
     check = functools.partial(_check_site, capabilities, has_embeddings)
@@ -229,7 +236,8 @@ def _admit(
     if extra_args.get(LENS_STEER_KEY) is not None:
         own += lens_interventions(extra_args[LENS_STEER_KEY])
     asked = asked_of((*captures, *own))
-    interventions = tuple(resolve_tokens(one, vocabulary) for one in (*always, *from_modules, *own))
+    settled = (feature(one) if isinstance(one, SetFeature) else one for one in (*always, *from_modules, *own))
+    interventions = tuple(resolve_tokens(one, vocabulary) for one in settled)
     lowered = _lower(interventions, capabilities, lookup, has_token_ids, check)
     rows = lowered.rows
     captures = tuple(resolve_tokens(one, vocabulary) for one in (*captures, *everyone))
@@ -325,7 +333,10 @@ def _lower(
             )
         layers_field = intervention.layers_field
         for layer in intervention.resolve_layers(capabilities.num_layers):
-            check(Site(intervention.hook, layer), intervention.path, layers_field)
+            site = Site(intervention.hook, layer)
+            check(site, intervention.path, layers_field)
+            if why := capabilities.read_only.get(site):
+                raise WeirError(f"{site} can be read and not changed: {why}", f"{intervention.path}.hook")
         moves = _moves(intervention, capabilities, lookup, out)
         out.moves += moves or [None]
         out.parted.append(len(moves) or 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import marshal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, NamedTuple
 
 from vllm_weir.schema.keys import LENS_KEYS, carries_keys
@@ -38,14 +38,14 @@ class AdmissionKey(NamedTuple):
 
 
 def admission_key(
-    extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0, has_embeddings: bool = False
+    extra_args: Mapping[str, Any], has_token_ids: bool, names: Hashable = 0, has_embeddings: bool = False
 ) -> AdmissionKey | None:
     """Return the key of what a request asks for; None if it cannot be compared.
 
     Args:
         extra_args: the request's.
         has_token_ids: whether the prompt is given as token ids.
-        names: `VectorRegistry.version`; until it changes, every name keeps its meaning.
+        names: versions of the registries; until one changes, every name keeps its meaning.
         has_embeddings: as for `admit`.
     """
     weir_object = extra_args.get(WIRE_KEY)

@@ -31,6 +31,7 @@ class EngineCapabilities:
         shards: site -> the parts of its row that tensor-parallel workers hold, ascending; only of
             sites whose rows are spread over several.
         facts: of the model's attention and MoE layers, for sites that are derived.
+        read_only: site -> why it cannot be changed in this model.
         no_lens: why no lens is served; "" if it is.
     """
 
@@ -42,10 +43,15 @@ class EngineCapabilities:
     shapes: Mapping[Site, RowShape] = field(default_factory=dict)
     shards: Mapping[Site, tuple[Shard, ...]] = field(default_factory=dict)
     facts: ModelFacts = field(default_factory=ModelFacts)
+    read_only: Mapping[Site, str] = field(default_factory=dict)
     no_lens: str = "no lens is served: the workers have not said that the model has an unembedding"
 
     def shape(self, site: Site) -> RowShape:
-        """Return the shape of a row of a site."""
+        """Return the shape of a row of a site; -1 stands for as many values as there are keys."""
+        if site.hook in ("pattern", "attn_scores"):
+            return self.facts.attention[site.layer].heads, -1
+        if site.hook in ("expert_ids", "expert_weights"):
+            return (self.facts.routing[site.layer].top_k,)
         return self.shapes.get(site, (self.d_model,))
 
     @functools.cached_property
@@ -88,6 +94,7 @@ class EngineCapabilities:
             shapes={Site(hook, layer): tuple(shape) for r in reports for hook, layer, shape in r.get("shapes", ())},
             shards=_merge_shards(reports),
             facts=facts,
+            read_only={Site(hook, layer): why for r in reports for hook, layer, why in r.get("read_only", ())},
             no_lens=next((why for r in reports if (why := r.get("no_lens", cls.no_lens))), ""),
         )
 

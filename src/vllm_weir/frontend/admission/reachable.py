@@ -11,6 +11,7 @@ from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compat.vllm_lens import lens_field
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.positions import Positions
 
 Asked = tuple[tuple[Positions, str], ...]
@@ -96,7 +97,7 @@ def resolve_tokens(item: Item, vocabulary: Vocabulary) -> Item:
     return with_fields(item, positions=positions)
 
 
-def asked_of(items: Iterable[Capture | Intervention]) -> Asked:
+def asked_of(items: Iterable[Capture | AnyIntervention]) -> Asked:
     """Return the distinct selectors, with their fields, that may select nothing in a request."""
     found: dict[Positions, str] = {}
     for item in items:

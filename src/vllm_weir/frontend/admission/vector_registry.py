@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.sae_registry import SharedSAE
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.interventions import Add
 from vllm_weir.schema.vectors import KEPT, Vector
@@ -45,6 +46,7 @@ class RegistryContents:
         modules: lists of interventions by name.
         always: interventions of every request, in order.
         tiers: how many of `always`, from the first, were given by tier, hook point and block.
+        saes: sparse autoencoders by name.
     """
 
     generation: int = 0
@@ -52,6 +54,7 @@ class RegistryContents:
     modules: Mapping[str, tuple[Intervention, ...]] = field(default_factory=dict)
     always: tuple[Intervention, ...] = ()
     tiers: int = 0
+    saes: Mapping[str, SharedSAE] = field(default_factory=dict)
 
 
 class RegistryBackend(Protocol):

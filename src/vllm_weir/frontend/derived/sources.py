@@ -229,7 +229,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 def _heads(capture: Capture, facts: AttentionFacts) -> tuple[int, ...] | None:
     """Return the heads that a capture picks; raise WeirError if one does not exist."""
-    heads = vars(capture).get("heads")
+    heads = capture.heads
     if heads is None:
         return None
     for head in heads:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
+from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.outputs.host_postprocess import apply_postprocess, reduce_rows
 from vllm_weir.frontend.outputs.read_outs import collect, from_records, from_rows
 from vllm_weir.frontend.outputs.ticket import Ticket
-from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.receive.joined_shards import join_shards, pick_values, sources_of
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence, TakenRows
 from vllm_weir.frontend.receive.tokens import SequenceTokens, TokenIds

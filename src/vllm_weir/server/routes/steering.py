@@ -16,6 +16,7 @@ from vllm_weir.frontend.admission.vector_registry import RegistryContents, Vecto
 from vllm_weir.schema.compat.three_tier import TIERS, from_fields
 from vllm_weir.schema.hooks import READ_ONLY_HOOKS
 from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.interventions import Add, Clamp
 from vllm_weir.schema.request import MAX_INTERVENTIONS, parse_interventions
 from vllm_weir.schema.vectors import Vector
@@ -120,7 +121,7 @@ def _main_only(target: str | None) -> None:
         raise WeirError("draft models are not steered: Weir refuses speculative decoding; omit target", "target")
 
 
-def _parse_fields(body: bodies.Fields) -> tuple[list[Intervention], tuple[Intervention, ...] | None]:
+def _parse_fields(body: bodies.Fields) -> tuple[list[Intervention], tuple[AnyIntervention, ...] | None]:
     """Return the interventions of the fork's fields, and Weir's own list or None.
 
     Raises:
@@ -140,13 +141,14 @@ def _parse_fields(body: bodies.Fields) -> tuple[list[Intervention], tuple[Interv
 def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
     tiers, own = _parse_fields(body)
     layers: set[int] = set()
+    hooks: set[str] = set()
 
     def edit(contents: RegistryContents) -> RegistryContents:
         from_tiers, from_list = _resolve_names(state, contents, tiers, own or ())
         capabilities = state.frontend.require_capabilities()
-        layers.update(
-            layer for one in (*from_tiers, *from_list) for layer in one.resolve_layers(capabilities.num_layers)
-        )
+        for one in (*from_tiers, *from_list):
+            hooks.add(one.hook)
+            layers.update(one.resolve_layers(capabilities.num_layers))
         before = () if body.replace else contents.always
         replaced = {_replacement_key(one) for one in from_tiers}
         kept = [one for one in before[: contents.tiers] if _replacement_key(one) not in replaced]
@@ -161,12 +163,11 @@ def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
         return after
 
     state.names.change(edit)
-    hooks = sorted({one.hook for one in (*tiers, *(own or ()))})
-    return bodies.SteeringSet(hook_points=hooks, layers_updated=sorted(layers))
+    return bodies.SteeringSet(hook_points=sorted(hooks), layers_updated=sorted(layers))
 
 
 def _resolve_names(
-    state: ServerState, contents: RegistryContents, *parts: Sequence[Intervention]
+    state: ServerState, contents: RegistryContents, *parts: Sequence[AnyIntervention]
 ) -> list[tuple[Intervention, ...]]:
     """Return interventions with vectors in place of names.
 

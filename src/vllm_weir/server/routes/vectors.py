@@ -230,16 +230,11 @@ def _check(directions: Directions, capabilities: EngineCapabilities) -> None:
     for layer, vector in directions.items():
         field = "vector" if layer is None else f"vector.{layer}"
         width = vector.array.shape[-1] if vector.array is not None else 0
-        if layer is not None and width != capabilities.d_model:
-            raise WeirError(
-                f"width {width} does not match the model's {capabilities.d_model}: directions of blocks are added to "
-                "the stream; store a vector for another hook point by itself",
-                field,
-            )
-        # Other hook points have rows of other widths, and parts of rows; admission knows which are meant.
-        widest = max(capabilities.d_model, *map(row_width, capabilities.shapes.values()), 0)
-        if width > widest:
-            raise WeirError(f"width {width} is more than any row of the model has; the widest has {widest}", field)
+        # Rows of other hook points, and parts of them, have other widths. Admission knows which is meant.
+        widest = 0 if layer is not None else max(map(row_width, capabilities.shapes.values()), default=0)
+        if width != capabilities.d_model and width > widest:
+            other = f", and no row has more than {widest} values" if widest > capabilities.d_model else ""
+            raise WeirError(f"width {width} does not match the model's {capabilities.d_model}{other}", field)
         if layer is not None and layer >= capabilities.num_layers:
             raise WeirError(
                 f"block {layer} does not exist: the model has blocks 0..{capabilities.num_layers - 1}", field

@@ -26,9 +26,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.sae_registry import SharedSAE
 from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
 from vllm_weir.schema.intervention_base import Intervention
-from vllm_weir.schema.interventions import parse_intervention
+from vllm_weir.schema.intervention_kinds import parse_stored
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.server.errors import StateNotSaved
 from vllm_weir.server.shared.directory import locked
@@ -175,6 +176,7 @@ def _to_json(contents: RegistryContents, arrays: dict[str, np.ndarray]) -> dict[
         "modules": {name: wire_forms(module) for name, module in contents.modules.items()},
         "always": wire_forms(contents.always),
         "tiers": contents.tiers,
+        "saes": {name: list(shared) for name, shared in contents.saes.items()},
     }
 
 
@@ -182,7 +184,7 @@ def _from_json(data: Mapping[str, Any], vector_of: Callable[[str], Vector]) -> R
     """Return the state that `_to_json` wrote; `vector_of` returns the vector with a digest."""
 
     def parse(wire_form: dict[str, Any], path: str) -> Intervention:
-        return parse_intervention(wire_form, path).with_vectors(lambda v, _at: vector_of(v.ref))
+        return parse_stored(wire_form, path).with_vectors(lambda v, _at: vector_of(v.ref))
 
     return RegistryContents(
         generation=data["generation"],
@@ -195,4 +197,5 @@ def _from_json(data: Mapping[str, Any], vector_of: Callable[[str], Vector]) -> R
         },
         always=tuple(parse(wire_form, f"steering[{k}]") for k, wire_form in enumerate(data["always"])),
         tiers=data["tiers"],
+        saes={name: SharedSAE(*shared) for name, shared in data["saes"].items()},
     )

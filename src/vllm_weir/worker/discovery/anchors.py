@@ -68,6 +68,8 @@ class Anchor:
             ``value = scale * (hidden + offset)``. It is read and never written.
         columns: (start, stop): the slice of the last dimension of `hidden` that is the point's row;
             None for all of it. Such an anchor has no other tensor, and a scale of 1.
+        per_head: whether `hidden` is [tokens, heads, d_head], so that its rows are its last two
+            dimensions. Such an anchor too has no other tensor.
     """
 
     module: str
@@ -78,6 +80,7 @@ class Anchor:
     added_term: AddedTerm | None = None
     offset: TensorKey | None = None
     columns: tuple[int, int] | None = None
+    per_head: bool = False
 
     def __str__(self) -> str:
         keys = " + ".join(str(key) for key in (self.hidden, self.residual, self.offset) if key is not None)
@@ -108,7 +111,10 @@ class Anchor:
             output: what the call returned; unused for an anchor before the call.
             added: the tensor of `added_term`, from the earlier call.
         """
-        hidden = _as_rows(pick(self.hidden, args, kwargs, output))
+        hidden = pick(self.hidden, args, kwargs, output)
+        if self.per_head:
+            return hidden.flatten(1), None
+        hidden = _as_rows(hidden)
         if self.offset is not None:
             return hidden, pick(self.offset, args, kwargs, output).expand_as(hidden)
         other = added if self.residual is None else pick(self.residual, args, kwargs, output)

@@ -28,12 +28,13 @@ FUSED = "the experts of this block run inside one fused kernel, which keeps thei
 NO_GATE = "its MLP has no gate, so mlp_pre is all that its activation is given"
 
 
-def find_mlp(view: BlockView, mlp_out: Anchor | None, of_attention: set[str]) -> PartFindings:
+def find_mlp(view: BlockView, mlp_out: Anchor | None, why_none: str, of_attention: set[str]) -> PartFindings:
     """Find the points of a block's MLP.
 
     Args:
         view: the block.
         mlp_out: where mlp_out is; None if that was refused.
+        why_none: why it was.
         of_attention: paths of the linear modules that belong to attention.
     """
     findings = PartFindings()
@@ -45,7 +46,7 @@ def find_mlp(view: BlockView, mlp_out: Anchor | None, of_attention: set[str]) ->
         _find_experts(view, findings, *experts[0], linears)
     else:
         findings.refuse(("router_logits",), NO_EXPERTS)
-        _find_neurons(view, findings, mlp_out, linears)
+        _find_neurons(view, findings, mlp_out, why_none, linears)
     return findings
 
 
@@ -93,13 +94,15 @@ def _place_router(
     outside = [x for x in linears if x.call.end < experts.start and x.value_out.shape[1] == count]
     for key, value in given:
         router = next((x for x in outside if torch.equal(x.value_out, value)), None)
-        if router is not None and view.is_row(router.call, router.returned):
-            findings.anchors["router_logits"] = Anchor(router.call.path, "after", router.returned)
+        anchor = None if router is None else view.anchor_of(router.call, router.returned, "after")
+        if router is not None and anchor is not None:
+            findings.anchors["router_logits"] = anchor
             findings.readers["router_logits"] = (Anchor(experts.path, "before", key),)
             findings.shapes["router_logits"] = (count,)
             return router
-    if len(inside) == 1 and view.is_row(inside[0].call, inside[0].returned):
-        findings.anchors["router_logits"] = Anchor(inside[0].call.path, "after", inside[0].returned)
+    anchor = view.anchor_of(inside[0].call, inside[0].returned, "after") if len(inside) == 1 else None
+    if anchor is not None:
+        findings.anchors["router_logits"] = anchor
         findings.shapes["router_logits"] = (count,)
         findings.router_inside = experts.path
         return inside[0]
@@ -107,21 +110,24 @@ def _place_router(
     return None
 
 
-def _find_neurons(view: BlockView, findings: PartFindings, mlp_out: Anchor | None, linears: list[Linear]) -> None:
+def _find_neurons(
+    view: BlockView, findings: PartFindings, mlp_out: Anchor | None, why_none: str, linears: list[Linear]
+) -> None:
     hooks = ("mlp_in", *NEURON_HOOKS)
     down = view.projection_to(mlp_out, linears)
     if mlp_out is None:
-        findings.refuse(hooks, "mlp_out of this block is refused, so no module is known to return it")
+        findings.refuse(hooks, f"mlp_out of this block is refused: {why_none}")
         return
     if down is None:
         findings.refuse(hooks, "no linear module returns what becomes mlp_out")
         return
     neurons = down.value_in.shape[1]
-    if not view.is_row(down.call, down.given) or neurons != down.shape.inputs.width:
+    anchor = view.anchor_of(down.call, down.given, "before")
+    if anchor is None or neurons != down.shape.inputs.width:
         findings.refuse(("mlp_post",), f"the down projection is given {list(down.call.shapes[down.given])}")
     else:
-        findings.anchors["mlp_post"] = down.input_anchor()
-        findings.readers["mlp_post"] = (down.input_anchor(),)
+        findings.anchors["mlp_post"] = anchor
+        findings.readers["mlp_post"] = (anchor,)
         findings.features["mlp_post"], findings.shapes["mlp_post"] = down.shape.inputs, (down.shape.inputs.whole,)
         if down.shape.quantises_input:
             findings.quantised.add("mlp_post")
@@ -153,14 +159,13 @@ def _place_pre(view: BlockView, findings: PartFindings, down: Linear, earlier: l
 
 
 def _place_columns(view: BlockView, findings: PartFindings, hook: str, columns: Columns) -> None:
-    features = columns.features(view.parts.ranks)
+    features, anchor = columns.features(view.parts.ranks), view.place(columns)
     if features is None:
         findings.refuse((hook,), "its projection does not tell which neurons are this worker's")
-    elif not view.is_row(columns.linear.call, columns.linear.returned):
-        shape = list(columns.linear.call.shapes[columns.linear.returned])
-        findings.refuse((hook,), f"its projection returns {shape}")
+    elif anchor is None:
+        findings.refuse((hook,), "its projection returns it in a shape that is not one row for each token")
     else:
-        findings.anchors[hook] = columns.anchor()
+        findings.anchors[hook] = anchor
         findings.features[hook], findings.shapes[hook] = features, (features.whole,)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -29,7 +31,9 @@ class PartFindings:
         readers: hook point -> the tensors that must move by what is added there, and by nothing
             else.
         quantised: hook points whose values a module quantises.
-        located: q or k, if a module between them and attention is given exactly these columns.
+        located: those of q, k and v whose heads are known to keep their order, because attention or
+            a module before it is given them as they are.
+        exact: those that attention itself is given as they are.
         source_of_z: the first head of what attention returned, if z is made of that by a gate or a
             norm; None if z is what attention returned.
         router_inside: path of the layer of experts that calls its router itself; "" if none.
@@ -42,6 +46,7 @@ class PartFindings:
     readers: dict[str, tuple[Anchor, ...]] = field(default_factory=dict)
     quantised: set[str] = field(default_factory=set)
     located: set[str] = field(default_factory=set)
+    exact: set[str] = field(default_factory=set)
     source_of_z: Anchor | None = None
     router_inside: str = ""
 
@@ -77,10 +82,17 @@ class Linear:
         """Its input, [tokens, width]."""
         return self.call.args[self.given]
 
-    @property
+    @cached_property
     def value_out(self) -> torch.Tensor:
-        """Its result, [tokens, width]."""
-        return self.call.outputs[self.returned]
+        """Its result, [tokens, width], with the bias that it leaves to its caller to add."""
+        out = self.call.outputs[self.returned]
+        return out + self.bias if self.bias is not None else out
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias that it returns beside its result."""
+        width = self.call.outputs[self.returned].shape[1]
+        return next((offset for offset in self.call.offsets.values() if len(offset) == width), None)
 
     def input_anchor(self) -> Anchor:
         """Return the anchor of its input."""
@@ -99,12 +111,6 @@ class Columns:
     def value(self) -> torch.Tensor:
         """Their values, [tokens, columns]."""
         return self.linear.value_out[:, self.start : self.stop]
-
-    def anchor(self) -> Anchor:
-        """Return the anchor of these columns."""
-        whole = (self.start, self.stop) == (0, self.linear.value_out.shape[1])
-        columns = None if whole else (self.start, self.stop)
-        return Anchor(self.linear.call.path, "after", self.linear.returned, columns=columns)
 
     def overlaps(self, other: Columns) -> bool:
         """Return whether two have a column in common."""
@@ -148,10 +154,39 @@ class BlockView:
         """The calls of everything in the block."""
         return self.record.calls[1:]
 
-    def is_row(self, call: ModuleCall, key: TensorKey) -> bool:
-        """Return whether a tensor is [tokens, width] where a tap meets it (or has a batch of one)."""
-        shape = call.shapes[key]
-        return shape[:-1] in ((self.record.tokens,), (1, self.record.tokens))
+    def anchor_of(self, call: ModuleCall, key: TensorKey, when: Literal["before", "after"]) -> Anchor | None:
+        """Return the anchor of a whole tensor of a call; None if it is not one row for each token.
+
+        It is [tokens, width] (with a batch of one in the Transformers backend), or [tokens, heads,
+        d_head].
+        """
+        tokens, shape = self.record.tokens, call.shapes[key]
+        if shape[:-1] in ((tokens,), (1, tokens)):
+            return Anchor(call.path, when, key)
+        if len(shape) == 3 and shape[0] == tokens:
+            return Anchor(call.path, when, key, per_head=True)
+        return None
+
+    def place(self, columns: Columns) -> Anchor | None:
+        """Return where these columns are a tensor: as they are returned, or where they are given to a module.
+
+        The latter if the linear module leaves its bias to its caller.
+        """
+        linear = columns.linear
+        if linear.bias is None:
+            anchor = self.anchor_of(linear.call, linear.returned, "after")
+            if anchor is not None and (columns.start, columns.stop) != (0, linear.value_out.shape[1]):
+                return None if anchor.per_head else replace(anchor, columns=(columns.start, columns.stop))
+            return anchor
+        for call in self.calls:
+            for key, value in call.args.items() if call.start > linear.call.end else ():
+                if value.shape == columns.value.shape and self.equal(value, columns.value):
+                    return self.anchor_of(call, key, "before")
+        return None
+
+    def equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Return whether two tensors are equal, but for the rounding of one addition."""
+        return torch.equal(a, b) or torch.allclose(a, b, rtol=2 * self.matcher.eps, atol=1e-6)
 
     def locate(self, value: torch.Tensor, linears: Iterable[Linear]) -> Columns | None:
         """Return the adjacent columns of a linear module's result that equal `value`."""
@@ -160,10 +195,21 @@ class BlockView:
             out = linear.value_out
             if out.shape[1] < width:
                 continue
-            begins = (out[:, : out.shape[1] - width + 1] == value[:, :1]).all(0).nonzero()[:, 0].tolist()
-            for begin in begins:
-                if torch.equal(out[:, begin : begin + width], value):
-                    return Columns(linear, begin, begin + width)
+            firsts, first = out[:, : out.shape[1] - width + 1], value[:, :1]
+            near = torch.isclose(firsts, first, rtol=2 * self.matcher.eps, atol=1e-6)
+            for begin in near.all(0).nonzero()[:, 0].tolist():
+                columns = Columns(linear, begin, begin + width)
+                same = self.equal if linear.bias is not None else torch.equal
+                if same(columns.value, value):
+                    return columns
+        return None
+
+    def gathered_from(self, value: torch.Tensor, linears: Iterable[Linear]) -> Linear | None:
+        """Return the linear module among whose columns is every column of `value`, in any order."""
+        wanted = {tuple(column) for column in value.T.tolist()}
+        for linear in linears:
+            if linear.value_out.shape[1] >= value.shape[1] and wanted <= set(map(tuple, linear.value_out.T.tolist())):
+                return linear
         return None
 
     def projection_to(self, anchor: Anchor | None, linears: Iterable[Linear]) -> Linear | None:

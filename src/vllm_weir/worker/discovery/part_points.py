@@ -20,9 +20,12 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+import torch
 
 from vllm_weir.schema.hooks import ATTENTION_HOOKS, PART_HOOKS, Site
+from vllm_weir.worker.discovery.anchors import Anchor
 from vllm_weir.worker.discovery.attention_points import find_attention
 from vllm_weir.worker.discovery.mlp_points import find_mlp
 from vllm_weir.worker.discovery.part_findings import BlockView
@@ -62,14 +65,17 @@ class _PartSearch:
         for block in self._tree.blocks:
             if block not in self._checks:
                 self._sites.refuse(PART_HOOKS, (block,), f"block {block} did not run in the pass with noise inside it")
-        writes = {}
+        writes: dict[Anchor, torch.Tensor] = {}
         for check in self._checks.values():
             writes |= check.writes
         self._record(lambda record: self._checks[record.block].compare(record), writes)
         for block, check in self._checks.items():
             self._place(block, check, first.num_calls)
 
-    def _record(self, on_block, writes=None) -> PartRecorder:
+    def _record(
+        self, on_block: Callable[[BlockRecord], None], writes: Mapping[Anchor, torch.Tensor] | None = None
+    ) -> PartRecorder:
+        """Run one pass and return its recorder."""
         recorder = PartRecorder(self._tree, self._parts, self._ports, on_block, writes)
         with recorder.recording():
             self._probe.run()
@@ -78,8 +84,10 @@ class _PartSearch:
     def _find(self, record: BlockRecord) -> None:
         block = record.block
         view = BlockView(record, self._tree, self._parts, self._probe.matcher)
-        attention, members = find_attention(view, self._sites.anchors.get(Site("attn_out", block)))
-        mlp = find_mlp(view, self._sites.anchors.get(Site("mlp_out", block)), members)
+        attn_out, mlp_out = Site("attn_out", block), Site("mlp_out", block)
+        anchors, refused = self._sites.anchors, self._sites.refused
+        attention, members = find_attention(view, anchors.get(attn_out), refused.get(attn_out, ""))
+        mlp = find_mlp(view, anchors.get(mlp_out), refused.get(mlp_out, ""), members)
         resid_mid = self._sites.anchors.get(Site("resid_mid", block))
         self._checks[block] = BlockCheck(view, attention, mlp, resid_mid, self._ports)
 
@@ -89,9 +97,10 @@ class _PartSearch:
         for hook in PART_HOOKS:
             findings = check.attention if hook in ATTENTION_HOOKS else check.mlp
             site, anchor = Site(hook, block), findings.anchors.get(hook)
-            why = findings.refused.get(hook, "it was not found") if anchor is None else ""
-            why = why or why_acts_again(anchor, shared, num_calls)
-            if why:
+            if anchor is None:
+                self._sites.refuse((hook,), (block,), findings.refused.get(hook, "it was not found"))
+                continue
+            if why := why_acts_again(anchor, shared, num_calls):
                 self._sites.refuse((hook,), (block,), why)
                 continue
             self._sites.anchors[site] = anchor

@@ -158,7 +158,7 @@ class PartRecorder:
         call.offsets = {
             key: value.float().cpu()
             for key, value in outputs(output).items()
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == (self._tree.width,)
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 1
         }
         call.shapes |= {key: tuple(tensor.shape) for key, tensor in returned.items()}
         call.pointers |= {key: tensor.data_ptr() for key, tensor in returned.items()}
@@ -172,6 +172,8 @@ class PartRecorder:
         """Add the vectors of `writes` whose anchors are at this moment of this module's call."""
         for anchor, vectors in self._writes.get((path, when), ()):
             hidden = pick(anchor.hidden, args, kwargs, output)
+            if anchor.per_head:
+                hidden = hidden.flatten(1)
             start, stop = anchor.columns or (0, hidden.shape[-1])
             row = hidden[..., start:stop]
             row.add_(vectors.to(row.device).reshape(row.shape).to(row.dtype))

@@ -4,12 +4,13 @@ Two passes are compared, as `part_recorder` records them: one as it is, one with
 the points. Every linear module, mixer and layer of experts returns the same noise in both. So only
 what is added since the last of these can move a tensor:
 
-* What reads `attn_in`, `v`, `z`, `mlp_in`, `mlp_post` or `router_logits` moves by what was added
+* What reads `attn_in`, `z`, `mlp_in`, `mlp_post` or `router_logits` moves by what was added
   there. The vectors of attention's input, the MLP's input and the others are added at tokens of
   their own, so it shows which of them moved what should have stayed: the stream, or the input of
   the other part, where these are one memory. Such a point is read, and not written.
-* Heads of `q` and `k` are changed at the tokens that their numbers spell in binary. The same heads
-  of `q_rot` and `k_rot` must move at the same tokens. Others may move at these tokens too, by a norm
+* Heads of `q`, `k` and `v` are changed at the tokens that their numbers spell in binary. The same
+  heads of what attention is given must move at the same tokens, and by exactly that where nothing
+  lies between. Others may move at these tokens too, by a norm
   over all heads, if a module between is known to be given the heads as they are.
 * If `z` is not what attention returned (there is an output gate, or a norm), it must move with a
   head of that.
@@ -26,15 +27,15 @@ from vllm_weir.worker.discovery.matcher import rms
 from vllm_weir.worker.discovery.noise import noise
 from vllm_weir.worker.discovery.part_findings import BlockView, PartFindings, row_at
 from vllm_weir.worker.discovery.part_recorder import BlockRecord
+from vllm_weir.worker.discovery.projection_points import ROTATED
 from vllm_weir.worker.discovery.stream_ports import StreamPorts
 from vllm_weir.worker.discovery.trace import value_at
 
-_REMAINDERS = {"attn_in": 0, "mlp_in": 1, "v": 2, "z": 2, "mlp_post": 2, "router_logits": 2}
+_REMAINDERS = {"attn_in": 0, "mlp_in": 1, "z": 2, "mlp_post": 2, "router_logits": 2}
 """Point -> remainder of the numbers of the tokens at which it is written, divided by `_PERIOD`."""
 _PERIOD = 3
-_UNCHANGED = {"q": 0, "k": 1}
+_UNCHANGED = {"q": 0, "k": 1, "v": 2}
 """Point -> the token at which none of its heads is changed."""
-_ROTATED = {"q": "q_rot", "k": "k_rot"}
 _MIXED_TOKEN = 0
 """The token at which a head of what attention returns is changed; z is not written there."""
 MOVED, STILL = 1e-2, 1e-3
@@ -121,31 +122,39 @@ class BlockCheck:
         return (torch.arange(self._tokens) % period == remainder)[:, None]
 
     def _compare_heads(self, hook: str, record: BlockRecord) -> None:
-        """Refuse q or k if heads of what attention is given do not move as they were changed."""
-        (reader,), codes = self.attention.readers[hook], self._codes[hook]
-        before, after = self._before[reader], row_at(record, reader)
-        size = before.shape[1] // codes.shape[1]
-        change = (after - before).abs().reshape(*codes.shape, size).amax(-1) / max(rms(before), 1e-30)
+        """Refuse q, k or v if heads of what attention is given do not move as they were changed."""
+        found, codes = self.attention, self._codes[hook]
+        reader = next(iter(found.readers.get(hook, ())), None)
+        before, after = (None, None) if reader is None else (self._before.get(reader), row_at(record, reader))
+        if before is None or after is None:
+            found.refuse((hook,), "attention is given it in a shape in which heads could not be compared")
+            return
+        change = after - before
+        size = change.shape[1] // codes.shape[1]
+        moved = change.abs().reshape(*codes.shape, size).amax(-1) / max(rms(before), 1e-30)
         # A norm over all heads moves them all, by however little.
-        may_move = codes.any(1, keepdim=True).expand_as(codes) if hook in self.attention.located else codes
-        if bool((change[codes] < MOVED).any()) or bool((change[~may_move] > STILL).any()):
-            rotated = _ROTATED[hook]
-            why = f"a change of one head there does not change the same head of {rotated} alone"
-            self.attention.refuse((hook, rotated) if self.attention.shares_features(hook, rotated) else (hook,), why)
+        may_move = codes.any(1, keepdim=True).expand_as(codes) if hook in found.located else codes
+        wrong = bool((moved[codes] < MOVED).any()) or bool((moved[~may_move] > STILL).any())
+        if hook in found.exact:
+            added = self.writes[found.anchors[hook]]
+            wrong = wrong or bool(self._moved_tokens(change - added, before).any())
+        if wrong:
+            also = [ROTATED[hook]] if hook in ROTATED and found.shares_features(hook, ROTATED[hook]) else []
+            found.refuse((hook, *also), "a change of one head there does not change that head alone in attention")
 
     def _compare_reader(self, hook: str, reader: Anchor, record: BlockRecord) -> None:
         """See that a reader of a point moved by what was added there, and by nothing else."""
         before, after = self._before.get(reader), row_at(record, reader)
         if before is None or after is None:
-            self._findings(hook).refuse((hook,), f"{reader.module} did not run again in the pass with writes")
+            self._findings(hook).refuse((hook,), f"{_name(reader)} did not run again in the pass with writes")
             return
         off = after - before - self._added[hook]
         if hook == "z" and self.attention.source_of_z is not None:
             off[_MIXED_TOKEN] = 0
         tokens = self._moved_tokens(off, before)
         if bool(tokens[self._at_tokens(_REMAINDERS[hook])[:, 0]].any()):
-            self._findings(hook).refuse((hook,), f"what is added there does not arrive at {reader.module}")
-        self._blame(tokens, f"{reader.module} is given the same tensor", but=hook)
+            self._findings(hook).refuse((hook,), f"what is added there does not arrive at {_name(reader)}")
+        self._blame(tokens, f"{_name(reader)} is given the same tensor", but=hook)
 
     def _compare_mixed(self, record: BlockRecord) -> None:
         """Refuse z if it did not move with what attention returned."""
@@ -192,6 +201,10 @@ class BlockCheck:
         for hook, remainder in _REMAINDERS.items():
             if hook in self._added and hook != but and bool(tokens[self._at_tokens(remainder)[:, 0]].any()):
                 self.read_only.setdefault(hook, f"a change there would reach more than what reads {hook}: {why}")
+
+
+def _name(reader: Anchor) -> str:
+    return reader.module.rsplit(".", 1)[-1]
 
 
 def head_codes(heads: int, tokens: int, unchanged: int) -> torch.Tensor:

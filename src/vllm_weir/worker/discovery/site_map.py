@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
+from vllm_weir.schema.derived_hooks import SOURCE_HOOKS
 from vllm_weir.schema.hooks import BLOCK_HOOKS, HOOKS, MODEL_HOOKS, Site, place_of
 from vllm_weir.schema.model_facts import ModelFacts
 from vllm_weir.schema.row_shapes import RowShape, Shard
@@ -103,7 +104,11 @@ def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
 
 
 def _wanted(hooks: Iterable[str], layers: Iterable[int]) -> set[Site]:
-    """Return the sites of hook points and layers; resid_post of block 0 brings its resid_pre."""
+    """Return the sites of hook points and layers, with those from which derived ones are computed.
+
+    resid_post of block 0 brings its resid_pre.
+    """
+    hooks = {tapped for hook in hooks for tapped in (hook, *SOURCE_HOOKS.get(hook, ()))}
     wanted = {Site(hook, layer) for hook in hooks if hook in BLOCK_HOOKS for layer in layers}
     wanted |= {Site(hook, 0) for hook in hooks if hook in MODEL_HOOKS}
     if Site("resid_post", 0) in wanted:

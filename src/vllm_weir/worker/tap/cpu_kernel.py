@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
+from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, FEATURE, KEEP_NORM, NORM
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.schema.row_shapes import ring_rows
 from vllm_weir.schema.taps import STAGES
@@ -272,8 +272,8 @@ def _term(
         w: vector [d], or [n, d], along which rows are measured.
         a: coefficient, a float or [n, 1], like the following.
         b: second coefficient.
-        low: lower bound of a clamp.
-        high: upper bound of a clamp.
+        low: lower bound of a clamp, bias of a feature.
+        high: upper bound of a clamp, threshold of a feature.
     """
     if kind == BLEND:
         return a * (u - rows)
@@ -292,4 +292,7 @@ def _term(
         return (a * along + b) * u
     if kind == CLAMP:
         return a * (along.clamp(low, high) - along) * u
+    if kind == FEATURE:
+        along = along + low
+        return (a * torch.where(along > high, along, 0.0) + b) * u
     raise AssertionError(f"unknown instruction {kind}")

@@ -168,11 +168,11 @@ def _positions(anchor: Anchor) -> tuple[int, ...] | None:
     """Return the positions of `hidden` and `residual` in a call's arguments or outputs.
 
     These are the arguments before a call and the outputs after it. Returns None if a tensor is
-    elsewhere or only given by name, or if there is a bias to add.
+    elsewhere or only given by name, if there is a bias to add, or if heads have a dimension.
     """
     keys = [key for key in (anchor.hidden, anchor.residual) if key is not None]
     kind = "arg" if anchor.when == "before" else "out"
-    if anchor.offset is not None or any(key.kind != kind for key in keys):
+    if anchor.offset is not None or anchor.per_head or any(key.kind != kind for key in keys):
         return None
     if kind == "out" and len(keys) == 1:
         return (max(keys[0].index, 0),)  # -1 is the only output

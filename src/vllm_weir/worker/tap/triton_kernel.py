@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from vllm_weir.schema import interventions as kinds
+from vllm_weir.schema import instructions as kinds
 from vllm_weir.schema.reductions import GROUP, MAXIMUM, SEEDED, SPAN
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.steering import programs
@@ -33,6 +33,7 @@ _AFFINE = tl.constexpr(kinds.AFFINE)
 _CLAMP = tl.constexpr(kinds.CLAMP)
 _BLEND = tl.constexpr(kinds.BLEND)
 _KEEP_NORM = tl.constexpr(kinds.KEEP_NORM)
+_FEATURE = tl.constexpr(kinds.FEATURE)
 _LAST = tl.constexpr(programs.LAST)
 _AFTER_POST = tl.constexpr(programs.AFTER_POST)
 _SPAN = tl.constexpr(SPAN)
@@ -83,6 +84,10 @@ def _term(node, row, ints, floats, vectors, width, d_model, offsets, inside):
             low = tl.load(floats + node * _FLOATS + 2)
             high = tl.load(floats + node * _FLOATS + 3)
             factor = a * (tl.minimum(tl.maximum(along, low), high) - along)
+        if kind == _FEATURE:
+            along += tl.load(floats + node * _FLOATS + 2)
+            active = along > tl.load(floats + node * _FLOATS + 3)
+            factor = a * tl.where(active, along, 0.0) + tl.load(floats + node * _FLOATS + 1)
     out = factor * direction
     if kind == _BLEND:
         out = a * (direction - h)

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tests.support.measure import eventually
+from tests.unit.stored import shaped_rows
 from vllm_weir import Capture, Site, WeirError, codec, consumers
 from vllm_weir.config.mi_patch_env import act_sink
 from vllm_weir.config.settings import Settings
@@ -631,6 +632,27 @@ def test_spilled_rows_are_the_same(tmp_path, packed):
         job.discard()
         job.discard()
     assert released == [1, 1] and not list(tmp_path.iterdir()) and not list(jobs[0].rows())
+
+
+def test_spilled_rows_of_every_shape_are_the_same(tmp_path):
+    rows = {Site(*site): r for site, r in shaped_rows(3).items()}
+    at = dict.fromkeys(rows, torch.arange(3))
+    job = Delivery(Looked(Activations(rows, at, at)), Box().request, Ticket("s", True), lambda: None)
+    job.spill(tmp_path)
+    taken = list(job.rows())
+    assert [r.site for r in taken] == list(rows)
+    assert all(torch.equal(r.data, rows[r.site]) and r.decoded().shape == rows[r.site].shape for r in taken)
+
+
+@pytest.mark.parametrize("hook", ["pattern", "attn_scores"])
+def test_patterns_go_to_no_sink(hook):
+    """Not by a request, nor by the settings; they come back on the output."""
+    with pytest.raises(WeirError, match=f"rows of {hook} have a value for each key") as e:
+        Capture(hook, 1, sink="archive")
+    assert e.value.field == "capture.sink"
+    assert Capture(hook, 1).sink.memory and not Capture("expert_ids", 1, sink="archive").sink.memory
+    with pytest.raises(WeirError, match="no sink takes them"):
+        check_sinks({"s": SinkDefinition.parse({"logging": {}, "capture": [{"hook": hook}]}, "s")})
 
 
 def test_rows_that_cannot_be_spilled_stay(tmp_path):

@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from safetensors.torch import save as save_torch
 
 from tests.support.machine import mounted, needs, tmpfs
-from tests.unit.admin_app import KEY, LAYERS, D, app_of, serving
+from tests.unit.admin_app import KEY, LAYERS, NEURONS, PART_FACTS, D, app_of, serving
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.schema.keys import asks
@@ -652,6 +652,37 @@ def test_layers(pair):
     refused(one.get("/v1/steering/layers?target=draft"), 400, "target")
     refused(one.get("/v1/steering/layers?target=x"), 400)
     refused(one.post("/v1/steering/clear", json={"target": "draft"}), 400, "target")
+
+
+@pytest.fixture
+def with_parts(tmp_path):
+    """A server of a model whose points inside attention and MLP are served."""
+    with serving(tmp_path, 1, facts=PART_FACTS) as (server,):
+        yield TestClient(app_of(server), headers=ADMIN)
+
+
+@pytest.mark.parametrize("shape", [(D,), (2,), (5,), (*NEURONS,), (3, 4, 2), (4, *NEURONS)])
+def test_vectors_for_other_rows_are_kept(with_parts, shape):
+    """For a head, some neurons, all of them, or rows of heads; what they are for is said when they are used."""
+    vector = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    kept = with_parts.put("/v1/vectors/v", json={"vector": vector.tolist()}).raise_for_status().json()
+    assert kept["shape"] == list(shape)
+    for format in ("json", "safetensors"):
+        got = read_vectors(with_parts.get(f"/v1/vectors/v?format={format}").content, format, "v")
+        assert np.array_equal(got[None].array, vector)
+
+
+def test_vectors_wider_than_every_row_are_refused(with_parts):
+    why = refused(with_parts.put("/v1/vectors/v", json=[1.0] * (NEURONS[0] + 1)), 400, "vector")
+    assert why.endswith("width 25 does not match the model's 8, and no row has more than 24 values")
+    for width in (2, NEURONS[0]):  # directions of blocks are added to the stream
+        body = {"directions": {"1": [1.0] * width}}
+        assert "does not match" in refused(with_parts.put("/v1/vectors/v", json=body), 400, "vector.1")
+
+
+def test_points_that_can_only_be_read_are_not_listed_as_steerable(with_parts):
+    points = with_parts.get("/v1/steering/layers?target=main").json()["layers"]["1"]["hook_points"]
+    assert {"z", "q", "mlp_post", "resid_post"} <= set(points) and not {"q_rot", "mlp_pre"} & set(points)
 
 
 def test_equal_wishes_are_remembered_under_steering_and_by_name(pair):

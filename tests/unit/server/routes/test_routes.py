@@ -12,13 +12,16 @@ import pytest
 import torch
 from fastapi import Body, Depends, FastAPI
 
+from vllm_weir import api
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.patches import registry
 from vllm_weir.patches.registry import PATCHES, PatchStatus
 from vllm_weir.results.activations import Activations
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server.errors import weir_error
-from vllm_weir.server.routes import activations
+from vllm_weir.server.limits import ServerLimits
+from vllm_weir.server.routes import activations, info
 from vllm_weir.server.routes.auth import require_admin
 from vllm_weir.server.routes.body_limit import BodyLimit
 from vllm_weir.server.shared.result_files import ResultFiles
@@ -192,3 +195,34 @@ def test_a_missing_serving_patch_point_refuses_over_http_only():
     status.note(next(s for s in PATCHES if not s.serving), "gone")
     assert status.refusal and status.serving_refusal == status.refusal
     assert PatchStatus(active=False).serving_refusal
+
+
+def test_the_server_says_the_shape_of_each_row(monkeypatch):
+    """And of `weir.sites`, which it asks: none for points that are refused, 0 for the number of keys."""
+    sites = {
+        Site("resid_post", 0): "",
+        Site("z", 0): "",
+        Site("z", 1): "no attention",
+        Site("pattern", 0): "",
+        Site("mlp_post", 0): "",
+    }
+    shapes = {Site("z", 0): (4, 2), Site("z", 1): (4, 2), Site("pattern", 0): (4, 0), Site("mlp_post", 0): (24,)}
+    facts = EngineCapabilities(sites, 2, 8, "float32", 100, shapes)
+
+    async def sites_async(engine):
+        return api._verdicts(facts)
+
+    monkeypatch.setattr("vllm_weir.sites_async", sites_async, raising=False)
+    frontend = SimpleNamespace(model="m", require_capabilities=lambda: facts)
+    app = FastAPI()
+    app.include_router(info.router())
+    app.state.weir = SimpleNamespace(engine_client=None, frontend=frontend, limits=ServerLimits(), admin_key=None)
+    found = {(s["hook"], s["layer"]): s for s in call(app, "GET", "/v1/weir/info").json()["sites"]}
+    assert {site: s["shape"] for site, s in found.items()} == {
+        ("resid_post", 0): [8],
+        ("z", 0): [4, 2],
+        ("z", 1): [],
+        ("pattern", 0): [4, 0],
+        ("mlp_post", 0): [24],
+    }
+    assert not found["z", 1]["served"] and found["z", 1]["why"] == "no attention"

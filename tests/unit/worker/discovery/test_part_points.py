@@ -81,12 +81,39 @@ def test_attention(attention, dtype):
         assert where(sites, "attn_in")[0] == "self_attn.q"
 
 
-@pytest.mark.parametrize("attention", [toys.Mislaid, toys.Interleaved])
-def test_heads_in_another_order_are_refused(attention):
-    sites = find(block(attention))
-    assert not found(sites) & {"q"} and found(sites) >= {"q_rot", "k_rot", "z", "mlp_post"}
-    if attention is toys.Interleaved:
-        assert not found(sites) & {"k", "v"}
+def test_heads_in_another_order_are_refused():
+    sites = find(block(toys.Mislaid))
+    assert found(sites) == DENSE - {"q"}
+    assert "one head" in sites.refused[Site("q", 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_no_columns_side_by_side_hold(dtype):
+    """They are rows of their own where a module is given them."""
+    sites = find(block(toys.Interleaved), dtype)
+    assert found(sites) == DENSE and not sites.read_only
+    assert where(sites, "q") == where(sites, "k") == ("self_attn.rotary", "before", None)
+    assert where(sites, "v") == ("self_attn.core", "before", None)
+    gated = find(block(toys.BetweenGates), dtype)
+    assert found(gated) == DENSE and not gated.read_only
+    assert where(gated, "q") == ("self_attn.q_norm", "before", None)
+    assert gated.anchors[Site("q", 1)].per_head and gated.shapes[Site("q", 1)] == (HEADS, SIZE)
+    assert where(gated, "k")[0] == "self_attn.qkv"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_that_are_added_later_are_part_of_the_value(dtype):
+    sites = find(block(toys.BiasedAttention, toys.BiasedMLP), dtype)
+    assert found(sites) == DENSE - {"mlp_pre_linear"} and not sites.read_only
+    assert where(sites, "q") == ("self_attn.rotary", "before", None)
+    assert where(sites, "v") == ("self_attn.core", "before", None)
+    assert where(sites, "mlp_pre") == ("mlp.act", "before", None)
+
+
+def test_normalised_values():
+    sites = find(block(toys.NormedValues))
+    assert found(sites) == DENSE
+    assert where(sites, "v") == ("self_attn.qkv", "after", (Q + KV, Q + 2 * KV))
 
 
 def test_z_has_to_depend_on_attention():

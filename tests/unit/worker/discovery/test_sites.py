@@ -305,8 +305,8 @@ def test_what_the_settings_choose():
     every = chosen(sites, Settings())
     assert len(every) == 2 + 1 + 3 * LAYERS
     assert list(chosen(sites, Settings(hooks=("resid_post",), layers=[1]))) == [tap_of(Site("resid_post", 1))]
-    assert list(chosen(sites, Settings(hooks=("resid_post",), layers=[0]))) == [2, 6]
-    assert list(chosen(sites, Settings(hooks=("mlp_out", "embed"), layers=[0]))) == [0, 5]
+    assert list(chosen(sites, Settings(hooks=("resid_post",), layers=[0]))) == [2, tap_of(Site("resid_post", 0))]
+    assert list(chosen(sites, Settings(hooks=("mlp_out", "embed"), layers=[0]))) == [0, tap_of(Site("mlp_out", 0))]
     with pytest.raises(WeirError, match="parallel"):
         chosen(sites, Settings(hooks=("resid_mid",), refused="start"))
     # Unless hook points are named, all that the model has are meant: what it lacks was not asked for.

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
+from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, FEATURE, KEEP_NORM, NORM
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.discovery.anchors import AddedTerm, Anchor, TensorKey
 from vllm_weir.worker.planning.site_sets import SiteSets
@@ -418,7 +418,7 @@ def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(see
     count = programs * length
     node = torch.arange(count, dtype=torch.int32).reshape(programs, length)
     following = torch.where(torch.arange(length) < length - 1, node + 1, -1)
-    kinds = torch.tensor([BLEND, CONST, NORM, AFFINE, CLAMP, KEEP_NORM])[numbers(0, 6, count).long()]
+    kinds = torch.tensor([BLEND, CONST, NORM, AFFINE, CLAMP, KEEP_NORM, FEATURE])[numbers(0, 7, count).long()]
     # What comes after the stream has been recorded comes last, and begins with a row of its own.
     turn = numbers(0, length + 1, programs, 1)
     late = torch.arange(length) >= turn

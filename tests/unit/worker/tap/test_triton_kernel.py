@@ -16,7 +16,7 @@ import sys
 import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
-from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
+from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, FEATURE, KEEP_NORM, NORM
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.worker.planning.columns import JOIN, as_integers
 from vllm_weir.worker.tap import reduction_kernel, reductions
@@ -42,7 +42,7 @@ def masked_load(self, pointers, mask, *more, **kwargs):
 
 InterpreterBuilder.create_masked_store, InterpreterBuilder.create_masked_load = masked_store, masked_load
 TAPS, PROFILES, PROGRAMS, VECTORS = 3, 3, 6, 5
-KINDS = (CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM)
+KINDS = (CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE)
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -59,7 +59,7 @@ def programs(draw, d, width):
             post = int(draw.integers(0, length + 1))
             for k in range(length):
                 kind = KINDS[draw.integers(len(KINDS))]
-                w = times * int(draw.integers(VECTORS)) if kind in (AFFINE, CLAMP) else -1
+                w = times * int(draw.integers(VECTORS)) if kind in (AFFINE, CLAMP, FEATURE) else -1
                 lo, hi, shift = 0, width, 0
                 if draw.random() < 0.5:
                     lo, hi = sorted(draw.choice(width + 1, 2, replace=False).tolist())

@@ -1,0 +1,179 @@
+"""The registry of sparse autoencoders: what an engine has loaded, by name."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.sae import transfer
+from vllm_weir.sae.autoencoder import SAE
+from vllm_weir.schema.features import MAX_NAME, SetFeature
+from vllm_weir.schema.hooks import DERIVED_HOOKS
+from vllm_weir.schema.row_shapes import row_width
+from vllm_weir.schema.sae_info import SAEInfo
+from vllm_weir.schema.set_activation import SetActivation
+
+
+class SharedSAE(NamedTuple):
+    """An autoencoder as the processes of a server share it.
+
+    Attributes:
+        key: of the workers' copy.
+        path: the file with its weights.
+    """
+
+    key: str
+    path: str
+
+
+class LoadedSAE:
+    """An autoencoder that the workers hold.
+
+    Attributes:
+        name: under which requests name it.
+        key: under which the workers keep it; no other one ever has it.
+    """
+
+    def __init__(self, name: str, key: str, sae: SAE | None = None, path: str = "") -> None:
+        self.name, self.key, self._given, self._path = name, key, sae, path
+
+    @classmethod
+    def new(cls, name: str, sae: SAE) -> LoadedSAE:
+        """Return an autoencoder under a new key."""
+        return cls(name, f"{name}#{secrets.token_hex(8)}", sae)
+
+    @functools.cached_property
+    def sae(self) -> SAE:
+        """The autoencoder, on the CPU; mapped from its file if another process has loaded it."""
+        return self._given.to("cpu") if self._given is not None else transfer.read(Path(self._path))
+
+    @property
+    def info(self) -> SAEInfo:
+        """What is told of it."""
+        return SAEInfo(self.name, self.sae.site, self.sae.d_sae, self.sae.architecture, self.sae.nbytes)
+
+
+class SAERegistry:
+    """The autoencoders of an engine by name.
+
+    A name is looked up when a request is admitted.
+
+    Attributes:
+        version: grows whenever a name changes its meaning.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, LoadedSAE] = {}
+        self._claimed: set[str] = set()
+        self.version = 0
+
+    def load(self, shared: Mapping[str, SharedSAE]) -> None:
+        """Replace everything by what the processes of a server share."""
+        before = {loaded.key: loaded for loaded in self._by_name.values()}
+        self._by_name = {
+            name: before.get(one.key) or LoadedSAE(name, one.key, path=one.path) for name, one in shared.items()
+        }
+        self.version += 1
+
+    def put(self, loaded: LoadedSAE) -> None:
+        """Enter an autoencoder that the workers have loaded."""
+        self._by_name[loaded.name] = loaded
+        self.version += 1
+
+    def remove(self, name: str) -> LoadedSAE:
+        """Take out the autoencoder under a name; raise WeirError if there is none."""
+        loaded = self.find(name, "name")
+        del self._by_name[name]
+        self.version += 1
+        return loaded
+
+    def infos(self) -> list[SAEInfo]:
+        """Return what is told of each, in the order of their names."""
+        return [loaded.info for _, loaded in sorted(self._by_name.items())]
+
+    @contextmanager
+    def claimed(self, name: object) -> Iterator[None]:
+        """Keep a name for an autoencoder that is being loaded.
+
+        Raises:
+            WeirError: if none can be loaded under it.
+        """
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+            raise WeirError(f"a name is a string of 1 to {MAX_NAME} characters", "name")
+        if name in self._by_name or name in self._claimed:
+            raise WeirError(f"an autoencoder is loaded as {brief(name)!r}; unload it, or choose another name", "name")
+        self._claimed.add(name)
+        try:
+            yield
+        finally:
+            self._claimed.discard(name)
+
+    def find(self, name: str, field: str) -> LoadedSAE:
+        """Return the autoencoder under a name; raise WeirError naming `field` if there is none."""
+        loaded = self._by_name.get(name)
+        if loaded is None:
+            known = f"loaded are {', '.join(sorted(self._by_name)[:20])}" if self._by_name else "none is"
+            raise WeirError(f"no autoencoder is loaded as {brief(name)!r}; {known} (weir.load_sae does that)", field)
+        return loaded
+
+    def resolve(self, asked: SetFeature) -> SetActivation:
+        """Return what a `SetFeature` does at the hook point of its autoencoder.
+
+        Raises:
+            WeirError: naming the field, if there is no such autoencoder or feature, or if it cannot
+                be set alone.
+        """
+        name_field = f"{asked.path}.name"
+        sae = self.find(asked.name, name_field).sae
+        if sae.config.is_transcoder:
+            raise WeirError(
+                f"{asked.name!r} is a transcoder, which reads {sae.site} and writes {sae.out_site}, so its features "
+                f"cannot be set at one hook point; Add its decoder_direction({asked.feature}) at {sae.out_site}",
+                name_field,
+            )
+        try:
+            response = sae.feature_response(asked.feature)
+            return SetActivation(
+                response.w,
+                response.u,
+                sae.site.layer,
+                sae.site.hook,
+                bias=response.b,
+                threshold=response.theta,
+                value=asked.value,
+                scale=asked.scale,
+                add=asked.add,
+                positions=asked.positions,
+                heads=sae.head,
+                path=asked.path,
+            )
+        except WeirError as e:
+            raise WeirError(e.message, f"{asked.path}.feature" if e.field == "feature" else name_field) from None
+
+
+def no_autoencoder(asked: SetFeature) -> SetActivation:
+    """Resolve a `SetFeature` in an engine that has no autoencoder: raise WeirError."""
+    return SAERegistry().resolve(asked)
+
+
+def check_fits(sae: SAE, capabilities: EngineCapabilities) -> None:
+    """Raise WeirError unless the engine serves the hook point that an autoencoder reads, with rows of its width."""
+    site = sae.site
+    why = capabilities.sites.get(site, f"the model has {capabilities.num_layers} blocks and no such point")
+    if not why and site.hook in DERIVED_HOOKS:
+        why = "it is derived from other rows, and autoencoders read rows that are there"
+    if why:
+        raise WeirError(f"{site} is refused: {why}", "sae.site")
+    shape = capabilities.shape(site)
+    if sae.head is not None and sae.head >= shape[0]:
+        raise WeirError(f"it reads head {sae.head}, and {site} has {shape[0]} heads", "sae.head")
+    width = shape[-1] if sae.head is not None else row_width(shape)
+    if sae.d_in != width:
+        row = "a head" if sae.head is not None else "a row"
+        raise WeirError(f"it reads {sae.d_in} values, and {row} of {site} has {width}", "sae.d_in")

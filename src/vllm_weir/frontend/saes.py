@@ -1,0 +1,135 @@
+"""Loading sparse autoencoders: checked here, sent to the workers as a file, entered by name."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.sae_registry import LoadedSAE, check_fits
+from vllm_weir.frontend.engine_frontend import EngineFrontend
+from vllm_weir.frontend.lookup import ask_workers, engine_of
+from vllm_weir.sae import transfer
+from vllm_weir.sae.autoencoder import SAE
+
+CallWorkers = Callable[..., Awaitable[list[Any]]]
+"""(name of a worker's method, its arguments...) -> what each worker returns."""
+LOAD, UNLOAD = "weir_load_sae", "weir_unload_sae"
+T = TypeVar("T")
+
+
+def load(llm: Any, frontend: EngineFrontend, name: str, sae: Any) -> None:
+    """Load an autoencoder onto the workers of an ``LLM``; see `vllm_weir.api.load_sae`."""
+    call = _blocking_caller_of(engine_of(llm))
+    with frontend.saes.claimed(name):
+        loaded = prepare(frontend, name, sae)
+        with _written(loaded) as path:
+            completed(send(call, loaded, path))
+        frontend.saes.put(loaded)
+
+
+async def load_async(engine: Any, frontend: EngineFrontend, name: str, sae: Any) -> None:
+    """Do what `load` does, for an ``AsyncLLM``."""
+    await ask_workers(engine)
+    with frontend.saes.claimed(name):
+        loaded = await asyncio.to_thread(prepare, frontend, name, sae)
+        file = _written(loaded)
+        path = await asyncio.to_thread(file.__enter__)
+        try:
+            await send(caller_of(engine), loaded, path)
+        finally:
+            file.__exit__(None, None, None)
+        frontend.saes.put(loaded)
+
+
+def unload(llm: Any, frontend: EngineFrontend, name: str) -> None:
+    """Remove an autoencoder from the workers of an ``LLM``; see `vllm_weir.api.unload_sae`."""
+    call = _blocking_caller_of(engine_of(llm))
+    completed(call(UNLOAD, frontend.saes.remove(name).key))
+
+
+async def unload_async(engine: Any, frontend: EngineFrontend, name: str) -> None:
+    """Do what `unload` does, for an ``AsyncLLM``."""
+    await caller_of(engine)(UNLOAD, frontend.saes.remove(name).key)
+
+
+def prepare(frontend: EngineFrontend, name: str, sae: Any) -> LoadedSAE:
+    """Return an autoencoder that `send` may load.
+
+    Args:
+        frontend: of the engine.
+        name: under which requests will name it.
+        sae: an `SAE`, or the path of its files.
+
+    Raises:
+        WeirError: naming the field, if the engine cannot serve it.
+    """
+    capabilities = frontend.require_capabilities()
+    if isinstance(sae, (str, os.PathLike)):
+        sae = SAE.load(sae)
+    if not isinstance(sae, SAE):
+        raise WeirError(f"expected an SAE, or the path of one, got {type(sae).__name__}", "sae")
+    check_fits(sae, capabilities)
+    return LoadedSAE.new(name, sae)
+
+
+async def send(call: CallWorkers, loaded: LoadedSAE, path: Path) -> None:
+    """Have every worker load an autoencoder from a file of `vllm_weir.sae.transfer`; all, or none.
+
+    Raises:
+        WeirError: with the reason of the first worker that cannot.
+    """
+    try:
+        for answer in await call(LOAD, loaded.key, str(path)):
+            if "error" in answer:
+                raise WeirError(answer["error"], answer["field"])
+    except BaseException:
+        await call(UNLOAD, loaded.key)
+        raise
+
+
+def caller_of(engine: Any) -> CallWorkers:
+    """Return what calls the workers of an ``AsyncLLM``."""
+    engine = engine_of(engine)
+    return lambda method, *arguments: engine.collective_rpc(method, args=arguments)
+
+
+def completed(coroutine: Awaitable[T]) -> T:
+    """Return the result of a coroutine that waits for nothing."""
+    assert isinstance(coroutine, Coroutine)
+    try:
+        coroutine.send(None)
+    except StopIteration as e:
+        return e.value
+    coroutine.close()
+    raise AssertionError("it waits for something")
+
+
+def _blocking_caller_of(engine: Any) -> CallWorkers:
+    """Return what calls the workers of an ``LLMEngine``, to be `completed`.
+
+    Raises:
+        WeirError: if the engine answers only asynchronously.
+    """
+    if inspect.iscoroutinefunction(engine.collective_rpc):
+        raise WeirError("this engine answers only asynchronously; await load_sae_async or unload_sae_async", "llm")
+
+    async def call(method: str, *arguments: Any) -> list[Any]:
+        return engine.collective_rpc(method, args=arguments)
+
+    return call
+
+
+@contextmanager
+def _written(loaded: LoadedSAE) -> Iterator[Path]:
+    """Yield a file with an autoencoder, which is removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="weir-sae-") as folder:
+        path = Path(folder) / "sae.safetensors"
+        transfer.write(loaded.sae, path)
+        yield path

@@ -1,0 +1,25 @@
+"""`SAEInfo`: what is told of a loaded sparse autoencoder."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm_weir.schema.hooks import Site
+
+
+class SAEInfo(NamedTuple):
+    """A sparse autoencoder that an engine has loaded.
+
+    Attributes:
+        name: under which requests name it.
+        site: the hook point that it reads.
+        d_sae: its features.
+        architecture: SAELens's name of it.
+        bytes: of its weights, on each worker.
+    """
+
+    name: str
+    site: Site
+    d_sae: int
+    architecture: str
+    bytes: int

@@ -1,0 +1,72 @@
+"""`SetActivation`: what `SetFeature` is once its autoencoder has been looked up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.fields import set_fields
+from vllm_weir.schema.instructions import CONST, FEATURE, Instruction, LoweredIntervention, VectorCollector
+from vllm_weir.schema.intervention_base import Intervention
+
+
+@dataclass(frozen=True)
+class SetActivation(Intervention):
+    """Set the activation of a unit that reads and writes one hook point.
+
+    The activation of a row h is ``a = p if p > threshold else 0`` with ``p = w . h + bias``, and
+    the row becomes ``h + (target - a) * u``.
+
+    Args:
+        w: what the unit reads, [width]; with `heads`, [d_head].
+        u: what one unit of its activation adds, likewise.
+        bias: added to ``w . h``.
+        threshold: of the activation.
+        value: the target, unless one of the following is given.
+        scale: the target is ``scale * a``.
+        add: the target is ``a + add``.
+    """
+
+    op: ClassVar[str] = "set_activation"
+    factor: ClassVar[str] = "value"
+    vectors: ClassVar[dict[str, tuple[int, ...]]] = {"w": (1,), "u": (1,)}
+    w: Any
+    u: Any
+    layers: Any
+    hook: str
+    bias: float = field(default=0.0, kw_only=True)
+    threshold: float = field(default=0.0, kw_only=True)
+    value: float | None = field(default=None, kw_only=True)
+    scale: float | None = field(default=None, kw_only=True)
+    add: float | None = field(default=None, kw_only=True)
+    positions: Any = field(default="all", kw_only=True)
+    per_layer: bool = field(default=False, kw_only=True)
+    heads: Any = field(default=None, kw_only=True)
+    neurons: Any = field(default=None, kw_only=True)
+    path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
+
+    def _parse_numbers(self) -> None:
+        self._parse_number("bias")
+        self._parse_number("threshold")
+        targets = [name for name in ("value", "scale", "add") if getattr(self, name) is not None]
+        if len(targets) != 1:
+            raise WeirError("give one of value, scale and add", f"{self.path}.value")
+        self._parse_number(targets[0])
+        set_fields(self, factor=targets[0])  # what errors name is the field that was given
+
+    def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
+        w, u = arrays
+        if not u.any() or self.scale == 1 or self.add == 0:
+            return LoweredIntervention((), {})
+        collector = VectorCollector()
+        direction = collector.add(u)
+        if self.add is not None:
+            instruction = Instruction(CONST, direction, a=self.add)
+        else:
+            slope, offset = (-1.0, self.value) if self.value is not None else ((self.scale or 0.0) - 1.0, 0.0)
+            reads = collector.add(w)
+            instruction = Instruction(FEATURE, direction, reads, a=slope, b=offset, lo=self.bias, hi=self.threshold)
+        return LoweredIntervention((instruction,), collector.rows)

@@ -1,0 +1,113 @@
+"""The sparse autoencoders that a worker holds on its device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.sae import transfer
+from vllm_weir.sae.autoencoder import SAE
+
+SPARE = 256 << 20
+"""Bytes of the device that are left free where no setting says how many autoencoders may take."""
+
+
+class WorkerSAEs(Mapping[str, SAE]):
+    """Autoencoders on the device, by the key under which the caller's process loaded them.
+
+    A key stands for one autoencoder for ever: loaded again, a name has another one. So a request
+    never meets other weights than it was admitted with. One that is unloaded stays until the last
+    request that holds it ends.
+
+    Args:
+        device: where they go.
+        limit: most bytes of all of them; None for what the device has free.
+    """
+
+    def __init__(self, device: torch.device, limit: int | None = None) -> None:
+        self._device, self._limit = device, limit
+        self._saes: dict[str, SAE] = {}
+        self._held: dict[str, dict[str, SAE]] = {}
+        """Request -> the autoencoders that it holds, by key."""
+
+    def __getitem__(self, key: str) -> SAE:
+        return self._saes[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._saes)
+
+    def __len__(self) -> int:
+        return len(self._saes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that are on the device."""
+        every = {id(sae): sae for held in (self._saes, *self._held.values()) for sae in held.values()}
+        return sum(sae.nbytes for sae in every.values())
+
+    def load(self, key: str, path: str) -> dict[str, Any]:
+        """Put the autoencoder of a file (`vllm_weir.sae.transfer`) onto the device.
+
+        Nothing happens if there is one under the key.
+
+        Returns:
+            ``{"bytes"}``, those of all that are on the device; or ``{"error", "field"}``, since what
+            a worker raises reaches the caller as a text alone.
+        """
+        try:
+            if key not in self._saes:
+                mapped = transfer.read(Path(path))
+                self._check_room(mapped.nbytes)
+                tensors = {name: tensor.to(self._device, copy=True) for name, tensor in mapped.tensors.items()}
+                self._saes[key] = SAE(mapped.config, tensors)
+        except torch.OutOfMemoryError:
+            return {"error": self._full(mapped.nbytes, "the device is full"), "field": "settings.sae_bytes"}
+        except WeirError as e:
+            return {"error": e.message, "field": e.field}
+        return {"bytes": self.nbytes}
+
+    def unload(self, key: str) -> None:
+        """Forget a key, if it is there; the memory is free once no request holds the autoencoder."""
+        self._saes.pop(key, None)
+
+    def hold(self, request_id: str, key: str) -> SAE:
+        """Return an autoencoder, which stays on the device until the request is released.
+
+        Raises:
+            WeirError: if there is none under the key.
+        """
+        sae = self._saes.get(key)
+        if sae is None:
+            raise WeirError("its autoencoder was unloaded while the request waited; send it again", "features")
+        self._held.setdefault(request_id, {})[key] = sae
+        return sae
+
+    def release(self, request_id: str) -> None:
+        """Let go of what a request holds."""
+        self._held.pop(request_id, None)
+
+    def _check_room(self, size: int) -> None:
+        if self._limit is not None:
+            if self.nbytes + size > self._limit:
+                raise WeirError(
+                    self._full(size, f"{self.nbytes} of the {self._limit} bytes are taken"), "settings.sae_bytes"
+                )
+        elif size > (free := _free_bytes(self._device) - SPARE):
+            raise WeirError(self._full(size, f"the device has {max(free, 0)} bytes free"), "settings.sae_bytes")
+
+    def _full(self, size: int, why: str) -> str:
+        return (
+            f"it takes {size} bytes, and {why}; unload others, or start the engine with a larger setting sae_bytes, "
+            "which is kept free of the KV cache"
+        )
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
