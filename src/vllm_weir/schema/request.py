@@ -137,8 +137,11 @@ class RequestSpec:
                 )
         interventions = parse_interventions(data.get("interventions", ()), "interventions")
         modules = parse_modules(data.get("modules", ()), "modules")
+        lens = parse_lens(data.get("lens"), "lens")
+        if is_text and lens is not None and lens.path is not None:
+            raise WeirError("a request given as text may only ask for the logit lens, which has no path", "lens.path")
         features = parse_features(data.get("features", ()), "features")
-        return cls(captures, interventions, modules, features, parse_lens(data.get("lens"), "lens"))
+        return cls(captures, interventions, modules, features, lens)
 
     def to_json(self) -> dict[str, Any]:
         """Return the wire form."""

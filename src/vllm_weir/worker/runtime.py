@@ -21,6 +21,7 @@ from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.taps import STAGES, is_boundary, num_columns, num_taps, tap_of
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.discovery.site_map import UNTAPPED, SiteMap, chosen
+from vllm_weir.worker.lenses import Lenses, Unembedding
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
@@ -89,6 +90,7 @@ class WorkerRuntime:
         model_info: of the engine.
         settings: of Weir.
         sites: the hook points that were found in the model.
+        unembedding: of the model, for lenses.
 
     Attributes:
         taps: numbers of this worker's taps.
@@ -97,7 +99,14 @@ class WorkerRuntime:
             has; alike on all ranks.
     """
 
-    def __init__(self, model: torch.nn.Module, model_info: ModelInfo, settings: Settings, sites: SiteMap) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        model_info: ModelInfo,
+        settings: Settings,
+        sites: SiteMap,
+        unembedding: Unembedding | None = None,
+    ) -> None:
         self.model_info, self.sites, self._settings = model_info, sites, settings
         anchors = chosen(sites, settings)
         self.taps = tuple(anchors)
@@ -148,7 +157,8 @@ class WorkerRuntime:
         self._vectors = VectorFetcher()
         self._codecs = Codecs(d_model, device, model_info.dtype)
         self._directions = Directions(self._vectors, device, self._codecs, d_model)
-        self._read_outs = ReadOuts(self._codecs, self.saes.hold, sites.shapes, d_model, device)
+        self._lenses = Lenses(unembedding or Unembedding(), sites.num_layers, d_model, device)
+        self._read_outs = ReadOuts(self._codecs, self.saes.hold, sites.shapes, d_model, device, self._lenses)
         self._postprocessor, self._reducer = Postprocessor(self.ring.buffer), TapReducer(self.ring.buffer)
         self._copy_out = (CudaCopyOut if is_cuda else CpuCopyOut)(self.ring, self.host)
         self._streamed_copy: StreamedCopy | None = None
@@ -445,6 +455,7 @@ class WorkerRuntime:
             "d_model": self.model_info.d_model,
             "dtype": str(self.model_info.dtype).removeprefix("torch."),
             "ring_rows": self._max_step_rows,
+            "no_lens": self._lenses.unembedding.refused,
             "shapes": [(*site, list(shape)) for site, shape in self.sites.shapes.items()],
             "read_only": [(*site, why) for site, why in self.sites.read_only.items()],
             "shards": [(*site, *shard) for site, shard in self.sites.shards.items()],

@@ -8,13 +8,13 @@ from typing import Protocol
 
 import torch
 
-from vllm_weir.errors import WeirError
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.read_outs import FEATURES, ReadOut, RecordLayout
 from vllm_weir.schema.row_shapes import RowShape, row_width
 from vllm_weir.schema.taps import column_of
 from vllm_weir.util.top import top_values
+from vllm_weir.worker.lenses import Lenses
 from vllm_weir.worker.transfer.codecs import Codecs
 
 MAX_VALUES = 1 << 24
@@ -155,6 +155,7 @@ class ReadOuts:
         shapes: site -> shape of a row, where that is not (d_model,).
         d_model: values of a row of the ring.
         device: the worker's.
+        lenses: make the readers of lenses.
     """
 
     def __init__(
@@ -164,7 +165,9 @@ class ReadOuts:
         shapes: Mapping[Site, RowShape],
         d_model: int,
         device: torch.device,
+        lenses: Lenses,
     ) -> None:
+        self._lenses = lenses
         self._codecs, self._hold_sae, self._shapes, self._d_model = codecs, hold_sae, shapes, d_model
         self._device = device
         self._numbers: dict[tuple, int] = {}
@@ -204,7 +207,7 @@ class ReadOuts:
             width = row_width(self._shapes.get(read_out.site, (self._d_model,)))
             ids = torch.tensor(read_out.ids, device=self._device) if read_out.ids else None
             return FeatureReader(sae, read_out, width, ids)
-        raise WeirError("no lens is served by this worker", "lens")
+        return self._lenses.reader(read_out)
 
 
 def _codec(readers: Mapping[ReadOut, Reader], layout: RecordLayout, columns: tuple[int, ...]) -> ReadOutCodec:
