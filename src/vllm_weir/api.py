@@ -17,10 +17,11 @@ from vllm_weir.config.env import OFF, disabled
 from vllm_weir.errors import WeirError
 from vllm_weir.guard import refuse
 from vllm_weir.schema.capture import Capture
+from vllm_weir.schema.features import Features, Lens
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.json_text import dumps
 from vllm_weir.schema.keys import WIRE_KEY, refuse_slips
-from vllm_weir.schema.request import RequestSpec, parse_captures, parse_interventions
+from vllm_weir.schema.request import RequestSpec, parse_captures, parse_features, parse_interventions, parse_lens
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.schema.site_verdict import SiteVerdict
 
@@ -36,14 +37,18 @@ def params(
     *,
     capture: Capture | Mapping[str, Any] | Sequence[Capture | Mapping[str, Any]] | None = None,
     interventions: AnyIntervention | Mapping[str, Any] | Sequence[AnyIntervention | Mapping[str, Any]] | None = None,
+    features: Features | Mapping[str, Any] | Sequence[Features | Mapping[str, Any]] | None = None,
+    lens: Lens | Mapping[str, Any] | None = None,
 ) -> SamplingParams:
-    """Return a copy of `sampling_params` that carries captures and interventions.
+    """Return a copy of `sampling_params` that carries what is asked of Weir.
 
     Args:
         sampling_params: vLLM's own; never changed. None: ``SamplingParams()``.
         capture: one `Capture` or a list of them (or their wire form).
         interventions: one intervention or a list of them (or their wire form), applied in the order
             given.
+        features: one `Features` or a list of them (or their wire form).
+        lens: a `Lens` (or its wire form).
 
     If `sampling_params` is the result of an earlier call, an argument replaces what that call set,
     and one left out keeps it.
@@ -71,6 +76,10 @@ def params(
         spec = replace(spec, capture=parse_captures(capture, "capture"))
     if interventions is not None:
         spec = replace(spec, interventions=parse_interventions(interventions, "interventions"))
+    if features is not None:
+        spec = replace(spec, features=parse_features(features, "features"))
+    if lens is not None:
+        spec = replace(spec, lens=parse_lens(lens, "lens"))
     out = copy.copy(sampling_params)
     out.extra_args = {**carried, WIRE_KEY: spec.to_json()}
     return out

@@ -16,6 +16,10 @@ STEER_FIELDS = ("group", "position", "count", "stride")
 """Fields of steered positions: a group's interventions acted at `position`, `position + stride`, ... (`count`)."""
 
 
+RECORDS = ("scores", "packed", "read_outs")
+"""Kinds of row sequences whose entries are records of a codec."""
+
+
 class SequenceOpened(msgspec.Struct, array_like=True):
     """A new row sequence: rows of one request that share their columns.
 
@@ -24,9 +28,10 @@ class SequenceOpened(msgspec.Struct, array_like=True):
             ``"rows"``: a row of every column, in the model's dtype;
             ``"fold"``: a reduction of the prompt's rows, [columns, values] float32 in whole arena rows;
             ``"scores"``: products with directions, [columns, values] float32;
-            ``"packed"``: compressed rows, [columns, values] bytes.
-        width: size of an entry: arena rows for ``"fold"``, bytes for ``"scores"`` and ``"packed"``, whose entries
-            follow each other without gaps.
+            ``"packed"``: compressed rows, [columns, values] bytes;
+            ``"read_outs"``: what is read off the rows, [columns, values] bytes.
+        width: size of an entry: arena rows for ``"fold"``, bytes for `RECORDS`, whose entries follow each other
+            without gaps.
     """
 
     row_seq: int
@@ -43,7 +48,7 @@ class SequenceOpened(msgspec.Struct, array_like=True):
 
     def rank_bytes(self, row_bytes: int) -> int:
         """Return the bytes of an entry, where an arena row has `row_bytes`."""
-        return self.width if self.kind in ("scores", "packed") else self.rows * row_bytes
+        return self.width if self.kind in RECORDS else self.rows * row_bytes
 
 
 class ExtentPlaced(msgspec.Struct, array_like=True):

@@ -87,6 +87,8 @@ class AsyncClient:
         capture: Any = (),
         interventions: Any = (),
         modules: Any = (),
+        features: Any = (),
+        lens: Any = None,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -102,6 +104,8 @@ class AsyncClient:
             interventions: What to change, as for `weir.params`: objects, or their wire form.
             modules: Names (or ``{"name", "scale"}``) of modules that the server keeps; they act
                 before `interventions`.
+            features: Features of autoencoders to read, as for `weir.params`.
+            lens: A lens to read, as for `weir.params`; over HTTP the logit lens.
             inline_bytes: Activations up to this size come within the response; larger ones are
                 fetched after it.
             save_to: A directory. Activations are streamed into files there (``choice.path``) and
@@ -114,7 +118,7 @@ class AsyncClient:
         Returns:
             A `Completion`; for a list of prompts, a list of them in the same order.
         """
-        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to)
+        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to, features, lens)
         fields = fields | {"max_tokens": max_tokens}
         return await self._generate_all(prompt, prompt_batch(prompt), weir_fields, fields, concurrency, progress)
 
@@ -126,6 +130,8 @@ class AsyncClient:
         capture: Any = (),
         interventions: Any = (),
         modules: Any = (),
+        features: Any = (),
+        lens: Any = None,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -133,7 +139,7 @@ class AsyncClient:
         **fields: Any,
     ) -> Any:
         """Answer a conversation (``/v1/chat/completions``) or a list of them, like `generate`."""
-        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to)
+        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to, features, lens)
         fields = fields | {"max_tokens": max_tokens}
         return await self._generate_all(messages, chat_batch(messages), weir_fields, fields, concurrency, progress)
 
@@ -145,6 +151,8 @@ class AsyncClient:
         capture: Any = (),
         interventions: Any = (),
         modules: Any = (),
+        features: Any = (),
+        lens: Any = None,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         **fields: Any,
@@ -154,7 +162,7 @@ class AsyncClient:
         The arguments are those of `generate`. Scores come with the tokens that they belong to;
         activations come at the end, in the last chunk's ``result``.
         """
-        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to)
+        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to, features, lens)
         generation = generation_request(prompt, weir_fields, fields | {"max_tokens": max_tokens})
         route_and_prompt(prompt)  # a wrong prompt is refused here, not by the first iteration
         return self._stream(generation)

@@ -90,6 +90,8 @@ class Client:
         capture: Any = (),
         interventions: Any = (),
         modules: Any = (),
+        features: Any = (),
+        lens: Any = None,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -105,6 +107,8 @@ class Client:
             interventions: What to change, as for `weir.params`: objects, or their wire form.
             modules: Names (or ``{"name", "scale"}``) of modules that the server keeps; they act
                 before `interventions`.
+            features: Features of autoencoders to read, as for `weir.params`.
+            lens: A lens to read, as for `weir.params`; over HTTP the logit lens.
             inline_bytes: Activations up to this size come within the response; larger ones are
                 fetched after it.
             save_to: A directory. Activations are streamed into files there (``choice.path``) and
@@ -117,7 +121,7 @@ class Client:
         Returns:
             A `Completion`; for a list of prompts, a list of them in the same order.
         """
-        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to)
+        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to, features, lens)
         fields = fields | {"max_tokens": max_tokens}
         return self._generate_all(prompt, prompt_batch(prompt), weir_fields, fields, concurrency, progress)
 
@@ -129,6 +133,8 @@ class Client:
         capture: Any = (),
         interventions: Any = (),
         modules: Any = (),
+        features: Any = (),
+        lens: Any = None,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -136,7 +142,7 @@ class Client:
         **fields: Any,
     ) -> Any:
         """Answer a conversation (``/v1/chat/completions``) or a list of them, like `generate`."""
-        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to)
+        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to, features, lens)
         fields = fields | {"max_tokens": max_tokens}
         return self._generate_all(messages, chat_batch(messages), weir_fields, fields, concurrency, progress)
 
@@ -148,6 +154,8 @@ class Client:
         capture: Any = (),
         interventions: Any = (),
         modules: Any = (),
+        features: Any = (),
+        lens: Any = None,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         **fields: Any,
@@ -157,7 +165,7 @@ class Client:
         The arguments are those of `generate`. Scores come with the tokens that they belong to;
         activations come at the end, in the last chunk's ``result``.
         """
-        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to)
+        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to, features, lens)
         generation = generation_request(prompt, weir_fields, fields | {"max_tokens": max_tokens})
         route_and_prompt(prompt)  # a wrong prompt is refused here, not by the first iteration
         return self._stream(generation)

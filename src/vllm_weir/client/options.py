@@ -89,6 +89,8 @@ class RequestFields(NamedTuple):
     modules: Any
     inline_bytes: int | None
     save_to: str | PathLike | None
+    features: Any = ()
+    lens: Any = None
 
 
 def generation_request(prompt: Any, weir_fields: RequestFields, fields: Mapping[str, Any]) -> GenerationRequest:
@@ -105,6 +107,8 @@ def generation_request(prompt: Any, weir_fields: RequestFields, fields: Mapping[
         weir_fields.inline_bytes,
         fields,
         save_to,
+        weir_fields.features,
+        weir_fields.lens,
     )
 
 

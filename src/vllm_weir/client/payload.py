@@ -8,34 +8,53 @@ from typing import Any
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.keys import WIRE_KEY, misplaced
-from vllm_weir.schema.request import RequestSpec, parse_captures, parse_interventions, parse_modules
+from vllm_weir.schema.request import (
+    RequestSpec,
+    parse_captures,
+    parse_features,
+    parse_interventions,
+    parse_lens,
+    parse_modules,
+)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSE_KEY, MODULES_KEY = "response", "modules"
-_WEIR_ARGUMENTS = ("capture", "interventions", "modules", "inline_bytes", "save_to")
+_WEIR_ARGUMENTS = ("capture", "interventions", "modules", "features", "lens", "inline_bytes", "save_to")
 _RESERVED = ("stream", "prompt", "messages", WIRE_KEY)
 
 
 def weir_object(
-    capture: Any, interventions: Any, modules: Any, inline_bytes: int | None, stream: bool
+    capture: Any,
+    interventions: Any,
+    modules: Any,
+    inline_bytes: int | None,
+    stream: bool,
+    features: Any = (),
+    lens: Any = None,
 ) -> dict[str, Any] | None:
     """Return the body's ``weir`` object, or None if nothing is asked of Weir.
 
     Raises:
         WeirError: Naming the field that is wrong.
     """
-    spec = RequestSpec(parse_captures(capture, "capture"), parse_interventions(interventions, "interventions"))
+    spec = RequestSpec(
+        parse_captures(capture, "capture"),
+        parse_interventions(interventions, "interventions"),
+        features=parse_features(features, "features"),
+        lens=parse_lens(lens, "lens"),
+    )
+    reads = bool(spec.features or spec.lens)
     if inline_bytes is not None and (not isinstance(inline_bytes, int) or inline_bytes < 0):
         raise WeirError(f"expected a number of bytes, at least 0, got {brief(inline_bytes)}", "inline_bytes")
     parse_modules(modules, "modules")
     module_list = [modules] if isinstance(modules, (str, Mapping)) else list(modules or ())
-    if not spec.capture and not spec.interventions and not module_list:
+    if not spec.capture and not spec.interventions and not module_list and not reads:
         return None
     out = spec.to_json() | ({MODULES_KEY: module_list} if module_list else {})
     response: dict[str, Any] = {}
     if inline_bytes is not None:
         response["inline_bytes"] = inline_bytes
-    if stream and any(c.project is not None for c in spec.capture):
+    if stream and (reads or any(c.project is not None for c in spec.capture)):
         response["stream"] = True
     return out | {RESPONSE_KEY: response} if response else out
 
@@ -49,6 +68,8 @@ def body_of(
     modules: Any = (),
     inline_bytes: int | None = None,
     stream: bool = False,
+    features: Any = (),
+    lens: Any = None,
     fields: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the body of ``/v1/completions`` or ``/v1/chat/completions``.
@@ -61,6 +82,8 @@ def body_of(
         modules: Names of modules that the server keeps.
         inline_bytes: Activations up to this size come within the response.
         stream: Whether to ask for a stream.
+        features: As for `weir.params`, like `lens`.
+        lens: See `features`.
         fields: OpenAI's and vLLM's own fields. A field that is None is left out; an ``extra_body``
             among them is merged in.
     """
@@ -79,7 +102,7 @@ def body_of(
     if body.get("echo") and "prompt" in prompt and "return_token_ids" not in (*fields, *extra):
         del body["return_token_ids"]  # with token ids, vLLM leaves the prompt's text out
     body = {name: value for name, value in body.items() if value is not None} | dict(prompt)
-    weir = weir_object(capture, interventions, modules, inline_bytes, stream)
+    weir = weir_object(capture, interventions, modules, inline_bytes, stream, features, lens)
     if weir is not None:
         body[WIRE_KEY] = weir
     if stream:

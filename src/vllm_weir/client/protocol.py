@@ -164,6 +164,8 @@ class GenerationRequest:
     inline_bytes: int | None
     fields: Mapping[str, Any]
     save_to: Path | None = None
+    features: Any = ()
+    lens: Any = None
 
     def http_request(self, model: str, stream: bool) -> SendRequest:
         """Return the HTTP request."""
@@ -176,6 +178,8 @@ class GenerationRequest:
             modules=self.modules,
             inline_bytes=self.inline_bytes,
             stream=stream,
+            features=self.features,
+            lens=self.lens,
             fields={name: value for name, value in self.fields.items() if name != "model"},
         )
         return SendRequest("POST", path, json=body, repeatable=False)

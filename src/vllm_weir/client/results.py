@@ -21,6 +21,7 @@ from safetensors.torch import load as load_tensors
 from vllm_weir.client.errors import ServerError
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
+from vllm_weir.results.read_outs import FeatureValues, LensTokens
 from vllm_weir.results.receipt import Receipt
 from vllm_weir.schema.hooks import Site, parse_site
 
@@ -41,6 +42,8 @@ class Choice:
         receipt: What was really captured and changed; None if nothing was asked of Weir.
         scores: For a request that projects, an `Activations` whose rows are the scores,
             float32 [rows, m]; otherwise None.
+        features: Features of autoencoders by name, for a request with ``features``.
+        lens: The likeliest next tokens by block, for a request with ``lens``.
         path: The file that holds the activations, for a request with ``save_to``.
         reference: The id of activations that are kept on the server and not fetched yet.
         refusal: Why the server kept no activations; empty if it did.
@@ -54,6 +57,8 @@ class Choice:
     tool_calls: list[Any] | None = None
     receipt: Receipt | None = None
     scores: Activations | None = None
+    features: dict[str, FeatureValues] = field(default_factory=dict)
+    lens: dict[int, LensTokens] = field(default_factory=dict)
     path: Path | None = None
     reference: str | None = None
     refusal: str = ""
@@ -129,6 +134,16 @@ class Completion:
         return self.choices[0].scores
 
     @property
+    def features(self) -> dict[str, FeatureValues]:
+        """Features of autoencoders by name, for a request with ``features``."""
+        return self.choices[0].features
+
+    @property
+    def lens(self) -> dict[int, LensTokens]:
+        """The likeliest next tokens by block, for a request with ``lens``."""
+        return self.choices[0].lens
+
+    @property
     def receipt(self) -> Receipt | None:
         """What was really captured and changed."""
         return self.choices[0].receipt
@@ -144,6 +159,8 @@ class Chunk:
         token_ids: The new tokens.
         finish_reason: OpenAI's field, of a choice's last chunk.
         scores: The new scores, for a request that projects.
+        features: The new rows of features, for a request with ``features``.
+        lens: The new rows of the lens, for a request with ``lens``.
         result: The whole completion, in the last chunk, which carries nothing else.
         raw: OpenAI's chunk; None in the last.
     """
@@ -153,6 +170,8 @@ class Chunk:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     scores: Activations | None = None
+    features: dict[str, FeatureValues] = field(default_factory=dict)
+    lens: dict[int, LensTokens] = field(default_factory=dict)
     result: Completion | None = None
     raw: Any = field(default=None, repr=False)
 
@@ -200,6 +219,26 @@ def scores_of(data: Mapping[str, Any]) -> Activations:
     return Activations(matrices, per_site("positions"), per_site("token_ids"))
 
 
+def features_of(data: Mapping[str, Any]) -> dict[str, FeatureValues]:
+    """Return a response's ``features``; null (not finite) becomes NaN."""
+    return {
+        name: FeatureValues(_ints(one["positions"]), _ints(one["ids"]), _matrix(one["values"]))
+        for name, one in data.items()
+    }
+
+
+def lens_of(data: Mapping[str, Any]) -> dict[int, LensTokens]:
+    """Return a response's ``lens``; null (not finite) becomes NaN."""
+    return {
+        int(layer): LensTokens(_ints(one["positions"]), _ints(one["token_ids"]), _matrix(one["logprobs"]))
+        for layer, one in data.items()
+    }
+
+
+def _ints(values: list[Any]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
 def _matrix(values: list[Any]) -> torch.Tensor:
     if not values:
         return torch.empty(0, 0)
@@ -244,6 +283,7 @@ def add_weir_fields(choice: Choice, data: dict[str, Any]) -> None:
         choice.receipt = receipt_of(data["receipt"])
     if data.get("scores") is not None:
         choice.scores = scores_of(data["scores"])
+    choice.features, choice.lens = features_of(data.get("features") or {}), lens_of(data.get("lens") or {})
     activations = data.get("activations")
     if activations is None:
         return

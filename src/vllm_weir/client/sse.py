@@ -8,9 +8,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_weir.client.errors import ServerError, error_from
-from vllm_weir.client.results import Choice, Chunk, Completion, add_weir_fields, raw_type, scores_of, weir_missing
+from vllm_weir.client.results import (
+    Choice,
+    Chunk,
+    Completion,
+    add_weir_fields,
+    features_of,
+    lens_of,
+    raw_type,
+    scores_of,
+    weir_missing,
+)
 from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
+from vllm_weir.results.read_outs import FeatureValues, LensTokens
 from vllm_weir.schema.hooks import Site
 
 DONE = "[DONE]"
@@ -50,6 +61,7 @@ class StreamAssembler:
         self._choices: dict[int, Choice] = {}
         self._completion = Completion([])
         self._score_counts: dict[int, dict[Site, int]] = {}
+        self._row_counts: dict[int, dict[str | int, int]] = {}
         self._failure: WeirError | None = None
         self.done = False
 
@@ -94,12 +106,21 @@ class StreamAssembler:
         self._completion.prompt_token_ids = data.get("prompt_token_ids") or self._completion.prompt_token_ids
         if chunk.finish_reason is not None:
             self._finish(choice, chunk, data.get("weir"))
-        elif data.get("weir") is not None and data["weir"].get("scores") is not None:
-            chunk.scores = scores_of(data["weir"]["scores"])
+        elif data.get("weir") is not None:
+            self._add_values(choice, chunk, data["weir"])
+        return chunk
+
+    def _add_values(self, choice: Choice, chunk: Chunk, weir: dict[str, Any]) -> None:
+        """Add the values that came with a token."""
+        if weir.get("scores") is not None:
+            chunk.scores = scores_of(weir["scores"])
             counts = self._score_counts.setdefault(choice.index, {})
             for site in chunk.scores:
                 counts[site] = counts.get(site, 0) + chunk.scores.count(site)
-        return chunk
+        chunk.features, chunk.lens = features_of(weir.get("features") or {}), lens_of(weir.get("lens") or {})
+        rows = self._row_counts.setdefault(choice.index, {})
+        for name, one in (*chunk.features.items(), *chunk.lens.items()):
+            rows[name] = rows.get(name, 0) + len(one)
 
     def _finish(self, choice: Choice, chunk: Chunk, weir: dict[str, Any] | None) -> None:
         """Add the ``weir`` object of a choice's last event, which repeats all its scores."""
@@ -113,6 +134,17 @@ class StreamAssembler:
             self._failure = e
         if choice.scores is not None:
             chunk.scores = _skip_rows(choice.scores, self._score_counts.get(choice.index, {}))
+        seen = self._row_counts.get(choice.index, {})
+        chunk.features = {
+            name: FeatureValues(one.positions[n:], one.ids[n:], one.values[n:])
+            for name, one in choice.features.items()
+            if (n := seen.get(name, 0)) < len(one)
+        }
+        chunk.lens = {
+            layer: LensTokens(one.positions[n:], one.token_ids[n:], one.logprobs[n:])
+            for layer, one in choice.lens.items()
+            if (n := seen.get(layer, 0)) < len(one)
+        }
 
     def result(self) -> Completion:
         """Return the whole completion.

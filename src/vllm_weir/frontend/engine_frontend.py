@@ -243,6 +243,7 @@ class EngineFrontend:
             self._vocabulary,
             has_embeddings,
             self.saes.resolve,
+            self.saes.find,
         )
         if key is not None and key.cacheable:
             self._cache.put(key.key, admitted, key.size)

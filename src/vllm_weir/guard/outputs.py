@@ -1,4 +1,4 @@
-"""The properties ``.activations`` and ``.receipt`` that Weir adds to vLLM's outputs.
+"""The properties ``.activations``, ``.features``, ``.lens`` and ``.receipt`` that Weir adds to vLLM's outputs.
 
 Importing `vllm_weir` is enough to have them in any process: outputs are pickled and read where no
 engine runs.
@@ -13,8 +13,11 @@ from vllm_weir.guard.import_hook import when_imported
 
 VIEW = "_weir_view"
 """Attribute of a ``CompletionOutput`` that holds its `OutputView`."""
+READ_VALUES = ("features", "lens")
 _PROPERTIES = {
     "activations": "Rows captured for this sequence (index 0's for a request), or None; see `weir.Activations`.",
+    "features": "Features of autoencoders by name (index 0's for a request), or None; see `weir.Features`.",
+    "lens": "Likeliest next tokens by block (index 0's for a request), or None; see `weir.Lens`.",
     "receipt": "What Weir did for this sequence (index 0's for a request), or None; see `weir.Receipt`.",
 }
 
@@ -33,8 +36,10 @@ def _add_properties(outputs: ModuleType) -> None:
 def _completion_getter(name: str) -> Any:
     def get(self: Any) -> Any:
         view = getattr(self, VIEW, None)
-        if view is None or (name == "activations" and not view.asked):
+        if view is None or (name != "receipt" and not view.asked):
             return None
+        if name in READ_VALUES:
+            return getattr(view.read_values(), name)
         return getattr(view, name)()
 
     return get

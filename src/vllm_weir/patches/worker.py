@@ -14,6 +14,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.patches import cuda_graphs
 from vllm_weir.patches.discovery import find_sites
 from vllm_weir.patches.scheduler import WAITING, engine_request_of
+from vllm_weir.patches.unembedding import unembedding_of
 from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
 from vllm_weir.worker.tap.warmup import TapWarmup
 
@@ -79,7 +80,8 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
         model_info = _model_info(runner, config, worker.use_v2_model_runner)
         assert warmup is not None, "the model's width is known"
         sites = find_sites(runner, config, model_info, settings, worker.use_v2_model_runner)
-        runtime = WorkerRuntime(runner.get_model(), model_info, settings, sites)
+        unembedding = unembedding_of(runner.get_model(), sites, config)
+        runtime = WorkerRuntime(runner.get_model(), model_info, settings, sites, unembedding)
         patch_inputs = _v2_inputs(runner) if worker.use_v2_model_runner else _v1_inputs(runner)
     except (WeirError, AttributeError, TypeError) as e:
         if settings.refused == "start":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,18 +13,22 @@ import numpy as np
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.features import Features, Lens
 from vllm_weir.schema.fields import refuse_unknown_keys
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.intervention_kinds import AnyIntervention, parse_intervention
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import WIRE_KEY
 from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.read_outs import ReadOut
 from vllm_weir.schema.vectors import number
 
 WIRE_VERSION = 1
 MAX_CAPTURES = 62
 """With the one of vllm-lens's key, as many selectors as `Selectors` can tell apart (63)."""
 MAX_INTERVENTIONS = 1024
+MAX_FEATURES = 64
+"""Entries of `Features` in one request."""
 MAX_MODULES = 64
 MAX_WIRE_CHARS = 64 << 20
 
@@ -98,11 +102,15 @@ class RequestSpec:
         capture: the rows that it wants back.
         interventions: what it changes, in order.
         modules: interventions kept by the server, applied before its own.
+        features: the features of sparse autoencoders that it wants back.
+        lens: the next-token distributions inside the model that it wants back.
     """
 
     capture: tuple[Capture, ...] = ()
     interventions: tuple[AnyIntervention, ...] = ()
     modules: tuple[Module, ...] = ()
+    features: tuple[Features, ...] = ()
+    lens: Lens | None = None
 
     @classmethod
     def parse(cls, data: object, path: str = WIRE_KEY) -> RequestSpec:
@@ -114,7 +122,7 @@ class RequestSpec:
             data = _loads(data, path)
         if not isinstance(data, Mapping):
             raise WeirError(f"expected an object, got {type(data).__name__}", path)
-        refuse_unknown_keys(data, ("v", "capture", "interventions", "modules"), path)
+        refuse_unknown_keys(data, ("v", "capture", "interventions", "modules", "features", "lens"), path)
         version = data.get("v")
         if version != WIRE_VERSION or isinstance(version, bool):
             problem = "missing" if version is None else f"got {brief(version)}"
@@ -128,7 +136,12 @@ class RequestSpec:
                     f"{capture.path}.sink",
                 )
         interventions = parse_interventions(data.get("interventions", ()), "interventions")
-        return cls(captures, interventions, parse_modules(data.get("modules", ()), "modules"))
+        modules = parse_modules(data.get("modules", ()), "modules")
+        lens = parse_lens(data.get("lens"), "lens")
+        if is_text and lens is not None and lens.path is not None:
+            raise WeirError("a request given as text may only ask for the logit lens, which has no path", "lens.path")
+        features = parse_features(data.get("features", ()), "features")
+        return cls(captures, interventions, modules, features, lens)
 
     def to_json(self) -> dict[str, Any]:
         """Return the wire form."""
@@ -141,6 +154,10 @@ class RequestSpec:
         )
         if self.modules:
             out["modules"] = [{"name": m.name, "scale": m.scale} for m in self.modules]
+        if self.features:
+            out["features"] = [one.to_json() for one in self.features]
+        if self.lens is not None:
+            out["lens"] = self.lens.to_json()
         return out
 
 
@@ -185,6 +202,34 @@ def parse_modules(modules: object, path: str) -> tuple[Module, ...]:
     return tuple(Module.parse(module, f"{path}[{i}]") for i, module in enumerate(modules))
 
 
+def parse_features(features: object, path: str) -> tuple[Features, ...]:
+    """Parse one `Features`, its wire form, or a list of either."""
+    if isinstance(features, (Features, Mapping)):
+        features = [features]
+    if features is None:
+        features = ()
+    if isinstance(features, (str, bytes)) or not isinstance(features, Sequence):
+        raise WeirError(f"expected a list of features, got {type(features).__name__}", path)
+    if len(features) > MAX_FEATURES:
+        raise WeirError(f"{len(features)} entries in one request, more than the limit of {MAX_FEATURES}", path)
+    parsed = tuple(_at(Features.from_json(one, f"{path}[{i}]"), f"{path}[{i}]") for i, one in enumerate(features))
+    names: set[str] = set()
+    for one in parsed:
+        if one.name in names:
+            raise WeirError(f"{one.name!r} is asked for twice; send separate requests", f"{one.path}.name")
+        names.add(one.name)
+    return parsed
+
+
+def _at(features: Features, path: str) -> Features:
+    return features if features.path == path else replace(features, path=path)
+
+
+def parse_lens(lens: object, path: str) -> Lens | None:
+    """Parse a `Lens`, its wire form, or None."""
+    return None if lens is None else Lens.from_json(lens, path)
+
+
 def _loads(text: str | bytes, path: str) -> Any:
     if len(text) > MAX_WIRE_CHARS:
         raise WeirError(f"{len(text)} characters, more than the limit of {MAX_WIRE_CHARS}", path)
@@ -226,17 +271,21 @@ class SiteRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Postprocess:
-    """What happens to a request's rows on the worker: reduced, projected, both, or compressed.
+    """What happens to a request's rows on the worker.
+
+    They are reduced, projected, both, or compressed, or something is read off them.
 
     Attributes:
         reduce: one of `vllm_weir.schema.capture.REDUCTIONS`, or None.
         directions: digests of the directions; empty for none.
         compression: how rows are compressed, or None.
+        read_outs: what is read off the rows; empty for nothing.
     """
 
     reduce: str | None
     directions: tuple[str, ...] = ()
     compression: Compression | None = None
+    read_outs: tuple[ReadOut, ...] = ()
 
     @property
     def folds(self) -> bool:
@@ -340,7 +389,7 @@ class ResolvedSpec:
 
     @property
     def postprocess_wire(self) -> list[Any] | None:
-        """The wire form of `postprocess`: [reduce, directions, compression]."""
+        """The wire form of `postprocess`: [reduce, directions, compression, read_outs]."""
         if self.postprocess is None:
             return None
         compression = self.postprocess.compression
@@ -348,6 +397,7 @@ class ResolvedSpec:
             self.postprocess.reduce,
             list(self.postprocess.directions),
             None if compression is None else compression.to_json(),
+            [read_out.to_wire() for read_out in self.postprocess.read_outs],
         ]
 
     @classmethod
@@ -360,6 +410,8 @@ class ResolvedSpec:
         )
         if postprocess is None:
             return cls(site_requests)
-        reduce, directions, compression = postprocess
+        reduce, directions, compression, read_outs = postprocess
         parsed = None if compression is None else Compression.parse(compression, "compress")
-        return cls(site_requests, Postprocess(reduce, tuple(directions), parsed))
+        return cls(
+            site_requests, Postprocess(reduce, tuple(directions), parsed, tuple(map(ReadOut.from_wire, read_outs)))
+        )

@@ -112,6 +112,9 @@ def _weir_object(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], int, 
                 "over HTTP a sink is 'memory' or the name of one that the server's operator set up",
                 f"capture[{i}].sink",
             )
+    lens = weir_object.get("lens")
+    if isinstance(lens, Mapping) and lens.get("path") is not None:
+        raise WeirError("over HTTP only the logit lens is served, which has no path", "lens.path")
     return weir_object, inline, stream
 
 

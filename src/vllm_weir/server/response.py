@@ -13,7 +13,7 @@ from vllm_weir.frontend.receive.release import HeldSequences
 from vllm_weir.server.errors import TYPES, error_body
 from vllm_weir.server.lens_response import activations_field
 from vllm_weir.server.request import WeirRequest
-from vllm_weir.server.response_body import NO_LOCK, new_scores, projects, weir_object, whole
+from vllm_weir.server.response_body import NO_LOCK, new_values, projects, weir_object, whole
 from vllm_weir.server.state import ServerState
 
 DATA = "data: "
@@ -150,16 +150,17 @@ class ResponseBuilder:
                 choice["weir"] = await self._server.run(lambda: self._final(index), self.discard)
             return True
         start = self._streamed_ends.get(index, 0)
-        if not self.request.stream or not projects(view) or view.end <= start:
+        streamed = projects(view) or view.part.read_outs
+        if not self.request.stream or not streamed or view.end <= start:
             return False
         delta = choice.get("delta") or {}
         if delta.get("role") and not delta.get("content"):
             return False  # a chat's opening chunk; the token of these scores is in a later one
         self._streamed_ends[index] = view.end
-        scores = await self._server.run(lambda: new_scores(view, start))
-        if scores is not None:
-            choice["weir"] = {"scores": scores}
-        return scores is not None
+        values = await self._server.run(lambda: new_values(view, start))
+        if values:
+            choice["weir"] = values
+        return bool(values)
 
     def _final(self, index: int) -> dict[str, Any]:
         try:

@@ -42,7 +42,7 @@ def weir_object(
     """
     view.wait()
     with cpu_lock:
-        out: dict[str, Any] = {"receipt": view.receipt().to_dict()}
+        out: dict[str, Any] = {"receipt": view.receipt().to_dict(), **read_values(view)}
         acts = view.activations()
         if projects(view):
             out["scores"] = scores(acts)
@@ -69,6 +69,37 @@ def projects(view: OutputView) -> bool:
     """Return whether the sequence's captures yield scores instead of rows."""
     postprocess = view.part.spec.postprocess
     return bool(view.part.spec.site_requests) and postprocess is not None and bool(postprocess.directions)
+
+
+def new_values(view: OutputView, start: int) -> dict[str, Any]:
+    """Return the scores, features and lens at positions from `start` on; waits for them."""
+    found = new_scores(view, start) if projects(view) else None
+    return ({} if found is None else {"scores": found}) | read_values(view.with_start(start))
+
+
+def read_values(view: OutputView) -> dict[str, Any]:
+    """Return features by name and lenses by block; none of those without rows.
+
+    A value that is not finite is null.
+    """
+    if not view.part.read_outs:
+        return {}
+    values = view.read_values()
+    features = {
+        name: {"positions": one.positions.tolist(), "ids": one.ids.tolist(), "values": _floats(one.values)}
+        for name, one in values.features.items()
+        if len(one)
+    }
+    lens = {
+        str(layer): {
+            "positions": one.positions.tolist(),
+            "token_ids": one.token_ids.tolist(),
+            "logprobs": _floats(one.logprobs),
+        }
+        for layer, one in values.lens.items()
+        if len(one)
+    }
+    return ({"features": features} if features else {}) | ({"lens": lens} if lens else {})
 
 
 def new_scores(view: OutputView, start: int) -> dict[str, Any] | None:

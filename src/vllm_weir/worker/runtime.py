@@ -21,6 +21,7 @@ from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.taps import STAGES, is_boundary, num_columns, num_taps, tap_of
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.discovery.site_map import UNTAPPED, SiteMap, chosen
+from vllm_weir.worker.lenses import Lenses, Unembedding
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
@@ -42,6 +43,7 @@ from vllm_weir.worker.transfer.directions import Directions
 from vllm_weir.worker.transfer.notifier import Notifier, StepNotice
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
 from vllm_weir.worker.transfer.postprocess import Postprocessor
+from vllm_weir.worker.transfer.read_outs import ReadOuts
 from vllm_weir.worker.transfer.ring import Ring
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ class WorkerRuntime:
         model_info: of the engine.
         settings: of Weir.
         sites: the hook points that were found in the model.
+        unembedding: of the model, for lenses.
 
     Attributes:
         taps: numbers of this worker's taps.
@@ -96,7 +99,14 @@ class WorkerRuntime:
             has; alike on all ranks.
     """
 
-    def __init__(self, model: torch.nn.Module, model_info: ModelInfo, settings: Settings, sites: SiteMap) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        model_info: ModelInfo,
+        settings: Settings,
+        sites: SiteMap,
+        unembedding: Unembedding | None = None,
+    ) -> None:
         self.model_info, self.sites, self._settings = model_info, sites, settings
         anchors = chosen(sites, settings)
         self.taps = tuple(anchors)
@@ -147,6 +157,8 @@ class WorkerRuntime:
         self._vectors = VectorFetcher()
         self._codecs = Codecs(d_model, device, model_info.dtype)
         self._directions = Directions(self._vectors, device, self._codecs, d_model)
+        self._lenses = Lenses(unembedding or Unembedding(), sites.num_layers, d_model, device)
+        self._read_outs = ReadOuts(self._codecs, self.saes.hold, sites.shapes, d_model, device, self._lenses)
         self._postprocessor, self._reducer = Postprocessor(self.ring.buffer), TapReducer(self.ring.buffer)
         self._copy_out = (CudaCopyOut if is_cuda else CpuCopyOut)(self.ring, self.host)
         self._streamed_copy: StreamedCopy | None = None
@@ -201,6 +213,7 @@ class WorkerRuntime:
             self.planner.remove(request_id)
             self._directions.release(request_id)
             self._codecs.release(request_id)
+            self._read_outs.release(request_id)
             self.saes.release(request_id)
         self.planner.resume(resumed)
         joining = [(EngineSpec.from_wire(request[1].spec), *request) for request in new]
@@ -254,13 +267,22 @@ class WorkerRuntime:
         endpoint, postprocess = engine_request.reader_endpoint, spec.captures.postprocess
         if spec.captures.site_requests and self.planner.columns:
             self.buffer_server.maps(endpoint)
-            codec = -1
+            codec, read_out_codec = -1, None
             if postprocess is not None and postprocess.directions:
                 codec = self._directions.hold(request_id, postprocess.directions, endpoint)
             elif postprocess is not None and postprocess.compression is not None:
                 codec = self._codecs.hold(request_id, postprocess.compression)
+            elif postprocess is not None and postprocess.read_outs:
+                read_out_codec = self._read_outs.hold(request_id, postprocess.read_outs)
             self.planner.add_capture(
-                request_id, endpoint, spec.captures, prompt_len, prompt_ids, engine_request.max_tokens, codec
+                request_id,
+                endpoint,
+                spec.captures,
+                prompt_len,
+                prompt_ids,
+                engine_request.max_tokens,
+                codec,
+                read_out_codec,
             )
         if spec.moves:
             fetch = functools.partial(self._vectors.fetch, endpoint)
@@ -433,6 +455,7 @@ class WorkerRuntime:
             "d_model": self.model_info.d_model,
             "dtype": str(self.model_info.dtype).removeprefix("torch."),
             "ring_rows": self._max_step_rows,
+            "no_lens": self._lenses.unembedding.refused,
             "shapes": [(*site, list(shape)) for site, shape in self.sites.shapes.items()],
             "read_only": [(*site, why) for site, why in self.sites.read_only.items()],
             "shards": [(*site, *shard) for site, shard in self.sites.shards.items()],

@@ -12,10 +12,17 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.capture_groups import CaptureGroup, assign_postprocesses, make_groups, with_derived
+from vllm_weir.frontend.admission.capture_groups import (
+    CaptureGroup,
+    assign_postprocesses,
+    make_groups,
+    with_derived,
+    with_read_outs,
+)
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.postprocesses import postprocesses_of
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Asked, Vocabulary, asked_of, resolve_tokens
+from vllm_weir.frontend.admission.read_outs import FindSAE, no_autoencoders, on_device, read_outs_of
 from vllm_weir.frontend.admission.sae_registry import no_autoencoder
 from vllm_weir.frontend.derived.sources import DerivedPoints
 from vllm_weir.schema.by_position import ByPosition
@@ -29,7 +36,7 @@ from vllm_weir.schema.instructions import Instruction, LoweredIntervention, Reso
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
-from vllm_weir.schema.request import RequestSpec, ResolvedSpec
+from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
 from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.row_shards import RowShard, ShardWidths
 from vllm_weir.schema.taps import STAGES, column_of, shard_column
@@ -159,6 +166,7 @@ def admit(
     vocabulary: Vocabulary = UNKNOWN,
     has_embeddings: bool = False,
     feature: Callable[[SetFeature], Intervention] = no_autoencoder,
+    find_sae: FindSAE = no_autoencoders,
 ) -> AdmittedRequest:
     """Check and resolve a request's keys.
 
@@ -175,6 +183,7 @@ def admit(
         module: (name, field) -> the interventions registered under a name, or raises WeirError.
         vocabulary: the engine's.
         feature: returns what a `SetFeature` does, or raises WeirError.
+        find_sae: (name, field) -> an autoencoder that the workers hold, or raises WeirError.
 
     Raises:
         WeirError: naming the field, for anything that cannot be done exactly as asked.
@@ -192,6 +201,7 @@ def admit(
             vocabulary,
             has_embeddings,
             feature,
+            find_sae,
         )
     except WeirError as e:
         raise in_lens_words(e) from None
@@ -209,6 +219,7 @@ def _admit(
     vocabulary: Vocabulary,
     has_embeddings: bool,
     feature: Callable[[SetFeature], Intervention],
+    find_sae: FindSAE,
 ) -> AdmittedRequest:
     check = functools.partial(_check_site, capabilities, has_embeddings)
     refuse_lens(extra_args)
@@ -241,7 +252,10 @@ def _admit(
     expansion = DerivedPoints.expand(captures, capabilities, has_embeddings)
     captures = expansion.captures
     postprocesses = postprocesses_of(captures, capabilities, lookup)
-    if expansion.sources:
+    read_outs = read_outs_of(spec.features, spec.lens, capabilities, find_sae, vocabulary)
+    asked += tuple(one for one in asked_of([one.source for one in read_outs]) if one not in asked)
+    read_on_device = on_device(read_outs, capabilities, not captures and not expansion.sources)
+    if expansion.sources or read_outs:
         postprocesses = postprocesses._replace(device=None)  # the sources' rows are wanted as they are
     if postprocesses.device is not None:
         rows.update(postprocesses.directions)
@@ -256,9 +270,12 @@ def _admit(
     parts = assign_postprocesses(parts, postprocesses)
     if expansion.recipes:
         parts = with_derived(parts, expansion, capabilities, has_token_ids, check)
-    groups = (*parts, *(part.sources for part in parts if part.sources is not None))
-    site_requests = tuple(site_request for group in groups for site_request in group.spec.site_requests)
-    resolved = ResolvedSpec(site_requests, postprocesses.device)
+    device = postprocesses.device
+    if read_outs:
+        parts = with_read_outs(parts, read_outs, capabilities, has_token_ids, check, not read_on_device)
+        if read_on_device:
+            device = Postprocess(None, read_outs=tuple(dict.fromkeys(one.read_out for one in read_outs)))
+    resolved = ResolvedSpec(_site_requests(parts), device)
     return AdmittedRequest(
         resolved,
         parts,
@@ -271,6 +288,24 @@ def _admit(
         capabilities.shard_widths,
         capabilities.num_layers,
     )
+
+
+def _site_requests(parts: Sequence[CaptureGroup]) -> tuple[SiteRequest, ...]:
+    """Return all that workers capture for a request.
+
+    Raises:
+        WeirError: if that is at more choices of positions than can be told apart.
+    """
+    hidden = (group for part in parts for group in (part.sources, part.read_rows) if group is not None)
+    site_requests = tuple(one for group in (*parts, *hidden) for one in group.spec.site_requests)
+    selectors = len({one.positions for one in site_requests})
+    if selectors > MAX_CAPTURES + 1:
+        raise WeirError(
+            f"{selectors} different choices of positions, more than the limit of {MAX_CAPTURES + 1}; send separate "
+            "requests",
+            "features" if any(part.read_outs for part in parts) else "capture",
+        )
+    return site_requests
 
 
 @dataclass

@@ -12,6 +12,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.postprocesses import MEMORY, Destination, PostprocessChoice, destination_of
+from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.derived.recipe import Recipe
 from vllm_weir.frontend.derived.sources import Expansion
 from vllm_weir.schema.capture import Capture
@@ -43,6 +44,9 @@ class CaptureGroup:
         picks: site -> what is returned of its rows, where they are not simply [d_model].
         recipes: how its derived sites are computed.
         sources: the captures whose rows `recipes` take; None if there are none.
+        read_outs: the request's features and lens.
+        read_rows: the captures of the rows that `read_outs` are read off; None if there are none.
+        reads_late: whether this process reads them, not the workers.
     """
 
     spec: ResolvedSpec
@@ -58,11 +62,14 @@ class CaptureGroup:
     picks: Mapping[Site, RowPick] = field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
     sources: CaptureGroup | None = None
+    read_outs: tuple[AskedReadOut, ...] = ()
+    read_rows: CaptureGroup | None = None
+    reads_late: bool = False
 
     @property
     def has_rows(self) -> bool:
         """Whether it asks for anything."""
-        return bool(self.spec.site_requests or self.recipes)
+        return bool(self.spec.site_requests or self.recipes or self.read_outs)
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
@@ -209,6 +216,40 @@ def with_derived(
             if before.get(site := Site(capture.hook, layer), capture.before) != capture.before:
                 raise WeirError(f"{site} is needed both before and after interventions", f"{capture.path}.before")
     return (replace(groups[0], recipes=expansion.recipes, sources=sources), *groups[1:])
+
+
+def with_read_outs(
+    groups: Sequence[CaptureGroup],
+    asked: tuple[AskedReadOut, ...],
+    capabilities: EngineCapabilities,
+    has_token_ids: bool,
+    check: Callable[[Site, str], None],
+    late: bool,
+) -> tuple[CaptureGroup, ...]:
+    """Return the groups, of which the first returns a request's features and lens.
+
+    Args:
+        groups: of the request's captures.
+        asked: the read-outs.
+        capabilities: what the engine serves.
+        has_token_ids: as for `make_groups`.
+        check: as for `make_groups`.
+        late: whether this process reads them.
+
+    Raises:
+        WeirError: naming the field, if rows that are read are captured before interventions.
+    """
+    captures = [one.source for one in asked]
+    rows, *_ = make_groups(captures, capabilities, PostprocessChoice.none(captures), has_token_ids, check, ())
+    before = {request.site for group in groups for request in group.spec.site_requests if request.before}
+    for one in asked:
+        if one.read_out.site in before:
+            raise WeirError(
+                f"it is read off {one.read_out.site} after interventions, and the request captures that point before "
+                "them; send separate requests",
+                one.path,
+            )
+    return (replace(groups[0], read_outs=asked, read_rows=rows, reads_late=late), *groups[1:])
 
 
 def _pick(capture: Capture, site: Site, shape: RowShape, picks: dict[Site, RowPick]) -> None:

@@ -32,6 +32,7 @@ class EngineCapabilities:
             sites whose rows are spread over several.
         facts: of the model's attention and MoE layers, for sites that are derived.
         read_only: site -> why it cannot be changed in this model.
+        no_lens: why no lens is served; "" if it is.
     """
 
     sites: Mapping[Site, str]
@@ -43,6 +44,7 @@ class EngineCapabilities:
     shards: Mapping[Site, tuple[Shard, ...]] = field(default_factory=dict)
     facts: ModelFacts = field(default_factory=ModelFacts)
     read_only: Mapping[Site, str] = field(default_factory=dict)
+    no_lens: str = "no lens is served: the workers have not said that the model has an unembedding"
 
     def shape(self, site: Site) -> RowShape:
         """Return the shape of a row of a site; 0 stands for as many values as there are keys."""
@@ -93,6 +95,7 @@ class EngineCapabilities:
             shards=_merge_shards(reports),
             facts=facts,
             read_only={Site(hook, layer): why for r in reports for hook, layer, why in r.get("read_only", ())},
+            no_lens=next((why for r in reports if (why := r.get("no_lens", cls.no_lens))), ""),
         )
 
 

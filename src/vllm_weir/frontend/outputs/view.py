@@ -11,12 +11,15 @@ import numpy as np
 import torch
 
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
+from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.outputs.host_postprocess import apply_postprocess, reduce_rows
+from vllm_weir.frontend.outputs.read_outs import collect, from_records, from_rows
 from vllm_weir.frontend.outputs.ticket import Ticket
 from vllm_weir.frontend.receive.joined_shards import join_shards, pick_values, sources_of
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence, TakenRows
 from vllm_weir.frontend.receive.tokens import SequenceTokens, TokenIds
 from vllm_weir.results.activations import Activations, CompressedRows
+from vllm_weir.results.read_outs import ReadValues
 from vllm_weir.results.receipt import Receipt
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
@@ -32,6 +35,7 @@ class ViewSnapshot:
     asked: bool
     saved_activations: Activations
     saved_receipt: Receipt
+    saved_read_values: ReadValues
 
     def activations(self) -> Activations:
         """Return the rows, see `OutputView.activations`."""
@@ -40,6 +44,10 @@ class ViewSnapshot:
     def receipt(self) -> Receipt:
         """Return the receipt, see `OutputView.receipt`."""
         return self.saved_receipt
+
+    def read_values(self) -> ReadValues:
+        """Return features and lens, see `OutputView.read_values`."""
+        return self.saved_read_values
 
 
 @dataclass
@@ -77,11 +85,12 @@ class OutputView:
     asked: bool = True
     tickets: Sequence[Ticket] = ()
     _cached_activations: Activations | None = None
+    _cached_read_values: ReadValues | None = None
     _verified: list[tuple[ResolvedIntervention | None, int, int]] | None = None
     """The result of `verify` for a finished sequence."""
 
     def __reduce__(self) -> tuple[type, tuple]:
-        return ViewSnapshot, (self.asked, self.activations(), self.receipt())
+        return ViewSnapshot, (self.asked, self.activations(), self.receipt(), self.read_values())
 
     @property
     def end(self) -> int:
@@ -90,13 +99,13 @@ class OutputView:
 
     def with_start(self, start: int, part: CaptureGroup | None = None) -> OutputView:
         """Return a view from position `start` on, of the same captures or of another part."""
-        return replace(self, start=start, part=part or self.part, _cached_activations=None)
+        return replace(self, start=start, part=part or self.part, _cached_activations=None, _cached_read_values=None)
 
     def extend(self, later: OutputView) -> None:
         """Cover a later output of the same sequence that was merged into this one."""
         self.tokens, self.finished, self.aborted = later.tokens, later.finished, later.aborted
         self.tickets = later.tickets
-        self._cached_activations = self._verified = None
+        self._cached_activations = self._cached_read_values = self._verified = None
 
     def activations(self) -> Activations:
         """Return the rows, waiting for those on their way; raise WeirError if they were lost."""
@@ -108,6 +117,29 @@ class OutputView:
             ready = self._ready_activations() if all_positions and final else None
             self._cached_activations = self._assemble() if ready is None else ready
         return self._cached_activations
+
+    def read_values(self) -> ReadValues:
+        """Return features and lens, waiting for those on their way; raise WeirError if they were lost."""
+        if self._cached_read_values is None:
+            part = self.part
+            self.pending.check()
+            if part.reads_late:
+                assert part.read_rows is not None
+                values = from_rows(
+                    part.read_outs, self._read_at, self.with_start(self.start, part.read_rows).activations()
+                )
+            else:
+                values = from_records(part.read_outs, self._read_at, self._take_records)
+            self._cached_read_values = collect(values)
+        return self._cached_read_values
+
+    def _read_at(self, asked: AskedReadOut) -> np.ndarray:
+        return self._wanted((asked.positions,), None)[0]
+
+    def _take_records(self, sites: Sequence[Site], positions: np.ndarray) -> list[TakenRows]:
+        if self.aborted:
+            return self.pending.arrived(sites, positions, "read_outs")
+        return self.pending.take(sites, positions, self.timeout, "read_outs")
 
     def _ready_activations(self) -> Activations | None:
         """Return the rows of the whole sequence if they were sliced before anybody asked."""
@@ -137,7 +169,7 @@ class OutputView:
 
     def drop(self) -> None:
         """Drop the assembled rows; they can be assembled again while their request is held."""
-        self._cached_activations = None
+        self._cached_activations = self._cached_read_values = None
 
     def arrived(self) -> bool:
         """Return whether every row, or the reduction of the prompt's, is among the arrivals read.
@@ -239,6 +271,7 @@ class OutputView:
         """Wait for the sinks, the rows and the word on steering; raise WeirError if any failed."""
         self.settle()
         self.activations()
+        self.read_values()
         self.verify()
 
     def receipt(self) -> Receipt:

@@ -111,9 +111,9 @@ class RowSequenceView:
         """Return the bytes of whole ranks as a tensor of their shape and dtype.
 
         That is [ranks, columns, d_model] for rows, [ranks, columns, values] for scores (float32)
-        and compressed rows (uint8), and [ranks, arena rows of a cell, d_model] for reductions.
+        and compressed rows and read-outs (uint8), and [ranks, arena rows of a cell, d_model] for reductions.
         """
-        if self.kind == "packed":
+        if self.kind in ("packed", "read_outs"):
             return memory.view(-1, len(self.columns), self.values)
         if self.kind == "scores":
             return memory.view(torch.float32).view(-1, len(self.columns), self.values)
@@ -127,7 +127,7 @@ class RowSequenceView:
 
         Returns:
             [n, columns, d_model]; for scores and reductions float32 [n, columns, values], for
-            compressed rows uint8 [n, columns, values].
+            compressed rows and read-outs uint8 [n, columns, values].
         """
         return self._without_padding(self._gather(ranks))
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_weir.schema.read_outs import RecordLayout
 from vllm_weir.schema.reductions import COMPLETE, CONTINUED, GROUP
 from vllm_weir.schema.request import Postprocess, cell_rows
 from vllm_weir.schema.selectors import Selectors, distinct
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import ResultCell, RowSequence, RowSequences
 from vllm_weir.worker.planning.site_sets import SiteSets
+
+ReadOutCodec = Callable[[tuple[int, ...]], int]
+"""Columns of a token's rows in the ring -> number of the codec."""
 
 
 @dataclass
@@ -26,6 +30,7 @@ class CapturingRequest:
             returns them.
         max_generated: estimate of the tokens that the request generates, to size extents.
         codec: number of the codec that makes records of its rows, -1 for none.
+        read_out_codec: returns the number of the codec that reads rows with these columns.
         site_sets: code -> site set.
         row_seqs: site set -> row sequence.
         reduction: row sequence for the prompt's reduced rows; None before the first one.
@@ -40,6 +45,7 @@ class CapturingRequest:
     max_generated: int
     postprocess: Postprocess | None
     codec: int
+    read_out_codec: ReadOutCodec | None = None
     site_sets: dict[int, int] = field(default_factory=dict)
     row_seqs: dict[int, RowSequence] = field(default_factory=dict)
     reduction: RowSequence | None = None
@@ -186,6 +192,11 @@ class CapturePlanner:
             elif postprocess.directions:
                 values = len(postprocess.directions)
                 cell = ResultCell("scores", values, 4 * values * len(columns), request.codec, self.row_bytes)
+            elif postprocess.read_outs:
+                assert request.read_out_codec is not None
+                record_bytes = RecordLayout.of(postprocess.read_outs).record_bytes
+                size, codec = record_bytes * len(columns), request.read_out_codec(columns)
+                cell = ResultCell("read_outs", record_bytes, size, codec, self.row_bytes)
             else:
                 in_prompt, rows = 0, rows - in_prompt
         return self._row_seqs.open(request.request_id, request.endpoint, columns, in_prompt, max(rows, 1), cell)

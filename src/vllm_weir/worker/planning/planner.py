@@ -25,7 +25,7 @@ from vllm_weir.schema.selectors import SelectorSet
 from vllm_weir.schema.taps import column_of
 from vllm_weir.util.identity_cache import IdentityCache
 from vllm_weir.worker.planning.arena import Arena
-from vllm_weir.worker.planning.capture_planner import CapturePlanner, CapturingRequest
+from vllm_weir.worker.planning.capture_planner import CapturePlanner, CapturingRequest, ReadOutCodec
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.site_sets import SiteSets
@@ -85,6 +85,7 @@ class Planner:
         prompt_ids: Sequence[int] | None,
         max_generated: int = MOST_EXPECTED,
         codec: int = -1,
+        read_out_codec: ReadOutCodec | None = None,
     ) -> None:
         """Start capturing for a request, if it wants anything of this worker.
 
@@ -96,6 +97,7 @@ class Planner:
             prompt_ids: their ids, None if only the device knows them.
             max_generated: tokens that it can generate.
             codec: number of the codec that makes records of its rows, -1 for none.
+            read_out_codec: as in `CapturingRequest`.
         """
         self._end_repetition()
         selected = self._selected[spec]
@@ -103,7 +105,14 @@ class Planner:
             selector_set, columns = selected
             selectors = selector_set.of(prompt_len, prompt_ids)
             self.capturing[request_id] = CapturingRequest(
-                request_id, endpoint, selectors, columns, min(max_generated, MOST_EXPECTED), spec.postprocess, codec
+                request_id,
+                endpoint,
+                selectors,
+                columns,
+                min(max_generated, MOST_EXPECTED),
+                spec.postprocess,
+                codec,
+                read_out_codec,
             )
             self.steady_state.add_request(request_id, endpoint)
 

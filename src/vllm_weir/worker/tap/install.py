@@ -53,6 +53,12 @@ def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: TapSwitch) -
         _add_layer(module, anchor.when, _tap_with_added_term(anchor, buffer, switch, tap, kept))
 
 
+def untapped(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return a module's forward without its taps, for calls that belong to no request."""
+    layers = module.__dict__.get(_LAYERS)
+    return module.forward if layers is None else MethodType(layers["forward"], module)
+
+
 class ModulePath:
     """Every module on the paths from a model to its tapped modules.
 

@@ -31,6 +31,7 @@ class Codec:
             none is used.
         record_bytes: bytes of a compressed row.
         d_model: values of a row.
+        by_column: whether what is done to a row depends on its column.
     """
 
     compression: Compression
@@ -38,6 +39,7 @@ class Codec:
     halves: torch.Tensor | None
     record_bytes: int
     d_model: int
+    by_column = False
 
     @property
     def quick(self) -> bool:

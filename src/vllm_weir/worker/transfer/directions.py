@@ -21,7 +21,7 @@ class Products:
     """
 
     matrix: torch.Tensor
-    quick = False
+    quick = by_column = False
 
     @property
     def record_bytes(self) -> int:

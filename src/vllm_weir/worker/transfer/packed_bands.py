@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.step_plan import StepPlan
-from vllm_weir.worker.transfer.codecs import Codec, Codecs
+from vllm_weir.worker.transfer.codecs import Codecs
 from vllm_weir.worker.transfer.postprocess import CompressedRecords, pieces_of
 
 
@@ -25,7 +27,7 @@ class PackGroup:
 
     def __init__(
         self,
-        codec: Codec,
+        codec: Any,
         site_set: int,
         columns: int,
         lanes: np.ndarray,
@@ -49,7 +51,10 @@ class PackGroup:
         """
         rows = band_rows[self._lanes]
         tokens, columns, width = rows.shape
-        records = self._codec.encode(rows.reshape(-1, width)).view(tokens, columns, -1)
+        if self._codec.by_column:
+            records = self._codec.encode_columns(rows, place)
+        else:
+            records = self._codec.encode(rows.reshape(-1, width)).view(tokens, columns, -1)
         self._records[:, place : place + columns] = records
 
     def packet(self) -> CompressedRecords:

@@ -1,0 +1,109 @@
+"""Read-outs in the caller's process: the workers' records as tensors, or read here off whole rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from vllm_weir.frontend.admission.read_outs import AskedReadOut
+from vllm_weir.frontend.receive.pending_sequence import TakenRows
+from vllm_weir.results.activations import Activations
+from vllm_weir.results.read_outs import FeatureValues, LensTokens, ReadValues
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.read_outs import ITEM, ReadOut, RecordLayout
+from vllm_weir.util.top import top_values
+
+MAX_VALUES = 1 << 24
+"""Activations that are computed at once."""
+Values = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Positions int64 [n], ids int64 [n, k] and values float32 [n, k]."""
+
+
+def collect(values: Mapping[AskedReadOut, Values]) -> ReadValues:
+    """Return what was read, by name."""
+    features = {str(one.name): FeatureValues(*values[one]) for one in values if one.sae is not None}
+    return ReadValues(features, {int(one.name): LensTokens(*values[one]) for one in values if one.sae is None})
+
+
+def from_records(
+    asked: Sequence[AskedReadOut],
+    wanted: Callable[[AskedReadOut], np.ndarray],
+    take: Callable[[Sequence[Site], np.ndarray], list[TakenRows]],
+) -> dict[AskedReadOut, Values]:
+    """Return what workers have read.
+
+    Args:
+        asked: all read-outs of the request, which determine the layout of its records.
+        wanted: returns the positions of a read-out.
+        take: (sites, positions) -> their records.
+    """
+    layout = RecordLayout.of(one.read_out for one in asked)
+    by_positions: dict[object, list[AskedReadOut]] = {}
+    for one in asked:
+        by_positions.setdefault(one.positions, []).append(one)
+    found: dict[AskedReadOut, Values] = {}
+    for some in by_positions.values():
+        positions = wanted(some[0])
+        sites = tuple(dict.fromkeys(one.read_out.site for one in some))
+        for taken in take(sites, positions):
+            for one in some:
+                if one.read_out.site in taken.sites:
+                    records = taken.rows.get(one.read_out.site)
+                    offset = layout.offsets[one.read_out]
+                    found[one] = (torch.from_numpy(taken.positions), *_of_records(one.read_out, records, offset))
+    return {one: found[one] for one in asked}
+
+
+def from_rows(
+    asked: Sequence[AskedReadOut], wanted: Callable[[AskedReadOut], np.ndarray], rows: Activations
+) -> dict[AskedReadOut, Values]:
+    """Read features off rows in this process.
+
+    Args:
+        asked: the read-outs, all of them features.
+        wanted: returns the positions of a read-out.
+        rows: of their sites.
+    """
+    found: dict[AskedReadOut, Values] = {}
+    for one in asked:
+        site = one.read_out.site
+        positions = rows.positions_of(site)
+        here = torch.from_numpy(np.isin(positions.numpy(), wanted(one)))
+        found[one] = (positions[here], *_of_rows(one, rows[site][here]))
+    return found
+
+
+def _of_records(read_out: ReadOut, records: torch.Tensor | None, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids and values of a site's records, uint8 [n, bytes]; None stands for no records."""
+    width = read_out.width
+    if records is None:
+        return torch.empty(0, width, dtype=torch.int64), torch.empty(0, width)
+
+    def part(start: int, dtype: torch.dtype) -> torch.Tensor:
+        return records[:, start : start + ITEM * width].contiguous().view(dtype)
+
+    if read_out.ids:
+        return torch.tensor(read_out.ids).expand(len(records), width), part(offset, torch.float32)
+    return part(offset, torch.int32).long(), part(offset + ITEM * width, torch.float32)
+
+
+def _of_rows(asked: AskedReadOut, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids and values of an autoencoder's features on rows."""
+    sae, read_out = asked.sae, asked.read_out
+    assert sae is not None, "a lens is read on the workers"
+    if not len(rows):
+        return _of_records(read_out, None, 0)
+    ids: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for some in rows.split(max(1, MAX_VALUES // sae.d_sae)):
+        activations = sae.encode(some)
+        if read_out.ids:
+            some_ids = torch.tensor(read_out.ids).expand(len(some), -1)
+            some_values = activations[:, list(read_out.ids)]
+        else:
+            some_ids, some_values = top_values(activations, read_out.top_k)
+        ids.append(some_ids)
+        values.append(some_values)
+    return torch.cat(ids), torch.cat(values)

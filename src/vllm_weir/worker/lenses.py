@@ -1,0 +1,152 @@
+"""Lenses on the device: the model's own final norm and unembedding, and the translators of tuned lenses."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.read_outs import ReadOut
+from vllm_weir.util.top import top_values
+
+MAX_LOGITS = 1 << 24
+"""Logits that are computed at once."""
+MAX_TUNED = 4
+"""Tuned lenses that are kept ready."""
+Translator = tuple[torch.Tensor, torch.Tensor]
+"""(A [d_model, d_model], b [d_model]), float32: a row h becomes h + (A h + b)."""
+
+
+@dataclass(frozen=True)
+class Unembedding:
+    """How the model turns rows of the stream into next-token logits.
+
+    Attributes:
+        logits: rows [n, d_model] after the last block -> logits [n, vocabulary]; None if no lens
+            is served.
+        vocabulary: how many logits a row has.
+        refused: why no lens is served; "" if it is.
+    """
+
+    logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+    vocabulary: int = 0
+    refused: str = "no lens is served: the model's unembedding was not found"
+
+
+@dataclass(frozen=True)
+class LensReader:
+    """Reads the likeliest next tokens off rows of the stream.
+
+    Attributes:
+        unembedding: the model's.
+        width: values of a row.
+        top_k: how many tokens.
+        translator: of a tuned lens, at this block; None for none.
+    """
+
+    unembedding: Unembedding
+    width: int
+    top_k: int
+    translator: Translator | None = None
+
+    @property
+    def group(self) -> object:
+        """Rows of all blocks that are not translated are read together."""
+        return self if self.translator is not None else (id(self.unembedding), self.top_k)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def read(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the records of rows [n, width], int32 [n, 2 top_k]."""
+        size = max(1, MAX_LOGITS // max(1, self.unembedding.vocabulary))
+        return torch.cat([self._records(some) for some in rows.split(size)])
+
+    def _records(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.translator is not None:
+            matrix, bias = self.translator
+            whole = rows.float()
+            rows = (whole + (whole @ matrix.T + bias)).to(rows.dtype)
+        assert self.unembedding.logits is not None
+        logits = self.unembedding.logits(rows).float()
+        ids, values = top_values(logits, self.top_k)
+        logprobs = values - logits.logsumexp(1, keepdim=True)
+        return torch.cat([ids.int(), logprobs.view(torch.int32)], 1)
+
+
+class Lenses:
+    """Makes the readers of lenses.
+
+    Args:
+        unembedding: the model's.
+        num_layers: blocks of the model.
+        d_model: width of the stream.
+        device: the worker's.
+    """
+
+    def __init__(self, unembedding: Unembedding, num_layers: int, d_model: int, device: torch.device) -> None:
+        self.unembedding = unembedding
+        self._num_layers, self._d_model, self._device = num_layers, d_model, device
+        self._tuned: dict[str, list[Translator]] = {}
+
+    def reader(self, read_out: ReadOut) -> LensReader:
+        """Return the reader of a lens at a block.
+
+        Raises:
+            WeirError: if it cannot be read.
+        """
+        if self.unembedding.logits is None:
+            raise WeirError(self.unembedding.refused, "lens")
+        translator = self._translator(read_out) if read_out.key else None
+        return LensReader(self.unembedding, self._d_model, read_out.top_k, translator)
+
+    def _translator(self, read_out: ReadOut) -> Translator | None:
+        """Return the translator of what leaves a block: that of the next block; the last has none."""
+        if read_out.key not in self._tuned:
+            translators = load_translators(Path(read_out.key), self._num_layers, self._d_model)
+            while len(self._tuned) >= MAX_TUNED:
+                del self._tuned[next(iter(self._tuned))]
+            self._tuned[read_out.key] = [(a.to(self._device), b.to(self._device)) for a, b in translators]
+        layer = read_out.site.layer + 1
+        return None if layer == self._num_layers else self._tuned[read_out.key][layer]
+
+
+def load_translators(path: Path, num_layers: int, d_model: int) -> list[Translator]:
+    """Load a directory that the package `tuned-lens` has saved: ``config.json`` and ``params.pt``.
+
+    Translator i is for what enters block i. Nothing in the files is run.
+
+    Raises:
+        WeirError: if they cannot be read, or are for another model.
+    """
+    try:
+        config = json.loads((path / "config.json").read_text())
+        state = torch.load(path / "params.pt", map_location="cpu", weights_only=True)
+        kind, layers, width = config.get("lens_type"), config["num_hidden_layers"], config["d_model"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, pickle.UnpicklingError) as e:
+        raise WeirError(
+            f"{path} is no tuned lens with config.json and params.pt: {type(e).__name__}: {e}", "lens.path"
+        ) from None
+    if kind not in (None, "linear_tuned_lens"):
+        raise WeirError(f"its lens_type is {kind!r}; served is 'linear_tuned_lens'", "lens.path")
+    if (layers, width) != (num_layers, d_model):
+        raise WeirError(
+            f"it is for {layers} blocks of width {width}, and the model has {num_layers} of width {d_model}",
+            "lens.path",
+        )
+    wanted = {f"{layer}.{name}" for layer in range(num_layers) for name in ("weight", "bias")}
+    if not isinstance(state, dict) or set(state) != wanted:
+        raise WeirError("its params.pt does not have one weight and one bias for each block", "lens.path")
+    found = [(state[f"{layer}.weight"], state[f"{layer}.bias"]) for layer in range(num_layers)]
+    for weight, bias in found:
+        if weight.shape != (d_model, d_model) or bias.shape != (d_model,):
+            raise WeirError("a translator has another width than the model", "lens.path")
+    return [(weight.float(), bias.float()) for weight, bias in found]

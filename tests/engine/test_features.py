@@ -1,0 +1,215 @@
+"""Features of sparse autoencoders: read on the device, they equal what the autoencoder says of captured rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vllm_weir as weir
+from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
+from tests.support.engines import get_llm
+from tests.support.sae_reference import weights
+from vllm_weir.errors import WeirError
+from vllm_weir.util.top import top_values
+
+pytestmark = pytest.mark.engine
+D = 128
+SAES = {
+    "mid": ("jumprelu", ("resid_post", 1), 256),
+    "late": ("topk", ("resid_post", 3), 96),
+    "same": ("standard", ("resid_post", 1), 64),
+    "wide": ("standard", ("mlp_post", 2), 160),
+}
+
+
+@pytest.fixture
+def llm(root):
+    llm = get_llm(directory(root), block_size=32, max_num_batched_tokens=64, max_num_seqs=16)
+    loaded = {info.name for info in weir.saes(llm)}
+    for name, sae in autoencoders(llm).items():
+        if name not in loaded:
+            weir.load_sae(llm, name, sae)
+    return llm
+
+
+def autoencoders(llm):
+    shape = {(v.hook, v.layer): v.shape for v in weir.sites(llm)}
+    made = {}
+    for seed, (name, (architecture, site, d_sae)) in enumerate(SAES.items()):
+        tensors = weights(architecture, seed, int(torch.tensor(shape[site]).prod()), d_sae)
+        made[name] = weir.SAE.from_tensors(
+            architecture, site, name=name, k=8 if architecture == "topk" else 0, **tensors
+        )
+    return made
+
+
+def rows_of(llm, prompt, max_tokens):
+    """Rows of all the autoencoders' sites, by a request of their own."""
+    capture = [weir.Capture(hook, layer) for _, (hook, layer), _ in SAES.values()]
+    return llm.generate([prompt], weir.params(sampling(max_tokens), capture=capture), use_tqdm=False)[0].activations
+
+
+def check(got, sae, asked, acts):
+    at = acts.positions_of(*sae.site)
+    here = torch.isin(at, got.positions)
+    dense = sae.encode(acts[sae.site][here])
+    assert got.ids.shape == got.values.shape == (len(got), len(asked.ids or ()) or asked.top_k)
+    assert (got.ids.dtype, got.values.dtype) == (torch.int64, torch.float32)
+    # Each value is the autoencoder's own, and the values are its largest.
+    assert torch.allclose(got.values, dense.gather(1, got.ids), rtol=1e-5, atol=1e-5)
+    if asked.ids:
+        assert got.ids.tolist() == [list(asked.ids)] * len(got)
+    else:
+        assert torch.allclose(got.values, top_values(dense, asked.top_k)[1], rtol=1e-5, atol=1e-5)
+        ties = got.values[:, 1:] == got.values[:, :-1]
+        assert (got.ids[:, 1:] > got.ids[:, :-1])[ties].all()
+
+
+def test_a_batch_in_which_everybody_asks_for_other_features(llm):
+    """Chunks of prompts, hits of the prefix cache, decoding, neighbours that ask for nothing; twice."""
+    saes, texts = autoencoders(llm), prompts()
+    kinds = [
+        [weir.Features("mid", top_k=5)],
+        [weir.Features("late"), weir.Features("mid", ids=[7, 3, 250]), weir.Features("same", top_k=64)],
+        [weir.Features("wide", top_k=9, positions="last_prompt"), weir.Features("late", top_k=2, positions="all")],
+        [],
+        [weir.Features("mid", top_k=5, positions="generated")],
+    ]
+    asked = [kinds[i % 5] for i in range(len(texts))]
+    plain = [llm.generate([text], sampling(6), use_tqdm=False)[0].outputs[0].token_ids for text in texts]
+    for _ in range(2):
+        batch = [weir.params(sampling(6), features=one) if one else sampling(6) for one in asked]
+        outs = llm.generate(texts, batch, use_tqdm=False)
+        for text, out, wanted, tokens in zip(texts, outs, asked, plain, strict=True):
+            assert out.outputs[0].token_ids == tokens
+            if not wanted:
+                assert out.features is None
+                continue
+            assert set(out.features) == {one.name for one in wanted} and not out.activations.sites
+            acts = rows_of(llm, text, 6)
+            for one in wanted:
+                P = len(text["prompt_token_ids"])
+                at = {"last_prompt": [P - 1], "generated": range(P, P + 5)}.get(one.positions.kind, range(P + 5))
+                assert out.features[one.name].positions.tolist() == list(at)
+                check(out.features[one.name], saes[one.name], one, acts)
+    del outs, out, acts
+    for name in SAES:
+        weir.unload_sae(llm, name)
+    assert_nothing_is_held(llm)
+
+
+def test_beside_rows_and_projections(llm):
+    """Then the rows leave the device, and the features are the same."""
+    saes, (text,) = autoencoders(llm), prompts([40])
+    features = [weir.Features("mid", top_k=5), weir.Features("wide", ids=[1, 2], positions="last_prompt")]
+    alone = llm.generate([text], weir.params(sampling(4), features=features), use_tqdm=False)[0]
+    for capture in (weir.Capture("resid_post", 1), weir.Capture("resid_post", 0, project=torch.ones(2, D))):
+        (out,) = llm.generate([text], weir.params(sampling(4), features=features, capture=capture), use_tqdm=False)
+        assert [tuple(site) for site in out.activations.sites] == [("resid_post", capture.layers[0])]
+        acts = rows_of(llm, text, 4)
+        for one in features:
+            check(out.features[one.name], saes[one.name], one, acts)
+            assert torch.equal(out.features[one.name].positions, alone.features[one.name].positions)
+            assert torch.allclose(out.features[one.name].values, alone.features[one.name].values, atol=1e-5)
+
+
+def test_an_intervention_is_seen(llm):
+    (text,) = prompts([9])
+    v = torch.randn(D, generator=torch.Generator().manual_seed(3))
+    steer = weir.Add(v, 1, 3.0)
+    feature = weir.Features("mid", top_k=4)
+    both = weir.params(sampling(1), features=feature, interventions=steer)
+    rows = weir.params(sampling(1), capture=weir.Capture("resid_post", 1), interventions=steer)
+    out, steered = llm.generate([text, text], [both, rows], use_tqdm=False)
+    check(out.features["mid"], autoencoders(llm)["mid"], feature, steered.activations)
+
+
+@pytest.mark.parametrize(
+    ("features", "field"),
+    [
+        (weir.Features("none"), "features[0].name"),
+        (weir.Features("same", top_k=65), "features[0].top_k"),
+        ([weir.Features("mid"), weir.Features("same", ids=[64])], "features[1].ids"),
+    ],
+)
+def test_refusals(llm, features, field):
+    with pytest.raises(WeirError) as e:
+        llm.generate(prompts([4]), weir.params(sampling(1), features=features), use_tqdm=False)
+    assert e.value.field == field
+
+
+def test_before_interventions_is_refused(llm):
+    capture = weir.Capture("resid_post", 1, before=True)
+    with pytest.raises(WeirError) as e:
+        llm.generate(
+            prompts([4]), weir.params(sampling(1), features=weir.Features("mid"), capture=capture), use_tqdm=False
+        )
+    assert e.value.field == "features[0]"
+
+
+def reference_logprobs(llm, rows):
+    """What the checkpoint's own norm and unembedding say of rows, in float64."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llm.llm_engine.model_config.model).double()
+    with torch.no_grad():
+        return model.lm_head(model.model.norm(rows.double())).log_softmax(-1)
+
+
+def check_lens(got, logprobs):
+    assert torch.allclose(got.logprobs.double(), logprobs.gather(1, got.token_ids), atol=1e-4)
+    assert torch.allclose(got.logprobs.double(), logprobs.topk(got.logprobs.shape[1]).values, atol=1e-4)
+    assert got.token_ids.dtype == torch.int64 and got.logprobs.dtype == torch.float32
+
+
+def test_the_logit_lens(llm):
+    """Of all blocks, in one batch with features; the last block's is the model's own distribution."""
+    texts = prompts([40, 5, 17, 33])
+    lens, feature = weir.Lens(top_k=7), weir.Features("mid", top_k=3)
+    asked = [
+        weir.params(sampling(4, logprobs=1), lens=lens),
+        weir.params(sampling(4), features=feature),
+        weir.params(sampling(4), lens=weir.Lens(layers=[2], top_k=3, positions="last_prompt"), features=feature),
+        sampling(4),
+    ]
+    outs = llm.generate(texts, asked, use_tqdm=False)
+    assert sorted(outs[0].lens) == [0, 1, 2, 3] and sorted(outs[2].lens) == [2]
+    assert not outs[1].lens and outs[3].lens is None
+    for text, out in zip(texts[:3], outs, strict=False):
+        rows = weir.params(sampling(4), capture=weir.Capture("resid_post"))
+        acts = llm.generate([text], rows, use_tqdm=False)[0].activations
+        for layer, got in out.lens.items():
+            at = torch.isin(acts.positions, got.positions)
+            check_lens(got, reference_logprobs(llm, acts["resid_post", layer][at]))
+    assert outs[2].lens[2].positions.tolist() == [16] and len(outs[2].features["mid"]) == 17 + 3
+    first = outs[0].lens[3]
+    (chosen,) = outs[0].outputs[0].logprobs[0].items()
+    at = first.positions.tolist().index(39)
+    assert first.token_ids[at, 0] == chosen[0] and abs(float(first.logprobs[at, 0]) - chosen[1].logprob) <= 1e-4
+
+
+def test_the_tuned_lens(llm, tmp_path):
+    import json
+
+    generator = torch.Generator().manual_seed(1)
+    state = {f"{i}.weight": torch.randn(D, D, generator=generator) / D for i in range(4)}
+    state |= {f"{i}.bias": torch.randn(D, generator=generator) / 9 for i in range(4)}
+    torch.save(state, tmp_path / "params.pt")
+    (tmp_path / "config.json").write_text(json.dumps({"d_model": D, "num_hidden_layers": 4, "bias": True}))
+    (text,) = prompts([12])
+    lens = weir.Lens("tuned", path=str(tmp_path), top_k=5)
+    (out,) = llm.generate([text], weir.params(sampling(3), lens=lens), use_tqdm=False)
+    rows = weir.params(sampling(3), capture=weir.Capture("resid_post"))
+    acts = llm.generate([text], rows, use_tqdm=False)[0].activations
+    for layer, got in out.lens.items():
+        h = acts["resid_post", layer]
+        if layer < 3:  # translator i is for what enters block i
+            h = h + h @ state[f"{layer + 1}.weight"].T + state[f"{layer + 1}.bias"]
+        check_lens(got, reference_logprobs(llm, h))
+
+
+def test_a_lens_beside_rows_is_refused(llm):
+    with pytest.raises(WeirError) as e:
+        asked = weir.params(sampling(1), lens=weir.Lens(), capture=weir.Capture("resid_post"))
+        llm.generate(prompts([4]), asked, use_tqdm=False)
+    assert e.value.field == "lens"
