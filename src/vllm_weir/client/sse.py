@@ -119,8 +119,10 @@ class StreamAssembler:
                 counts[site] = counts.get(site, 0) + chunk.scores.count(site)
         chunk.features, chunk.lens = features_of(weir.get("features") or {}), lens_of(weir.get("lens") or {})
         rows = self._row_counts.setdefault(choice.index, {})
-        for name, one in (*chunk.features.items(), *chunk.lens.items()):
-            rows[name] = rows.get(name, 0) + len(one)
+        for name, features in chunk.features.items():
+            rows[name] = rows.get(name, 0) + len(features)
+        for layer, lens in chunk.lens.items():
+            rows[layer] = rows.get(layer, 0) + len(lens)
 
     def _finish(self, choice: Choice, chunk: Chunk, weir: dict[str, Any] | None) -> None:
         """Add the ``weir`` object of a choice's last event, which repeats all its scores."""
