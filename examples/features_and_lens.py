@@ -28,7 +28,7 @@ def random_sae(d_model: int) -> weir.SAE:
 
 
 def main() -> None:
-    llm = LLM(weir.demo_model(), max_model_len=256, enforce_eager=True)
+    llm = LLM(weir.demo_model(), max_model_len=256, kv_cache_memory_bytes=256 << 20, enforce_eager=True)
     (d_model,) = next(site.shape for site in weir.sites(llm) if site.hook == "resid_post")
     weir.load_sae(llm, "random", random_sae(d_model))
 
