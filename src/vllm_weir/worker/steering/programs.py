@@ -102,7 +102,7 @@ class ProgramTable:
         self.floats = np.zeros((sizes.nodes, len(FLOAT_FIELDS)), np.float32)
         self.vectors = np.zeros((sizes.vectors, d_model), np.float32)
         self.changed: dict[str, set[int]] = {"heads": set(), "ints": set(), "floats": set(), "vectors": set()}
-        self._lengths = np.zeros(sizes.vectors, np.int64)
+        self._lengths = [0] * sizes.vectors
         """Values of the vector that begins at a row."""
         self._row_of: dict[int, TapRow] = {}
         for tap in local_taps:
@@ -145,21 +145,24 @@ class ProgramTable:
             vectors = fetch(missing) if missing else {}
             for digest in missing:
                 vector = vectors[digest]
-                slot, is_new = slots.hold(digest, ring_rows(len(vector), self.vectors.shape[1]))
+                rows = ring_rows(len(vector), self.vectors.shape[1])
+                slot, is_new = slots.hold(digest, rows)
                 held.append(digest)
                 if is_new:
-                    self._write_vector(slot, vector)
+                    self._write_vector(slot, rows, vector)
         except (IndexError, KeyError, ValueError) as e:
             for digest in held:
                 if slots.release(digest) and digest in missing:
                     slots.forget(digest)
             raise WeirError(f"a steering vector could not be placed: {e}", "interventions") from None
 
-    def _write_vector(self, slot: int, vector: np.ndarray) -> None:
-        rows, width = ring_rows(len(vector), self.vectors.shape[1]), len(vector)
-        content = self.vectors[slot : slot + rows].reshape(-1)
-        content[:width], content[width:] = vector, 0.0
-        self._lengths[slot] = width
+    def _write_vector(self, slot: int, rows: int, vector: np.ndarray) -> None:
+        self._lengths[slot] = width = len(vector)
+        if width == self.vectors.shape[1]:
+            self.vectors[slot] = vector
+        else:
+            content = self.vectors[slot : slot + rows].reshape(-1)
+            content[:width], content[width:] = vector, 0.0
         self.changed["vectors"].update(range(slot, slot + rows))
 
     def _move_vectors(self, moves: Sequence[Move]) -> None:
@@ -224,13 +227,13 @@ class ProgramTable:
     def _write(self, key: Hashable, number: int, active: Sequence[ActiveIntervention]) -> None:
         """Write a program's chains; raises WeirError, before anything is written, if that cannot be done."""
         chains = self._chains(active)
-        if sum(map(len, chains)) > len(self._free_nodes):
+        if sum(len(chain) for chain, _ in chains) > len(self._free_nodes):
             raise WeirError("the instruction table is full", "interventions")
         nodes: list[int] = []
         heads = self.heads[number]
         heads.fill(-1)
         vector_slot = self._vector_slots.slot_of
-        for chain, taps in chains.items():
+        for chain, taps in chains:
             next_node = -1
             for term, flags, lo, hi, shift in reversed(chain):
                 node = self._free_nodes.pop()
@@ -246,27 +249,28 @@ class ProgramTable:
         self.changed["ints"].update(nodes)
         self.changed["floats"].update(nodes)
 
-    def _chains(self, active: Sequence[ActiveIntervention]) -> dict[tuple[Node, ...], list[int]]:
-        """Return chain -> the taps that have it."""
-        chains: dict[tuple[Node, ...], list[int]] = {}
+    def _chains(self, active: Sequence[ActiveIntervention]) -> list[tuple[tuple[Node, ...], list[int]]]:
+        """Return different chains, each with the taps that have it."""
         if len(active) == 1:
             ((intervention, _, rank),) = active
-            for row, taps in self._taps_of(intervention.hook, intervention.layers).items():
-                if chain := self._chain_of(intervention, rank, row):
-                    chains[chain] = chains.get(chain, []) + taps
-            return chains
-        by_tap: dict[int, tuple[Node, ...]] = {}
+            rows = self._taps_of(intervention.hook, intervention.layers).items()
+            return [(chain, taps) for row, taps in rows if (chain := self._chain_of(intervention, rank, row))]
+        # Chains of single interventions are numbered, since numbers are hashed faster.
+        numbers: dict[tuple[Node, ...], int] = {}
+        by_tap: dict[int, tuple[int, ...]] = {}
         for after_post in (False, True):
             for intervention, _, rank in active:
                 if (intervention.hook == "resid_pre") == after_post:
                     for row, taps in self._taps_of(intervention.hook, intervention.layers).items():
-                        chain = self._chain_of(intervention, rank, row)
-                        for tap in taps:
-                            by_tap[tap] = by_tap.get(tap, ()) + chain
-        for tap, chain in by_tap.items():
-            if chain:
-                chains.setdefault(chain, []).append(tap)
-        return chains
+                        if chain := self._chain_of(intervention, rank, row):
+                            number = (numbers.setdefault(chain, len(numbers)),)
+                            for tap in taps:
+                                by_tap[tap] = by_tap.get(tap, ()) + number
+        taps_of: dict[tuple[int, ...], list[int]] = {}
+        for tap, parts in by_tap.items():
+            taps_of.setdefault(parts, []).append(tap)
+        chains = list(numbers)
+        return [(sum((chains[k] for k in parts), ()), taps) for parts, taps in taps_of.items()]
 
     def _find_taps(self, hook: str, layers: tuple[int, ...]) -> dict[TapRow, list[int]]:
         """Return this worker's taps for a hook point, by their row."""
@@ -284,8 +288,8 @@ class ProgramTable:
         """
         terms = intervention.instructions if rank < 0 else intervention.of_position(rank)
         flags = AFTER_POST if intervention.hook == "resid_pre" else 0
-        nodes = []
-        for term in terms:
+        end, nodes = LAST, []
+        for term in reversed(terms):
             start, stop = (term.start, term.stop) if term.stop else (0, row.width)
             lo, hi = max(start, row.start), min(stop, row.stop)
             if lo >= hi:
@@ -297,14 +301,13 @@ class ProgramTable:
                     "interventions",
                 )
             self._check_vectors(term, stop - start)
-            nodes.append((term, lo - row.start, hi - row.start, row.start - start))
-        last = len(nodes) - 1
-        return tuple(
-            Node(term, flags | LAST if k == last else flags, *columns) for k, (term, *columns) in enumerate(nodes)
-        )
+            nodes.append(Node(term, flags | end, lo - row.start, hi - row.start, row.start - start))
+            end = 0
+        return tuple(reversed(nodes))
 
     def _check_vectors(self, term: Instruction, width: int) -> None:
         """Raise WeirError unless an instruction's vectors, which are held, have `width` values."""
+        slot_of, lengths = self._vector_slots.slot_of, self._lengths
         for digest in (term.u, term.w):
-            if digest and self._lengths[slot := self._vector_slots.slot_of[digest]] != width:
-                raise WeirError(f"a vector of {self._lengths[slot]} values for {width} columns", "interventions")
+            if digest and lengths[slot := slot_of[digest]] != width:
+                raise WeirError(f"a vector of {lengths[slot]} values for {width} columns", "interventions")

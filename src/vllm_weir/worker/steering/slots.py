@@ -79,7 +79,9 @@ class Slots:
         """Free an idle key's slots."""
         del self._idle[key]
         slot = self.slot_of.pop(key)
-        self._free.extend(range(slot + self._rows.pop(key, 1) - 1, slot - 1, -1))
+        if key in self._rows:
+            self._free.extend(range(slot + self._rows.pop(key) - 1, slot, -1))
+        self._free.append(slot)
 
     @property
     def in_use(self) -> int:

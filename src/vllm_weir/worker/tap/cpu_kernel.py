@@ -180,27 +180,41 @@ def _follow_chains(
     if len(starts) > MAX_SEPARATE_CHAINS:
         _follow_together(nodes, rows, past_post, ints, floats, vectors)
         return nodes, rows
-    d_model, values = vectors.shape[1], vectors.view(-1)
+    d_model, width, values = vectors.shape[1], rows.shape[1], vectors.view(-1)
     for start in starts:
         members = (nodes == start).nonzero()[0]
         own_rows = rows[torch.from_numpy(members)]
-        delta, node = torch.full_like(own_rows, NOTHING_ADDED), start
+        delta, node = None, start
         while node >= 0:
             kind, u, w, following, flags, lo, hi, shift = ints[node].tolist()
             if flags & AFTER_POST and not past_post:
                 break
-            into, along = u * d_model + shift, w * d_model + shift
-            u_values = values[into + lo : into + hi]
-            w_values = values[along + lo : along + hi] if w >= 0 else None
-            term = _term(kind, _columns(own_rows, lo, hi), u_values, w_values, *floats[node].tolist())
-            changed = delta if hi - lo == delta.shape[1] else delta[:, lo:hi]
-            changed += term
+            u_values = values[u * d_model + lo + shift : u * d_model + hi + shift]
+            w_values = values[w * d_model + lo + shift : w * d_model + hi + shift] if w >= 0 else None
+            if hi - lo == width:
+                term = _term(kind, own_rows, u_values, w_values, *floats[node].tolist())
+                delta = term if delta is None else delta + term
+            else:
+                term = _term(kind, _columns(own_rows, lo, hi), u_values, w_values, *floats[node].tolist())
+                delta = _added_to_columns(own_rows, delta, lo, hi, term)
             if flags & LAST:
-                own_rows, delta = own_rows + delta, torch.full_like(delta, NOTHING_ADDED)
+                own_rows, delta = own_rows + delta, None
             node = following
         rows[torch.from_numpy(members)] = own_rows
         nodes[members] = node
     return nodes, rows
+
+
+def _added_to_columns(
+    rows: torch.Tensor, delta: torch.Tensor | None, lo: int, hi: int, term: torch.Tensor
+) -> torch.Tensor:
+    """Return what has been added to rows so far (None: nothing), with a term for some columns."""
+    if delta is None:
+        delta = torch.full_like(rows, NOTHING_ADDED)
+    elif delta.dim() == 1:  # the same for all rows
+        delta = delta.expand_as(rows).clone()
+    delta[:, lo:hi] += term
+    return delta
 
 
 def _columns(rows: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
@@ -228,8 +242,13 @@ def _follow_together(
         for of_group, kind, lo, hi, shift in _alike(ints[at]):
             members = torch.from_numpy(moving[of_group])
             coefficients = floats[_index(at[of_group]), :, None].unbind(1)
-            into, along = (_read_rows(vectors, first[of_group], hi + shift)[:, lo + shift :] for first in (u, w))
-            delta[members, lo:hi] += _term(kind, _columns(rows[members], lo, hi), into, along, *coefficients)
+            into = _read_rows(vectors, u[of_group], hi + shift)[:, lo + shift :]
+            along = _read_rows(vectors, w[of_group], hi + shift)[:, lo + shift :] if kind in (AFFINE, CLAMP) else None
+            term = _term(kind, _columns(rows[members], lo, hi), into, along, *coefficients)
+            if hi - lo == rows.shape[1]:
+                delta[members] += term
+            else:
+                delta[members, lo:hi] += term
         ends = torch.from_numpy(moving[flags & LAST != 0])
         rows[ends] += delta[ends]
         delta[ends] = NOTHING_ADDED

@@ -113,3 +113,11 @@ def test_kernels_are_compiled_for_what_workers_have(dtype):
         for table, entry in zip(tables, fields(TapTensors), strict=True):
             assert table.dtype == getattr(runtime.tensors, entry.name).dtype, entry.name
     assert [other is None for _, other, *_ in made] == [True, False]
+
+
+def test_rows_of_other_widths_are_compiled_once_for_each_kernel():
+    """A kernel is for a power of two, and for whether 16 divides the width."""
+    widths = (64, 100, 112, 128, 96, 256, 8, 256)
+    _, _, *more = stand_ins(64, torch.float32, torch.device("cpu"), widths)
+    assert all(other is None for _, other, *_ in more)
+    assert sorted(hidden.shape[1] for hidden, *_ in more) == [8, 96, 100, 256]
