@@ -184,7 +184,8 @@ def _patch_warm_up(worker: Any, warmup: TapWarmup, settings: Settings) -> None:
 
     @functools.wraps(measure)
     def profile(*args: Any, **kwargs: Any) -> Any:
-        return measure(*args, **kwargs) - room
+        available = measure(*args, **kwargs)
+        return available - room if room else available
 
     @functools.wraps(measure)
     def frozen(*args: Any, **kwargs: Any) -> Any:

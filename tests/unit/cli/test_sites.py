@@ -71,7 +71,8 @@ def test_the_list_for_programs(surveyed):
     result = CliRunner().invoke(app, ["sites", "some/model", "--json"])
     assert result.exit_code == 0
     assert json.loads(result.output)[4] == {
-        "hook": "resid_mid", "layer": 0, "supported": False, "reason": "attention and MLP run in parallel", "shape": []
+        "hook": "resid_mid", "layer": 0, "supported": False, "reason": "attention and MLP run in parallel", "shape": [],
+        "read_only": "",
     }  # fmt: skip
     listed = [entry | {"shape": tuple(entry["shape"])} for entry in json.loads(result.output)]
     assert [SiteVerdict(**entry) for entry in listed] == VERDICTS

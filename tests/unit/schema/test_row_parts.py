@@ -33,7 +33,7 @@ from vllm_weir.schema.instructions import (
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.row_notes import describe_rows, in_words
 from vllm_weir.schema.table_sizes import TableSizes
-from vllm_weir.schema.taps import STAGES, num_taps
+from vllm_weir.schema.taps import STAGES, num_taps, tap_of
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.steering.programs import ProgramTable
 
@@ -507,10 +507,10 @@ def test_positions_with_several_instructions_each():
     found = admitted(asked)
     (move,) = found.effective
     assert move.per_position == 2 and [len(move.of_position(k)) for k in range(4)] == [2, 1, 0, 0]
-    table = ProgramTable(TableSizes(16, 16, 64), num_taps(3), range(num_taps(3)), D)
+    widths = {tap_of(Site("z", layer)): HEADS * D_HEAD for layer in range(3)}
+    table = ProgramTable(TableSizes(16, 16, 64), num_taps(3), range(num_taps(3)), D, widths)
     planner = Planner(frozenset(range(num_taps(3) * STAGES)), num_taps(3) * STAGES, 8, table)
-    vectors = {digest: np.resize(row, D) for digest, row in found.rows.items()}
-    planner.add_steering("r", "rows#vectors#token", [move], 5, None, lambda ds: {d: vectors[d] for d in ds})
+    planner.add_steering("r", "rows#vectors#token", [move], 5, None, lambda ds: {d: found.rows[d] for d in ds})
     programs = planner.plan(["r"], [5], [0]).programs
     assert (programs >= 0).tolist() == [False, True, True, False, False]
     assert table.usage() == {"vectors": 3, "programs": 2, "nodes": 3}  # the two layers share them

@@ -44,7 +44,7 @@ class View(SimpleNamespace):
     """Stands for a view whose rows are there."""
 
     start, end = 0, 3
-    part = SimpleNamespace(spec=SimpleNamespace(postprocess=None, site_requests=(1,)))
+    part = SimpleNamespace(spec=SimpleNamespace(postprocess=None, site_requests=(1,)), has_rows=True, read_outs=())
 
     def activations(self):
         self.wait()
@@ -100,7 +100,7 @@ def test_only_the_last_chunk_of_a_choice_changes(server):
 def test_scores_come_with_their_token_and_not_before_it(server, monkeypatch):
     """The chunk that opens a chat had those of the first token, whose own chunk then had none."""
     monkeypatch.setattr(module, "projects", lambda _: True)
-    monkeypatch.setattr(module, "new_scores", lambda view, start: {"positions": [start]})
+    monkeypatch.setattr(module, "new_values", lambda view, start: {"scores": {"positions": [start]}})
 
     async def go():
         opening = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
@@ -170,7 +170,7 @@ def test_scores_that_are_lost_end_the_stream_with_an_error(server, monkeypatch):
         raise WeirError("3 rows did not arrive")
 
     monkeypatch.setattr(module, "projects", lambda _: True)
-    monkeypatch.setattr(module, "new_scores", lost)
+    monkeypatch.setattr(module, "new_values", lost)
 
     async def go():
         source = chunks(chunk(), chunk(), chunk("stop"), "data: [DONE]\n\n")
@@ -252,7 +252,8 @@ def test_a_receipt_alone_is_answered_without_a_thread_if_nothing_is_to_be_waited
     server, monkeypatch, site_requests, concluded, threads, streamed
 ):
     view = View(concluded=lambda: concluded)
-    view.part = SimpleNamespace(spec=SimpleNamespace(postprocess=None, site_requests=site_requests))
+    spec = SimpleNamespace(postprocess=None, site_requests=site_requests)
+    view.part = SimpleNamespace(spec=spec, has_rows=bool(site_requests), read_outs=())
     ran, run = [], ServerState.run
     monkeypatch.setattr(ServerState, "run", lambda *args: ran.append(1) or run(*args))
 

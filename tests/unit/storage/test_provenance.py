@@ -67,7 +67,7 @@ def test_metadata_of_another_form_are_the_writers_own() -> None:
 class Looked:
     """Stands in for a view."""
 
-    rows, row_bytes = 1, 100
+    rows, size = 1, 100
 
     def __init__(self, part: Any, acts: Activations) -> None:
         self.part, self.acts = part, acts

@@ -99,9 +99,15 @@ def test_a_full_device_and_a_missing_file_are_answers(tmp_path, file, monkeypatc
     worker = WorkerSAEs(CPU, 1 << 30)
     assert worker.load("a", str(tmp_path / "nowhere"))["field"] == "sae"
 
-    def full(*_args, **_kwargs):
-        raise torch.OutOfMemoryError
+    move = torch.Tensor.to
 
-    monkeypatch.setattr(torch.Tensor, "to", full)
-    assert "the device is full" in worker.load("a", file)["error"]
+    def full(tensor, *args, **kwargs):
+        if kwargs.get("copy"):
+            raise torch.OutOfMemoryError
+        return move(tensor, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "to", full)
+        answer = worker.load("a", file)
+    assert "the device is full" in answer["error"]
     assert len(worker) == 0 and worker.nbytes == 0

@@ -48,11 +48,14 @@ class EngineCapabilities:
 
     def shape(self, site: Site) -> RowShape:
         """Return the shape of a row of a site; 0 stands for as many values as there are keys."""
-        if site.hook in ("pattern", "attn_scores"):
-            return self.facts.attention[site.layer].heads, 0
-        if site.hook in ("expert_ids", "expert_weights"):
-            return (self.facts.routing[site.layer].top_k,)
-        return self.shapes.get(site, (self.d_model,))
+        if site in self.shapes:
+            return self.shapes[site]
+        attention, routing = self.facts.attention.get(site.layer), self.facts.routing.get(site.layer)
+        if site.hook in ("pattern", "attn_scores") and attention is not None:
+            return attention.heads, 0
+        if site.hook in ("expert_ids", "expert_weights") and routing is not None:
+            return (routing.top_k,)
+        return (self.d_model,)
 
     @functools.cached_property
     def shard_widths(self) -> ShardWidths:

@@ -24,6 +24,8 @@ from vllm_weir.schema.row_shapes import ring_rows
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST
 
+MEASURING = (AFFINE, CLAMP, FEATURE)
+"""Kinds that measure rows along a vector."""
 MAX_SEPARATE_CHAINS = 6
 """Follow up to this many different chains one by one, and more than that together."""
 NOTHING_ADDED = -0.0
@@ -243,7 +245,7 @@ def _follow_together(
             members = torch.from_numpy(moving[of_group])
             coefficients = floats[_index(at[of_group]), :, None].unbind(1)
             into = _read_rows(vectors, u[of_group], hi + shift)[:, lo + shift :]
-            along = _read_rows(vectors, w[of_group], hi + shift)[:, lo + shift :] if kind in (AFFINE, CLAMP) else None
+            along = _read_rows(vectors, w[of_group], hi + shift)[:, lo + shift :] if kind in MEASURING else None
             term = _term(kind, _columns(rows[members], lo, hi), into, along, *coefficients)
             if hi - lo == rows.shape[1]:
                 delta[members] += term

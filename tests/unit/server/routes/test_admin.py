@@ -641,7 +641,7 @@ def test_saes_by_path_are_refused(pair):
         ({"name": "m", "kind": "sae_delta", "sae_manifest": manifest | {"weights_uri": "/etc/passwd"}}, "kind"),
         ({"name": "m", "vectors": {"resid_post": {"1": V}}, "sae_manifest": manifest}, "sae_manifest"),
     ):
-        assert "weights" in refused(one.post("/v1/steering/modules/register", json=body), 400, field)
+        assert "PUT /v1/saes/NAME" in refused(one.post("/v1/steering/modules/register", json=body), 400, field)
 
 
 def test_layers(pair):

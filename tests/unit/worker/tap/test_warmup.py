@@ -32,8 +32,10 @@ def holding(profile, seen):
     worker = SimpleNamespace(
         determine_available_memory=profile,
         compile_or_warm_up_model=lambda size: seen.append(("warm-up", gc.get_freeze_count())) or size,
+        model_runner=SimpleNamespace(device=torch.device("cpu")),
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=None)),
     )
-    _patch_warm_up(worker, SimpleNamespace(wait=lambda: seen.append("kernels")))
+    _patch_warm_up(worker, SimpleNamespace(wait=lambda: seen.append("kernels")), Settings())
     return worker
 
 
