@@ -82,6 +82,7 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
         sites = find_sites(runner, config, model_info, settings, worker.use_v2_model_runner)
         unembedding = unembedding_of(runner.get_model(), sites, config)
         runtime = WorkerRuntime(runner.get_model(), model_info, settings, sites, unembedding)
+        warmup.add({shard.stop - shard.start for shard in runtime.layout.shards.values()})
         patch_inputs = _v2_inputs(runner) if worker.use_v2_model_runner else _v1_inputs(runner)
     except (WeirError, AttributeError, TypeError) as e:
         if settings.refused == "start":

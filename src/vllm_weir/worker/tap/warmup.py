@@ -23,10 +23,15 @@ class TapWarmup:
     """
 
     def __init__(self, d_model: int, dtype: torch.dtype, device: torch.device, widths: Iterable[int] = ()) -> None:
-        self._done: Future[None] | None = None
-        if device.type == "cuda":
+        self._d_model, self._dtype, self._device = d_model, dtype, device
+        self._done: list[Future[None]] = []
+        self.add(widths)
+
+    def add(self, widths: Iterable[int]) -> None:
+        """Compile kernels for rows of these widths, too."""
+        if self._device.type == "cuda":
             thread = ThreadPoolExecutor(1, thread_name_prefix="weir-warm")
-            self._done = thread.submit(_launch, d_model, dtype, device, widths)
+            self._done.append(thread.submit(_launch, self._d_model, self._dtype, self._device, widths))
             thread.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -34,8 +39,8 @@ class TapWarmup:
 
         No kernel may be loaded while a CUDA graph is captured.
         """
-        if self._done is not None:
-            self._done.result()
+        for done in self._done:
+            done.result()
 
 
 def _launch(d_model: int, dtype: torch.dtype, device: torch.device, widths: Iterable[int]) -> None:
