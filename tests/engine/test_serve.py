@@ -479,7 +479,8 @@ def test_info(client):
     found = client.get("/v1/weir/info").raise_for_status().json()
     assert (found["num_layers"], found["d_model"], found["dtype"]) == (6, 256, "float32")
     assert found["version"] == weir.__version__ and found["admin"] is True
-    assert {"hook": "resid_post", "layer": 5, "served": True, "why": ""} in found["sites"]
+    served = {"hook": "resid_post", "layer": 5, "served": True, "why": "", "shape": [256], "read_only": ""}
+    assert served in found["sites"]
     assert found["limits"]["rows"] == 5000 and "directory" not in found["limits"] and ADMIN_KEY not in str(found)
     paths = client.get("/openapi.json").raise_for_status().json()["paths"]
     assert {"/v1/weir/info", "/v1/activations/{id}"} <= set(paths)
