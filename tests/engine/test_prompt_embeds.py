@@ -56,7 +56,7 @@ def test_rows_in_mixed_batches(root, family):
             ids = [*tokens(length, n), *out.outputs[0].token_ids][:-1]
             rows, _ = truth.points(ids)
             assert {tuple(site) for site in out.activations.sites} == {
-                site for site in rows if n % 3 != 1 or site[0] != "embed"
+                site for site in rows if site[0] != "mlp_pre_linear" and (n % 3 != 1 or site[0] != "embed")
             }
             for site in out.activations.sites:
                 assert out.activations[site].shape == rows[tuple(site)].shape
