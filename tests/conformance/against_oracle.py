@@ -68,7 +68,8 @@ def check_oracle(
         if broken:
             raise Wrong(f"the reference breaks its own identities: {broken}")
     for hook, layer in good:
-        errors = [_off(by_expert(a.rows), p, (hook, layer)) for a, p in zip(captured, plain) if a.rows]
+        factor = oracle.capabilities["experts_factor"]
+        errors = [_off(by_expert(a.rows), p, (hook, layer), factor) for a, p in zip(captured, plain) if a.rows]
         verdict.hooks[hook]["capture"] = max(verdict.hooks[hook]["capture"] or 0.0, *errors)
 
     for seed, (hook, found) in enumerate(verdict.hooks.items()):
@@ -87,16 +88,19 @@ def check_oracle(
     conclude(verdict, bound)
 
 
-def _off(rows: Rows, reference: Rows, site: tuple[str, int]) -> float:
-    """How far a site's rows are from the reference; shapes that differ name the site."""
+def _off(rows: Rows, reference: Rows, site: tuple[str, int], experts_factor: float) -> float:
+    """How far a site's rows are from the reference; shapes that differ name the site.
+
+    `experts_factor` is the model's factor of its experts, which transformers has in every weight. vLLM applies it
+    there, or to the experts' sum.
+    """
     if rows[site].shape != reference[site].shape:
         shapes = tuple(rows[site].shape), tuple(reference[site].shape)
         raise Wrong(f"{site[0]}[{site[1]}] has shape {shapes[0]}, the reference's is {shapes[1]}")
-    mine = rows[site]
+    off = rel_err(rows[site], reference[site])
     if site[0] == "expert_weights":
-        # Some models of vLLM multiply the experts' sum by a factor that transformers has in every weight.
-        mine = mine * float(reference[site].double().sum() / mine.double().sum())
-    return rel_err(mine, reference[site])
+        return min(off, rel_err(rows[site] * experts_factor, reference[site]))
+    return off
 
 
 def _positions(hook: str, answer: Answer) -> list[int] | None:
@@ -142,5 +146,5 @@ def _steer_error(
     before = oracle.logits(mine.ids)
     if logprob_error(mine, before) < 100 * bound:
         raise Wrong(f"adding at {hook}[{layer}] moved nothing: the check would see no error")
-    errors = [_off(found, rows, at) for at in found]
+    errors = [_off(found, rows, at, oracle.capabilities["experts_factor"]) for at in found]
     return max(*errors, logprob_error(mine, logits))

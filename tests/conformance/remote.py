@@ -112,6 +112,7 @@ def _serve(pipe: Any, other_end: Any, model_dir: Path) -> None:
             "hidden_size": oracle.hidden_size,
             "kinds": [shape.kind for shape in oracle.shapes],
             "gains": oracle.gains,
+            "experts_factor": getattr(oracle.model.config.get_text_config(), "routed_scaling_factor", None) or 1.0,
             "missing": {site: why for site in sites if (why := oracle.missing(*site))},
         }
 

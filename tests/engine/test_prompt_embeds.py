@@ -14,15 +14,23 @@ from tests.support.measure import rel_err
 
 pytestmark = pytest.mark.engine
 BOUND = 1e-5
-EMBEDDED = [hook for hook in DENSE if hook != "mlp_pre_linear"]
-"""The hook points of all these families, of which some have no gate in their MLP."""
-EVERY = [weir.Capture(hook) for hook in EMBEDDED]
+UNGATED = ("gpt2", "opt")
+"""Families whose MLP has no gate."""
 FAMILIES = {  # what a model does to the embeddings that it is given
     "llama": "nothing",
     "gpt2": "positions are added",
     "gemma3": "they are scaled as they are looked up",
     "opt": "positions are added",
 }
+
+
+def hooks(family: str = "llama") -> set[str]:
+    """The hook points that a family has."""
+    return set(DENSE) - ({"mlp_pre_linear"} if family in UNGATED else set())
+
+
+def every(family: str = "llama") -> list[weir.Capture]:
+    return [weir.Capture(hook) for hook in DENSE if hook in hooks(family)]
 
 
 def engine(root, family, shape="a", **more):
@@ -40,12 +48,12 @@ def embedded(truth: Oracle, ids: list[int]) -> torch.Tensor:
 def test_rows_in_mixed_batches(root, family):
     """Chunked prompts, decoding, neighbours with embeddings and without Weir's keys: against transformers, twice."""
     llm, truth = engine(root, family), Oracle(directory(root, family))
-    assert {v.hook for v in weir.sites(llm) if v.supported} >= set(EMBEDDED)
+    assert {v.hook for v in weir.sites(llm) if v.supported} == hooks(family)
     prompts, asked = [], []
     for n, length in enumerate((70, 33, 5, 64, 1, 20)):
         ids = tokens(length, n)
         prompts.append({"prompt_embeds": embedded(truth, ids)} if n % 3 == 1 else {"prompt_token_ids": ids})
-        inside = [capture for capture in EVERY if capture.hook != "embed" or n % 3 != 1]
+        inside = [capture for capture in every(family) if capture.hook != "embed" or n % 3 != 1]
         asked.append(sampling(6) if n % 3 == 2 else weir.params(sampling(6), capture=inside))
     for _ in range(2):  # the second time prompts are in the prefix cache
         outs = llm.generate(prompts, asked, use_tqdm=False)
@@ -56,7 +64,7 @@ def test_rows_in_mixed_batches(root, family):
             ids = [*tokens(length, n), *out.outputs[0].token_ids][:-1]
             rows, _ = truth.points(ids)
             assert {tuple(site) for site in out.activations.sites} == {
-                site for site in rows if site[0] != "mlp_pre_linear" and (n % 3 != 1 or site[0] != "embed")
+                site for site in rows if n % 3 != 1 or site[0] != "embed"
             }
             for site in out.activations.sites:
                 assert out.activations[site].shape == rows[tuple(site)].shape
@@ -73,7 +81,7 @@ def test_what_is_added_at_embed_arrives(root, family):
     v = size * torch.randn(truth.hidden_size, generator=torch.Generator().manual_seed(3))
     ids, others = tokens(20), [{"prompt_embeds": embedded(truth, tokens(9, 1))}, {"prompt_token_ids": tokens(30, 2)}]
     alone = [out.outputs[0].token_ids for out in llm.generate(others, sampling(5), use_tqdm=False)]
-    add = weir.params(sampling(5), capture=EVERY, interventions=weir.Add(v, 0, hook="embed", positions="2:"))
+    add = weir.params(sampling(5), capture=every(family), interventions=weir.Add(v, 0, hook="embed", positions="2:"))
     out, *beside = llm.generate([{"prompt_token_ids": ids}, *others], [add, sampling(5), sampling(5)], use_tqdm=False)
     ids = ids_of(out)[:-1]
     rows, _ = truth.steer(ids, "embed", 0, v, list(range(2, len(ids))))
@@ -123,7 +131,7 @@ def test_compiled(root):
     """Tapped outside what is compiled, since tokens are looked up there."""
     llm = engine(root, "llama", enforce_eager=False)
     truth = Oracle(directory(root))
-    asked = weir.params(sampling(4), capture=EVERY)
+    asked = weir.params(sampling(4), capture=every())
     for _ in range(2):
         out, other = llm.generate(
             [{"prompt_token_ids": tokens(40)}, {"prompt_embeds": embedded(truth, tokens(7))}],
