@@ -242,8 +242,7 @@ class EngineFrontend:
             self.registry.module,
             self._vocabulary,
             has_embeddings,
-            self.saes.resolve,
-            self.saes.find,
+            self.saes,
         )
         if key is not None and key.cacheable:
             self._cache.put(key.key, admitted, key.size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from vllm_weir.sae.tensors import check_tensors, parse_dtype
 from vllm_weir.schema.fields import set_fields
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.util.top import top_values
 
-MAX_DENSE = 1 << 26
-"""Activations that `top` holds at a time."""
+MAX_DENSE = 1 << 24
+"""Activations of all features that are held at a time."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -229,14 +230,21 @@ class SAE:
         """Return the most active features of each row.
 
         Returns:
-            (ids int64 [n, k], activations float32 [n, k]), the largest first; where fewer are
-            active, the rest have activation 0.
+            (ids int64 [n, k], activations float32 [n, k]), the largest first and equal ones by id;
+            where fewer are active, the rest have activation 0.
         """
         if not is_int(k) or not 0 < k <= self.d_sae:
             raise WeirError(f"k is from 1 to {self.d_sae}, got {brief(k)}", "k")
-        size = max(1, MAX_DENSE // self.d_sae)
-        parts = [self.encode(part).topk(k, dim=-1) for part in rows.split(size)]
-        return torch.cat([ids for _, ids in parts]), torch.cat([values for values, _ in parts])
+        ids, values = zip(*(top_values(some, k) for some in self._encoded(rows)), strict=True)
+        return torch.cat(ids), torch.cat(values)
+
+    def chosen(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the activations of some features, float32 [n, ids]; `ids` is int64, on the rows' device."""
+        return torch.cat([some[:, ids] for some in self._encoded(rows)])
+
+    def _encoded(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Encode rows, so many at a time that all features of these fit into memory."""
+        return map(self.encode, rows.split(max(1, MAX_DENSE // self.d_sae)))
 
     def feature_response(self, feature: int) -> FeatureResponse:
         """Return how one feature responds to a row, and what it adds to it.

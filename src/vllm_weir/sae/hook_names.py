@@ -6,23 +6,9 @@ import re
 from typing import NamedTuple
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.hooks import MODEL_HOOKS, STREAM_HOOKS, Site, parse_site
+from vllm_weir.schema.hook_names import IN_BLOCK
+from vllm_weir.schema.hooks import MODEL_HOOKS, Site, parse_site
 
-_NAMES = {
-    "attn.hook_in": "attn_in",
-    "attn.hook_q": "q",
-    "attn.hook_k": "k",
-    "attn.hook_v": "v",
-    "attn.hook_rot_q": "q_rot",
-    "attn.hook_rot_k": "k_rot",
-    "attn.hook_z": "z",
-    "mlp.hook_in": "mlp_in",
-    "mlp.hook_pre": "mlp_pre",
-    "mlp.hook_pre_linear": "mlp_pre_linear",
-    "mlp.hook_post": "mlp_post",
-    **{f"hook_{hook}": hook for hook in STREAM_HOOKS},
-}
-"""Name inside a block -> hook point."""
 _NORMALIZED = {"ln1.hook_normalized": "attn_in", "ln2.hook_normalized": "mlp_in"}
 """Names of what a norm returns before its weight and bias -> the hook point after them."""
 _BEFORE_NORM = {"hook_attn_in": ("attn_in", "resid_pre"), "hook_mlp_in": ("mlp_in", "resid_mid")}
@@ -61,8 +47,6 @@ def read_hook_name(name: object, hf_name: object, field: str, transcoder: bool =
     if block is None:
         return NamedSite(_other_site(name, field))
     layer, inner = int(block[1]), block[2]
-    if inner in _NAMES:
-        return NamedSite(Site(_NAMES[inner], layer))
     if inner in _NORMALIZED:
         return NamedSite(Site(_NORMALIZED[inner], layer), before_weight=True)
     if inner in _BEFORE_NORM:
@@ -88,5 +72,5 @@ def hook_name(site: Site) -> str:
     """Return TransformerLens's name of a site."""
     if site.hook in MODEL_HOOKS:
         return "hook_embed" if site.hook == "embed" else "ln_final.hook_out"
-    names = {hook: name for name, hook in _NAMES.items()}
-    return f"blocks.{site.layer}.{names.get(site.hook, site.hook)}"
+    names = (name for name, hook in IN_BLOCK.items() if hook == site.hook and name not in _BEFORE_NORM)
+    return f"blocks.{site.layer}.{next(names, site.hook)}"

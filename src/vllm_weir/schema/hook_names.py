@@ -31,8 +31,8 @@ _MLP = {
     "mlp.hook_expert_weights": "expert_weights",
 }
 _IN_PARTS = {**_ATTENTION, **_MLP}
-IN_BLOCK = {"hook_in": "resid_pre", "hook_out": "resid_post", **_STREAM, **_IN_PARTS}
-"""What TransformerLens calls the hook points of a block, after ``blocks.<layer>.``."""
+IN_BLOCK = {**_STREAM, "hook_in": "resid_pre", "hook_out": "resid_post", **_IN_PARTS}
+"""What TransformerLens calls the hook points of a block, after ``blocks.<layer>.``; its own name first."""
 ALIASES = {
     "post_block": "resid_post",
     "pre_attn": "resid_pre",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.row_parts import RowPart
 from vllm_weir.schema.row_shapes import RowShape, Shard, ring_rows, row_width
 
 
@@ -22,27 +23,27 @@ class RowPick:
     """What a capture takes of a site's rows.
 
     Attributes:
-        shape: of the rows that are returned.
-        indices: which values of the flat row, in order; None for all.
+        whole: shape of a row of the site.
+        chosen: which of its heads, or of its neurons, in order; None for all.
     """
 
-    shape: RowShape
-    indices: tuple[int, ...] | None = None
+    whole: RowShape
+    chosen: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, whole: RowShape, part: RowPart) -> RowPick:
+        """Return the pick of a part of rows of this shape."""
+        return cls(whole, part.heads if part.heads is not None else part.neurons)
+
+    @property
+    def shape(self) -> RowShape:
+        """Shape of a returned row."""
+        return self.whole if self.chosen is None else (len(self.chosen), *self.whole[1:])
 
     @property
     def width(self) -> int:
         """Values of a returned row."""
         return row_width(self.shape)
-
-    @classmethod
-    def of(cls, shape: RowShape, heads: Sequence[int] | None, neurons: Sequence[int] | None) -> RowPick:
-        """Return the pick of some heads of rows [heads, ...], or of some values of rows [d_mlp]."""
-        if heads is None and neurons is None:
-            return cls(shape)
-        chosen = list(heads if heads is not None else neurons or ())
-        each = row_width(shape[1:])
-        indices = tuple(index * each + k for index in chosen for k in range(each))
-        return cls((len(chosen), *shape[1:]), indices)
 
 
 class ShardWidths:

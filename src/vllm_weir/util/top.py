@@ -1,4 +1,4 @@
-"""The largest values of rows, with ties in the order of their indices."""
+"""The largest values of rows, with ties in the order of their indices, and their records."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def top_values(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     keys = (ordered << 32 | backwards).topk(k, dim=1).values
     ids = values.shape[1] - 1 - (keys & 0xFFFFFFFF)
     return ids, values.gather(1, ids)
+
+
+def as_records(ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return ids [n, k] and values float32 [n, k] side by side, bit for bit, as int32 [n, 2 k]."""
+    return torch.cat([ids.int(), values.view(torch.int32)], 1)

@@ -12,7 +12,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.read_outs import ReadOut
-from vllm_weir.util.top import top_values
+from vllm_weir.util.top import as_records, top_values
 
 MAX_LOGITS = 1 << 24
 """Logits that are computed at once."""
@@ -38,7 +38,7 @@ class Unembedding:
     refused: str = "no lens is served: the model's unembedding was not found"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LensReader:
     """Reads the likeliest next tokens off rows of the stream.
 
@@ -59,12 +59,6 @@ class LensReader:
         """Rows of all blocks that are not translated are read together."""
         return self if self.translator is not None else (id(self.unembedding), self.top_k)
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
     def read(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the records of rows [n, width], int32 [n, 2 top_k]."""
         size = max(1, MAX_LOGITS // max(1, self.unembedding.vocabulary))
@@ -79,7 +73,7 @@ class LensReader:
         logits = self.unembedding.logits(rows).float()
         ids, values = top_values(logits, self.top_k)
         logprobs = values - logits.logsumexp(1, keepdim=True)
-        return torch.cat([ids.int(), logprobs.view(torch.int32)], 1)
+        return as_records(ids, logprobs)
 
 
 class Lenses:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_weir.frontend.receive.joined_shards import pick_values
+from vllm_weir.frontend.receive.pending_sequence import TakenRows
 from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.row_parts import WHOLE, RowPart
 from vllm_weir.schema.row_shapes import Shard, ring_rows, row_width
 from vllm_weir.schema.row_shards import RowPick, RowShard, ShardWidths
 
@@ -17,14 +21,17 @@ Z, POST, PRE = Site("z", 1), Site("mlp_post", 1), Site("resid_pre", 1)
 def test_the_pick_of_heads_is_torch_indexing(heads, d_head, data):
     chosen = data.draw(st.lists(st.integers(0, heads - 1), min_size=1, unique=True))
     rows = torch.randn(3, heads, d_head)
-    pick = RowPick.of((heads, d_head), chosen, None)
-    assert torch.equal(rows.flatten(1)[:, list(pick.indices)].unflatten(1, pick.shape), rows[:, chosen])
+    pick = RowPick.of((heads, d_head), RowPart(heads=tuple(chosen)))
+    (picked,) = pick_values(TakenRows([Z], np.arange(3), {Z: rows.flatten(1)}), {Z: pick}).rows.values()
+    assert torch.equal(picked.unflatten(1, pick.shape), rows[:, chosen])
     assert pick.width == len(chosen) * d_head
 
 
 def test_the_pick_of_neurons_and_of_everything():
-    assert RowPick.of((12,), None, [5, 0]) == RowPick((2,), (5, 0))
-    assert RowPick.of((3, 4), None, None) == RowPick((3, 4), None)
+    pick = RowPick.of((12,), RowPart(neurons=(5, 0)))
+    assert pick == RowPick((12,), (5, 0)) and pick.shape == (2,)
+    everything = RowPick.of((3, 4), WHOLE)
+    assert everything == RowPick((3, 4), None) and everything.shape == (3, 4)
 
 
 def test_widths_are_those_of_the_parts():

@@ -22,8 +22,8 @@ from vllm_weir.frontend.admission.capture_groups import (
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.postprocesses import postprocesses_of
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Asked, Vocabulary, asked_of, resolve_tokens
-from vllm_weir.frontend.admission.read_outs import FindSAE, no_autoencoders, on_device, read_outs_of
-from vllm_weir.frontend.admission.sae_registry import no_autoencoder
+from vllm_weir.frontend.admission.read_outs import on_device, read_outs_of
+from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.derived.sources import DerivedPoints
 from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.capture import Capture
@@ -31,7 +31,7 @@ from vllm_weir.schema.compat.three_tier import scaled
 from vllm_weir.schema.compat.vllm_lens import in_lens_words, lens_capture, lens_interventions, refuse_lens
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.features import SetFeature
-from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.hooks import PART_HOOKS, Site
 from vllm_weir.schema.instructions import Instruction, LoweredIntervention, ResolvedIntervention, couples, reach
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
@@ -165,8 +165,7 @@ def admit(
     module: Callable[[str, str], Sequence[Intervention]] = unknown_module,
     vocabulary: Vocabulary = UNKNOWN,
     has_embeddings: bool = False,
-    feature: Callable[[SetFeature], Intervention] = no_autoencoder,
-    find_sae: FindSAE = no_autoencoders,
+    saes: SAERegistry | None = None,
 ) -> AdmittedRequest:
     """Check and resolve a request's keys.
 
@@ -182,8 +181,7 @@ def admit(
         sinks: names of the engine's sinks.
         module: (name, field) -> the interventions registered under a name, or raises WeirError.
         vocabulary: the engine's.
-        feature: returns what a `SetFeature` does, or raises WeirError.
-        find_sae: (name, field) -> an autoencoder that the workers hold, or raises WeirError.
+        saes: the sparse autoencoders that the workers hold; None for none.
 
     Raises:
         WeirError: naming the field, for anything that cannot be done exactly as asked.
@@ -200,8 +198,7 @@ def admit(
             module,
             vocabulary,
             has_embeddings,
-            feature,
-            find_sae,
+            saes or SAERegistry(),
         )
     except WeirError as e:
         raise in_lens_words(e) from None
@@ -218,8 +215,7 @@ def _admit(
     module: Callable[[str, str], Sequence[Intervention]],
     vocabulary: Vocabulary,
     has_embeddings: bool,
-    feature: Callable[[SetFeature], Intervention],
-    find_sae: FindSAE,
+    saes: SAERegistry,
 ) -> AdmittedRequest:
     check = functools.partial(_check_site, capabilities, has_embeddings)
     refuse_lens(extra_args)
@@ -236,7 +232,7 @@ def _admit(
     if extra_args.get(LENS_STEER_KEY) is not None:
         own += lens_interventions(extra_args[LENS_STEER_KEY])
     asked = asked_of((*captures, *own))
-    settled = (feature(one) if isinstance(one, SetFeature) else one for one in (*always, *from_modules, *own))
+    settled = (saes.resolve(one) if isinstance(one, SetFeature) else one for one in (*always, *from_modules, *own))
     interventions = tuple(resolve_tokens(one, vocabulary) for one in settled)
     lowered = _lower(interventions, capabilities, lookup, has_token_ids, check)
     rows = lowered.rows
@@ -252,7 +248,7 @@ def _admit(
     expansion = DerivedPoints.expand(captures, capabilities, has_embeddings)
     captures = expansion.captures
     postprocesses = postprocesses_of(captures, capabilities, lookup)
-    read_outs = read_outs_of(spec.features, spec.lens, capabilities, find_sae, vocabulary)
+    read_outs = read_outs_of(spec.features, spec.lens, capabilities, saes.find, vocabulary)
     asked += tuple(one for one in asked_of([one.source for one in read_outs]) if one not in asked)
     read_on_device = on_device(read_outs, capabilities, not captures and not expansion.sources)
     if expansion.sources or read_outs:
@@ -335,7 +331,7 @@ def _lower(
         for layer in intervention.resolve_layers(capabilities.num_layers):
             site = Site(intervention.hook, layer)
             check(site, intervention.path, layers_field)
-            if why := capabilities.read_only.get(site):
+            if capabilities.read_only and (why := capabilities.read_only.get(site)):
                 raise WeirError(f"{site} can be read and not changed: {why}", f"{intervention.path}.hook")
         moves = _moves(intervention, capabilities, lookup, out)
         out.moves += moves or [None]
@@ -373,10 +369,13 @@ def _moves(
 
 def _layers_by_shape(intervention: Intervention, capabilities: EngineCapabilities) -> dict[RowShape, list[int]]:
     """Group an intervention's layers by the shape of their rows."""
+    layers = intervention.resolve_layers(capabilities.num_layers)
+    if intervention.hook not in PART_HOOKS:
+        return {(capabilities.d_model,): list(layers)}
     layers_by_shape: dict[RowShape, list[int]] = {}
-    for layer in intervention.resolve_layers(capabilities.num_layers):
+    for layer in layers:
         layers_by_shape.setdefault(capabilities.shape(Site(intervention.hook, layer)), []).append(layer)
-    return layers_by_shape or {(capabilities.d_model,): []}
+    return layers_by_shape
 
 
 def _check_shards(intervention: Intervention, lowered: LoweredIntervention, shards: Sequence[Shard]) -> None:

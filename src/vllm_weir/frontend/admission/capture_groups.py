@@ -260,7 +260,7 @@ def _pick(capture: Capture, site: Site, shape: RowShape, picks: dict[Site, RowPi
             else.
     """
     capture.check_shape(shape)
-    pick = RowPick.of(shape, capture.heads, capture.neurons)
+    pick = RowPick.of(shape, capture.part)
     if picks.setdefault(site, pick) != pick:
         name = "heads" if capture.neurons is None and capture.heads is not None else "neurons"
         raise WeirError(f"{site} is asked for with different {name}; send separate requests", f"{capture.path}.{name}")

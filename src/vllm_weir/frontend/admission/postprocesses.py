@@ -129,7 +129,7 @@ def has_shape(capture: Capture, capabilities: EngineCapabilities) -> bool:
 def _check_direction(capture: Capture, values: int, capabilities: EngineCapabilities) -> None:
     """Raise WeirError unless a direction has as many values as the rows that a capture returns."""
     for layer in capture.resolve_layers(capabilities.num_layers):
-        width = RowPick.of(capabilities.shape(Site(capture.hook, layer)), capture.heads, capture.neurons).width
+        width = RowPick.of(capabilities.shape(Site(capture.hook, layer)), capture.part).width
         if values != width:
             raise WeirError(
                 f"directions of {values} values, rows of {capture.hook} have {width}", f"{capture.path}.project"

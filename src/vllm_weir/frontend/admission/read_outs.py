@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.reachable import Vocabulary, resolve_tokens
+from vllm_weir.frontend.admission.sae_registry import LoadedSAE
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.features import Features, Lens
@@ -16,20 +16,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.read_outs import FEATURES, LENS, ReadOut
 
-
-class Loaded(Protocol):
-    """What this module needs of an autoencoder that the workers hold."""
-
-    @property
-    def key(self) -> str:
-        """Under which the workers keep it."""
-
-    @property
-    def sae(self) -> SAE:
-        """The autoencoder in this process."""
-
-
-FindSAE = Callable[[str, str], Loaded]
+FindSAE = Callable[[str, str], LoadedSAE]
 """(name, field) -> the autoencoder under a name, or raises WeirError."""
 
 
@@ -56,11 +43,6 @@ class AskedReadOut:
         """The capture of the rows that are read."""
         site = self.read_out.site
         return Capture(site.hook, site.layer, self.positions, path=self.path)
-
-
-def no_autoencoders(name: str, field: str) -> Loaded:
-    """Look up an autoencoder in an engine that has none: raise WeirError."""
-    raise WeirError(f"no autoencoder is loaded as {name!r}; none is (weir.load_sae does that)", field)
 
 
 def read_outs_of(

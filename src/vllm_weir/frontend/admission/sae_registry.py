@@ -157,11 +157,6 @@ class SAERegistry:
             raise WeirError(e.message, f"{asked.path}.feature" if e.field == "feature" else name_field) from None
 
 
-def no_autoencoder(asked: SetFeature) -> SetActivation:
-    """Resolve a `SetFeature` in an engine that has no autoencoder: raise WeirError."""
-    return SAERegistry().resolve(asked)
-
-
 def check_fits(sae: SAE, capabilities: EngineCapabilities) -> None:
     """Raise WeirError unless the engine serves the hook point that an autoencoder reads, with rows of its width."""
     site = sae.site

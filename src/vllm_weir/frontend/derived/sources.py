@@ -221,10 +221,7 @@ def _check_options(capture: Capture) -> None:
 
 
 def _dtype(capture: Capture, default: torch.dtype) -> torch.dtype:
-    return default if capture.dtype is None else DTYPES[capture.dtype]
-
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    return default if capture.dtype is None else getattr(torch, capture.dtype)
 
 
 def _heads(capture: Capture, facts: AttentionFacts) -> tuple[int, ...] | None:

@@ -13,10 +13,7 @@ from vllm_weir.results.activations import Activations
 from vllm_weir.results.read_outs import FeatureValues, LensTokens, ReadValues
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.read_outs import ITEM, ReadOut, RecordLayout
-from vllm_weir.util.top import top_values
 
-MAX_VALUES = 1 << 24
-"""Activations that are computed at once."""
 Values = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions int64 [n], ids int64 [n, k] and values float32 [n, k]."""
 
@@ -95,15 +92,7 @@ def _of_rows(asked: AskedReadOut, rows: torch.Tensor) -> tuple[torch.Tensor, tor
     assert sae is not None, "a lens is read on the workers"
     if not len(rows):
         return _of_records(read_out, None, 0)
-    ids: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-    for some in rows.split(max(1, MAX_VALUES // sae.d_sae)):
-        activations = sae.encode(some)
-        if read_out.ids:
-            some_ids = torch.tensor(read_out.ids).expand(len(some), -1)
-            some_values = activations[:, list(read_out.ids)]
-        else:
-            some_ids, some_values = top_values(activations, read_out.top_k)
-        ids.append(some_ids)
-        values.append(some_values)
-    return torch.cat(ids), torch.cat(values)
+    if not read_out.ids:
+        return sae.top(rows, read_out.top_k)
+    ids = torch.tensor(read_out.ids)
+    return ids.expand(len(rows), -1), sae.chosen(rows, ids)

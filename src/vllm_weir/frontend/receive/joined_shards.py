@@ -47,12 +47,14 @@ def join_shards(taken: list[TakenRows]) -> list[TakenRows]:
 
 def pick_values(taken: TakenRows, picks: Mapping[Site, RowPick]) -> TakenRows:
     """Return rows, still flat, with those values of each that are wanted."""
-    if all(pick.indices is None for pick in map(picks.get, taken.sites) if pick is not None):
+    if all(pick.chosen is None for pick in map(picks.get, taken.sites) if pick is not None):
         return taken
     picked = {}
     for site, rows in taken.rows.items():
         pick = picks.get(site)
-        picked[site] = rows if pick is None or pick.indices is None else rows[:, list(pick.indices)]
+        if pick is not None and pick.chosen is not None:
+            rows = rows.unflatten(1, pick.whole)[:, list(pick.chosen)].flatten(1)
+        picked[site] = rows
     return TakenRows(taken.sites, taken.positions, picked)
 
 

@@ -13,12 +13,9 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.read_outs import FEATURES, ReadOut, RecordLayout
 from vllm_weir.schema.row_shapes import RowShape, row_width
 from vllm_weir.schema.taps import column_of
-from vllm_weir.util.top import top_values
+from vllm_weir.util.top import as_records
 from vllm_weir.worker.lenses import Lenses
 from vllm_weir.worker.transfer.codecs import Codecs
-
-MAX_VALUES = 1 << 24
-"""Activations or logits that are computed at once."""
 
 
 class Reader(Protocol):
@@ -65,18 +62,9 @@ class FeatureReader:
                 tensor.record_stream(torch.cuda.current_stream())
         if self.sae.head is not None:
             rows = rows.unflatten(1, (-1, self.sae.d_in))
-        parts = [self._records(self.sae.encode(some)) for some in rows.split(max(1, MAX_VALUES // self.sae.d_sae))]
-        return torch.cat(parts)
-
-    def _records(self, activations: torch.Tensor) -> torch.Tensor:
         if self.ids is not None:
-            return activations[:, self.ids].contiguous().view(torch.int32)
-        return records_of(*top_values(activations, self.read_out.top_k))
-
-
-def records_of(ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return ids [n, k] and values float32 [n, k] side by side as int32 [n, 2 k]."""
-    return torch.cat([ids.int(), values.view(torch.int32)], 1)
+            return self.sae.chosen(rows, self.ids).view(torch.int32)
+        return as_records(*self.sae.top(rows, self.read_out.top_k))
 
 
 @dataclass(frozen=True)

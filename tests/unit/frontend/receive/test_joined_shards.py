@@ -46,6 +46,6 @@ def test_values_are_picked_of_flat_rows():
     rows = torch.randn(2, 6)
     (pre,) = [torch.randn(2, 4)]
     taken = TakenRows([Z, PRE], np.arange(2), {Z: rows, PRE: pre})
-    picked = pick_values(taken, {Z: RowPick.of((3, 2), [2, 0], None)})
+    picked = pick_values(taken, {Z: RowPick((3, 2), (2, 0))})
     assert torch.equal(picked.rows[Z], rows[:, [4, 5, 0, 1]]) and picked.rows[PRE] is pre
     assert pick_values(taken, {Z: RowPick((3, 2))}) is taken

@@ -61,7 +61,7 @@ def undergone(server, asked):
     server.frontend.refresh()
     request = {"weir": {"v": 1, "interventions": [asked]}}
     frontend = server.frontend
-    return admit(request, frontend.require_capabilities(), feature=frontend.saes.resolve)
+    return admit(request, frontend.require_capabilities(), saes=frontend.saes)
 
 
 def test_what_one_process_loads_the_other_knows(pair, sae, tmp_path):
