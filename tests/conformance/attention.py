@@ -88,6 +88,9 @@ def _attended(
     error = rel_err(made, output.reshape(made.shape))
     if error > 1e-5:
         raise AssertionError(f"{type(module).__name__} is not softmax attention as defined: off by {error:.1e}")
+    if scaling == 1.0:
+        # OPT scales its queries itself; elsewhere the scale belongs to the scores.
+        q = q / (getattr(module, "scaling", None) or 1.0)
     q, k = (_as_projected(module, x.transpose(0, 1)) for x in (q, k))
     return Attended(q, k, scores.transpose(0, 1), pattern.transpose(0, 1), v.transpose(0, 1).clone())
 
