@@ -120,10 +120,11 @@ def test_every_name_is_what_transformer_lens_computes(root, family):
     parts = FAMILIES[family]
     where = build(ZOO[family], root / family) if family in ZOO else directory(root, family)
     model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, attn_implementation="eager").eval()
-    # First: vLLM's backend for models of transformers changes their classes in this process.
     truth = by_definition(model, parts, tokens(19))
     assert len(truth) == 3 if family == "BloomForCausalLM" else len(truth) > 20
-    llm = get_llm(where, block_size=32, **({"skip_tokenizer_init": True} if family in ZOO else {}))
+    # In processes of their own: for some of these vLLM changes transformers' classes.
+    arguments = {"in_process": False, "skip_tokenizer_init": True} if family in ZOO else {}
+    llm = get_llm(where, block_size=32, **arguments)
     asked = weir.params(sampling(1), capture=[weir.Capture(name) for name in truth])
     acts = llm.generate({"prompt_token_ids": tokens(19)}, asked, use_tqdm=False)[0].activations
     for name, rows in truth.items():

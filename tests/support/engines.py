@@ -83,7 +83,18 @@ def get_llm(
 
         llm = LLM(**arguments)
     _alive[key] = llm
+    if in_process and (changed := _classes_of_transformers_that_vllm_changed()):
+        close_all()
+        raise AssertionError(f"{changed}: later tests of this process could not use them; pass in_process=False")
     return llm
+
+
+def _classes_of_transformers_that_vllm_changed() -> list[str]:
+    """Name the classes that vLLM's backend for models of transformers has changed in this process for good."""
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+
+    changed = TorchCompileWithNoGuardsWrapper.__subclasses__()
+    return [cls.__name__ for cls in changed if cls.__module__.startswith("transformers.")]
 
 
 def close_all() -> None:
