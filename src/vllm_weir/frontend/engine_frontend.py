@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from vllm_weir.config.settings import Settings
 from vllm_weir.consumers.base import EngineInfo
 from vllm_weir.errors import WeirError
@@ -17,6 +15,7 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.frontend.admission.inline_vectors import InlineVectors
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, check_reached, max_generated
+from vllm_weir.frontend.admission.row_bound import check_rows
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.vector_registry import RegistryBackend, RegistryContents, VectorRegistry
 from vllm_weir.frontend.outputs.preslicer import presliceable_kind
@@ -33,7 +32,7 @@ from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import carries_keys
-from vllm_weir.schema.request import WIRE_KEY, selected
+from vllm_weir.schema.request import WIRE_KEY
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.util.lru import LruCache
 
@@ -194,7 +193,7 @@ class EngineFrontend:
         generated = max_generated(prompt_len, max_tokens, self._max_model_len)
         check_reached(admitted.asked, prompt_len, generated, max_tokens)
         if self._max_rows is not None:
-            _check_rows(admitted, prompt_len, generated, self._max_rows)
+            check_rows(admitted, prompt_len, generated, capabilities.d_model, self._max_rows)
         for rows in admitted.by_position:
             rows.check(prompt_len)
         self.manager.prepare(admitted.parts, request_id)
@@ -295,23 +294,3 @@ _frontends: weakref.WeakSet[EngineFrontend] = weakref.WeakSet()
 def frontends() -> list[EngineFrontend]:
     """Return the frontends of all live engines of this process."""
     return list(_frontends)
-
-
-def _check_rows(admitted: AdmittedRequest, prompt_len: int, generated: int, max_rows: int) -> None:
-    """Raise WeirError if the output can have more than `max_rows` rows."""
-    spec = admitted.parts[0].spec
-    if not spec.site_requests or (spec.postprocess is not None and spec.postprocess.reduce is not None):
-        return
-    positions = prompt_len + generated - 1
-    if sum(len(sites) for sites, _ in spec.by_positions) * positions <= max_rows:
-        return
-    tokens, rows = np.full(positions, -1), 0
-    for sites, selectors in spec.by_positions:
-        any_token = any(s.needs_token_ids for s in selectors)
-        rows += len(sites) * (len(tokens) if any_token else len(selected(selectors, prompt_len, tokens)))
-    if rows > max_rows:
-        raise WeirError(
-            f"up to {rows} rows would come back, the server allows {max_rows} (WEIR_SERVE_ROWS); "
-            "ask for fewer blocks or positions, reduce them, name a sink, or lower max_tokens",
-            "capture",
-        )

@@ -64,6 +64,10 @@ class Recipe(ABC):
     def empty(self) -> torch.Tensor:
         """Return the values of no rows, for a request that reaches none of the positions."""
 
+    @abstractmethod
+    def width(self, positions: int) -> int:
+        """Return how many values a row has in a sequence of so many positions, at most."""
+
 
 @dataclass(frozen=True)
 class AttentionRecipe(Recipe):
@@ -103,6 +107,9 @@ class AttentionRecipe(Recipe):
         heads = self.facts.heads if self.heads is None else len(self.heads)
         return torch.empty(0, heads, 0, dtype=self.dtype)
 
+    def width(self, positions: int) -> int:
+        return (self.facts.heads if self.heads is None else len(self.heads)) * positions
+
 
 @dataclass(frozen=True)
 class RoutingRecipe(Recipe):
@@ -125,6 +132,9 @@ class RoutingRecipe(Recipe):
 
     def empty(self) -> torch.Tensor:
         return torch.empty(0, self.facts.top_k, dtype=self.dtype)
+
+    def width(self, positions: int) -> int:
+        return self.facts.top_k
 
 
 def _by_position(rows: torch.Tensor, positions: torch.Tensor, end: int) -> torch.Tensor:

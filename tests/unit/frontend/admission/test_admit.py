@@ -12,7 +12,6 @@ from vllm_weir import Add, Capture, Clamp, LowRank, Replace, Site, WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
-from vllm_weir.frontend.engine_frontend import _check_rows
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import HOOKS, STREAM_HOOKS, place_of
 from vllm_weir.schema.keys import carries_keys
@@ -57,25 +56,6 @@ def test_fuzzed_wishes_are_refused_by_field_or_resolved(extra_args):
     assert again.captures.postprocess == admitted.spec.postprocess and EngineSpec.from_wire(wire.spec) is again
     assert wire.first_position is None or wire.first_position >= 0
     assert wire.rows_per_token == len({(w.site, w.before) for w in admitted.spec.site_requests})
-
-
-@settings(max_examples=300, deadline=None)
-@given(captures=sensible_captures(LAYERS), P=st.integers(1, 30), G=st.integers(1, 30), short=st.integers(-1, 3))
-def test_a_server_returns_no_more_rows_than_it_is_to(captures, P, G, short):
-    """At most as many as there are may come back; where tokens choose, as many as there could be."""
-    spec = RequestSpec(tuple(Capture(h, layers, p) for h, layers, p in captures))
-    admitted = admit({"weir": spec.to_json()}, FACTS)
-    rows = 0
-    for sites, selectors in admitted.parts[0].spec.by_positions:
-        if any(s.needs_token_ids for s in selectors):
-            rows += len(sites) * (P + G - 1)
-        else:
-            rows += len(sites) * len(selected(selectors, P, np.full(P + G - 1, -1)))
-    if 0 <= rows - short < rows:
-        with pytest.raises(WeirError, match=f"up to {rows} rows would come back"):
-            _check_rows(admitted, P, G, rows - short)
-    else:
-        _check_rows(admitted, P, G, max(rows - short, rows))
 
 
 @settings(max_examples=300, deadline=None)

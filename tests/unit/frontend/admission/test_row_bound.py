@@ -1,0 +1,70 @@
+"""How many rows a server lets come back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.request_strategies import sensible_captures, served
+from vllm_weir import Capture, Site, WeirError
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.row_bound import check_rows
+from vllm_weir.frontend.derived.recipe import AttentionRecipe, RoutingRecipe
+from vllm_weir.schema.model_facts import AttentionFacts, RoutingFacts
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import RequestSpec, selected
+
+LAYERS = 4
+FACTS = EngineCapabilities(served(LAYERS), LAYERS, 128, "float32", 1024)
+
+
+@settings(max_examples=300, deadline=None)
+@given(captures=sensible_captures(LAYERS), P=st.integers(1, 30), G=st.integers(1, 30), short=st.integers(-1, 3))
+def test_a_server_returns_no_more_rows_than_it_is_to(captures, P, G, short):
+    """At most as many as there are may come back; where tokens choose, as many as there could be."""
+    spec = RequestSpec(tuple(Capture(h, layers, p) for h, layers, p in captures))
+    admitted = admit({"weir": spec.to_json()}, FACTS)
+    rows = 0
+    for sites, selectors in admitted.parts[0].spec.by_positions:
+        if any(s.needs_token_ids for s in selectors):
+            rows += len(sites) * (P + G - 1)
+        else:
+            rows += len(sites) * len(selected(selectors, P, np.full(P + G - 1, -1)))
+    if 0 <= rows - short < rows:
+        with pytest.raises(WeirError, match=f"up to {rows} rows would come back"):
+            check_rows(admitted, P, G, 128, rows - short)
+    else:
+        check_rows(admitted, P, G, 128, max(rows - short, rows))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows"),
+    [
+        (
+            AttentionRecipe(
+                Site("pattern", 0), (Positions("all"),), (), False, AttentionFacts(8, 16), None, torch.float32
+            ),
+            6,
+        ),
+        (
+            AttentionRecipe(
+                Site("pattern", 0), (Positions("all"),), (), False, AttentionFacts(8, 16), (3,), torch.float32
+            ),
+            1,
+        ),
+        (RoutingRecipe(Site("expert_ids", 0), (Positions("all"),), (), False, RoutingFacts(4), torch.int64), 1),
+    ],
+)
+def test_a_derived_row_counts_as_what_it_fills(recipe, rows):
+    """Eight heads times 80 + 15 keys are 760 values, 5.9 rows of 128, at each of 95 positions."""
+    memory = admit({}, FACTS).parts[0]
+    admitted = replace(admit({}, FACTS), parts=(replace(memory, recipes=(recipe,)),))
+    check_rows(admitted, 80, 16, 128, 95 * rows)
+    with pytest.raises(WeirError, match=f"up to {95 * rows} rows would come back"):
+        check_rows(admitted, 80, 16, 128, 95 * rows - 1)
