@@ -15,7 +15,7 @@ from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import HOOKS, STREAM_HOOKS, place_of
 from vllm_weir.schema.keys import carries_keys
-from vllm_weir.schema.request import RequestSpec, selected
+from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.table_sizes import TableSizes
 
 LAYERS = 4
