@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
     from vllm_weir.schema.site_verdict import SiteVerdict
     from vllm_weir.storage.dataset import ActivationDataset
+    from vllm_weir.storage.features.dataset import load_features
     from vllm_weir.storage.loading import load, open_writer
 
 __version__ = "0.1.0"
@@ -90,6 +91,7 @@ __all__ = [
     "list",
     "list_vectors",
     "load",
+    "load_features",
     "load_sae",
     "load_sae_async",
     "mark",
@@ -150,6 +152,7 @@ __getattr__, __dir__ = lazy_names(
         "list": "vllm_weir.api:list_vectors",
         "list_vectors": "vllm_weir.api",
         "load": "vllm_weir.storage.loading",
+        "load_features": "vllm_weir.storage.features.dataset",
         "load_sae": "vllm_weir.api",
         "load_sae_async": "vllm_weir.api",
         "mark": "vllm_weir.api",

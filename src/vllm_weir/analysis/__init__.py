@@ -1,4 +1,6 @@
-"""Analysis of stored activations: plots, and Vllm_mi_patch's functions for all formats."""
+"""Analysis of stored activations: plots, pages on features, and Vllm_mi_patch's functions for all formats."""
+
+from typing import TYPE_CHECKING
 
 from vllm_weir.analysis.files import load_activation_file, load_activation_manifest
 from vllm_weir.analysis.loader import ActivationLoader, load_sequence_activations, quick_load
@@ -12,6 +14,10 @@ from vllm_weir.analysis.metrics import (
 from vllm_weir.analysis.part_plots import plot_attention, plot_top_neurons
 from vllm_weir.analysis.plots import plot_heat_map, plot_norms, plot_similarity, plot_timeline
 from vllm_weir.analysis.reconstruct import reconstruct_activations
+from vllm_weir.util.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from vllm_weir.analysis.feature_report.report import sae_report
 
 __all__ = [
     "ActivationLoader",
@@ -30,5 +36,9 @@ __all__ = [
     "plot_top_neurons",
     "quick_load",
     "reconstruct_activations",
+    "sae_report",
     "similarity_matrix",
 ]
+
+# It needs pyarrow, which the rest does not.
+__getattr__, __dir__ = lazy_names(__name__, {"sae_report": "vllm_weir.analysis.feature_report.report"})

@@ -11,6 +11,7 @@ try:
     import typer
 
     from vllm_weir.bench.cli import app as bench
+    from vllm_weir.cli.sae import sae
     from vllm_weir.extraction.cli import extract
     from vllm_weir.storage.cli import convert, inspect
 except Exception as e:  # noqa: BLE001 - whatever it is, the command reports it without a traceback
@@ -20,6 +21,7 @@ except Exception as e:  # noqa: BLE001 - whatever it is, the command reports it 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Read and steer models served by vLLM.")
 app.add_typer(bench, name="bench")
+app.add_typer(sae, name="sae")
 app.command()(inspect)
 app.command()(convert)
 app.command()(extract)

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vllm_weir.errors import WeirError
 from vllm_weir.storage.cli import exit_on_error, parse_compression, parse_json
 
+if TYPE_CHECKING:
+    from vllm_weir.sae.named_path import NamedPath
+
 
 def extract(
     source: Annotated[str, typer.Argument(help="JSONL, Parquet, .txt, a folder of them, or a saved HF dataset.")],
     model: Annotated[str, typer.Option("--model", "-m", help="Directory or hub id.")],
     out: Annotated[str, typer.Option("--out", "-o", help="Folder or fsspec URL; gone on with if it exists.")],
-    layers: Annotated[str, typer.Option(help="'all', or ints with commas.")] = "all",
-    hook: Annotated[str, typer.Option(help="Hook point, as `weir sites` lists them.")] = "resid_post",
+    layers: Annotated[str | None, typer.Option(help="'all', or ints with commas. [all]")] = None,
+    hook: Annotated[str | None, typer.Option(help="Hook point, as `weir sites` lists them. [resid_post]")] = None,
     heads: Annotated[str | None, typer.Option(help="Only these heads: ints with commas. [all]")] = None,
     neurons: Annotated[str | None, typer.Option(help="Only these neurons: ints with commas. [all]")] = None,
+    sae: Annotated[
+        str | None, typer.Option("--sae", help="NAME=PATH or NAME=PATH@HOOK.LAYER: features instead of rows.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Of --sae: the most active features of a row. [32]")] = None,
+    ids: Annotated[str | None, typer.Option(help="Of --sae: these features instead, with commas.")] = None,
     positions: Annotated[str, typer.Option(help="prompt, all, last_prompt, sampled, -4:, or JSON.")] = "prompt",
     compress: Annotated[str | None, typer.Option(help="rp8, full8, topk8, fp16, fp8, or JSON.")] = None,
     reduce: Annotated[str | None, typer.Option(help="last, mean or max: one row a record.")] = None,
@@ -28,7 +36,7 @@ def extract(
     max_length: Annotated[int | None, typer.Option(help="Cut prompts to so many tokens.", min=1)] = None,
     column: Annotated[str, typer.Option(help="Whose value is the text (or a list of messages).")] = "text",
     split: Annotated[str | None, typer.Option(help="Of a saved DatasetDict.")] = None,
-    layout: Annotated[str, typer.Option(help="sharded, packed, per_request, npz.")] = "sharded",
+    layout: Annotated[str | None, typer.Option(help="sharded, packed, per_request, npz. [sharded]")] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many records.", min=1)] = None,
     batch: Annotated[int, typer.Option(help="Records that the engine gets at once.", min=1)] = 256,
     on_error: Annotated[
@@ -39,7 +47,9 @@ def extract(
     ] = None,
     flush_seconds: Annotated[float, typer.Option(help="Least time between two publications.", min=0)] = 30.0,
     fsync: Annotated[bool, typer.Option("--fsync", help="Wait until files are on the disk.")] = False,
-    shard_bytes: Annotated[int | None, typer.Option(help="Of the layout sharded. [256 MiB]", min=1)] = None,
+    shard_bytes: Annotated[
+        int | None, typer.Option(help="Of the layout sharded, and of --sae. [256 MiB, 64 MiB]", min=1)
+    ] = None,
     storage_options: Annotated[str, typer.Option(help="For fsspec, of the dataset, JSON.")] = "{}",
     source_options: Annotated[str, typer.Option(help="For fsspec, of the texts, JSON.")] = "{}",
     ray: Annotated[bool, typer.Option("--ray", help="Run on Ray.")] = False,
@@ -51,7 +61,7 @@ def extract(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
-    """Read a dataset of texts with a model and store activations; run it again to continue.
+    """Read a dataset of texts with a model and store activations or features; run it again to continue.
 
     Exit code 0: done; 1: refused or failed; 130: interrupted.
     """
@@ -66,9 +76,10 @@ def extract(
         cluster = Ray(ray_workers, ray_address, ray_gpus, ray_cpus, parse_json(ray_options, "ray_options"))
         with progress_reporter(quiet) as report:
             summary = run(
-                source, model, out, layers="all" if layers == "all" else _ints(layers, "'all' or ints", "layers"),
-                hook=hook, heads=None if heads is None else _ints(heads, "ints", "heads"),
-                neurons=None if neurons is None else _ints(neurons, "ints", "neurons"), positions=_positions(positions),
+                source, model, out, hook=hook,
+                layers=layers if layers == "all" else _ints(layers, "'all' or ints", "layers"),
+                heads=_ints(heads, "ints", "heads"), neurons=_ints(neurons, "ints", "neurons"),
+                sae=_named_path(sae), top_k=top_k, ids=_ints(ids, "ints", "ids"), positions=_positions(positions),
                 compress=parse_compression(compress), reduce=reduce, dtype=dtype, max_tokens=max_tokens,
                 max_length=max_length, column=column, split=split, layout=layout, limit=limit, batch=batch,
                 on_error=on_error, engine=_engine_options(engine or []), ray=cluster if ray else None,
@@ -83,7 +94,16 @@ def extract(
         raise typer.Exit(130)
 
 
-def _ints(text: str, expected: str, field: str) -> list[int]:
+def _named_path(text: str | None) -> NamedPath | None:
+    """Parse the option ``--sae``, in which a path alone is not enough."""
+    from vllm_weir.sae.named_path import NamedPath
+
+    return None if text is None else NamedPath.parse(text, "sae")
+
+
+def _ints(text: str | None, expected: str, field: str) -> list[int] | None:
+    if text is None:
+        return None
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

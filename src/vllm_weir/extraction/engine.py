@@ -1,4 +1,4 @@
-"""The engine of a run: a plain ``vllm.LLM`` with the same capture for every prompt."""
+"""The engine of a run: a plain ``vllm.LLM`` that is asked the same of every prompt."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_weir.errors import WeirError
+from vllm_weir.extraction.readings import CaptureReading, FeatureReading, Reading
 from vllm_weir.extraction.run_spec import RunSpec
-from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.compression import Compression, header_bytes
-from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_shapes import row_width
-from vllm_weir.storage.batch import Batch
 from vllm_weir.util.parent_death import children_that_end_with_us
 
 
 @dataclass(frozen=True)
 class PromptRows:
-    """The output for one prompt; `rows`: a batch for each site, with an empty request id."""
+    """The output for one prompt.
 
-    rows: list[Batch]
+    Attributes:
+        rows: A `Batch` for each site, or a `FeatureBatch`, with an empty request id.
+        prompt_tokens, generated_tokens: Their numbers.
+        finish_reason: vLLM's.
+    """
+
+    rows: Sequence[Any]
     prompt_tokens: int
     generated_tokens: int
     finish_reason: str
@@ -55,7 +57,7 @@ class ExtractionEngine(Protocol):
 
 
 class VllmEngine:
-    """vLLM as the engine of a run; raises WeirError if it cannot capture what the run extracts."""
+    """vLLM as the engine of a run; raises WeirError if it cannot give what the run extracts."""
 
     def __init__(self, spec: RunSpec) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -72,17 +74,14 @@ class VllmEngine:
             except TypeError as e:
                 raise WeirError(f"vLLM refuses an option: {e}", "engine") from e
         capabilities = frontend_of(self.llm).require_capabilities()
-        capture = spec.capture
-        layers = capture.resolve_layers(capabilities.num_layers)
-        for layer in layers:
-            reason = capabilities.sites.get(Site(capture.hook, layer), "the model has no such point")
-            if reason:
-                raise WeirError(f"{capture.hook}[{layer}] cannot be captured: {reason}", "hook")
-        dtype = capture.dtype or capabilities.dtype
-        widths = [row_width(capabilities.shape(Site(capture.hook, layer))) for layer in layers]
-        self.row_bytes = sum(_record_bytes(capture, width, dtype) for width in widths)
+        self.reading: Reading
+        if spec.features is None:
+            self.reading = CaptureReading(spec.capture, capabilities)
+        else:
+            self.reading = FeatureReading(spec.features, self.llm)
+        self.row_bytes = self.reading.row_bytes
         self.limit = self.llm.model_config.max_model_len - spec.max_tokens
-        self.params = params(SamplingParams(max_tokens=spec.max_tokens, temperature=0), capture=capture)
+        self.params = params(SamplingParams(max_tokens=spec.max_tokens, temperature=0), **self.reading.asked)
         self.tokenizer = self.llm.get_tokenizer()
 
     def encode(self, values: Sequence[str | list[dict[str, Any]]]) -> list[list[int] | WeirError]:
@@ -111,18 +110,16 @@ class VllmEngine:
     def read(self, prompts: Sequence[list[int]]) -> list[PromptRows]:
         """Return the rows of each prompt."""
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
-        return [_prompt_rows(output) for output in outputs]
+        return [self._prompt_rows(output) for output in outputs]
+
+    def _prompt_rows(self, output: Any) -> PromptRows:
+        completion = output.outputs[0]
+        rows = self.reading.rows(output)
+        return PromptRows(rows, len(output.prompt_token_ids), len(completion.token_ids), str(completion.finish_reason))
 
     def close(self) -> None:
         """Shut down the engine core."""
         self.llm.llm_engine.engine_core.shutdown()
-
-
-def _record_bytes(capture: Capture, width: int, dtype: str) -> int:
-    """Return the bytes of a row of so many values, of which the capture may pick some."""
-    if capture.hook == "expert_ids":
-        dtype = "int64"
-    return header_bytes((capture.compress or Compression()).header(width, dtype))
 
 
 def _encodable(text: str | WeirError) -> str | WeirError:
@@ -133,20 +130,6 @@ def _encodable(text: str | WeirError) -> str | WeirError:
     except UnicodeEncodeError as e:
         return WeirError(f"character {e.start} of the text is half of a surrogate pair")
     return text
-
-
-def _prompt_rows(output: Any) -> PromptRows:
-    completion, acts = output.outputs[0], output.activations
-    if acts is None or not output.receipt.complete or output.receipt.dropped:
-        raise WeirError(
-            f"the rows of request {output.request_id} are not complete; see the settings host_bytes, overflow"
-        )
-    rows = []
-    for site in acts.sites:
-        records, header = acts.compressed(site) if acts.is_compressed else (acts[site], None)
-        positions, token_ids = acts.positions_of(*site), acts.token_ids_of(*site)
-        rows.append(Batch("", site.hook, site.layer, positions, token_ids, records, header))
-    return PromptRows(rows, len(output.prompt_token_ids), len(completion.token_ids), str(completion.finish_reason))
 
 
 @contextlib.contextmanager

@@ -6,13 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_weir.errors import WeirError
 from vllm_weir.extraction.engine import ExtractionEngine, VllmEngine
-from vllm_weir.extraction.record_loop import RecordLoop
+from vllm_weir.extraction.feature_writer import PART_BYTES, FeatureWriter
+from vllm_weir.extraction.record_loop import RecordLoop, RecordWriter
 from vllm_weir.extraction.run_spec import RunSpec, begin_run, check_run, read_skipped
 from vllm_weir.extraction.source import TextSource
 from vllm_weir.schema.row_notes import describe_rows
-from vllm_weir.storage.layouts.base import Writer, is_claimed
-from vllm_weir.storage.loading import check_layout, open_writer
+from vllm_weir.storage.features.dataset import FeatureInfo, load_features
+from vllm_weir.storage.features.parts import LAYOUT
+from vllm_weir.storage.layouts.base import is_claimed
+from vllm_weir.storage.loading import check_layout, load, open_writer
 from vllm_weir.storage.object_store import ObjectStore
 
 
@@ -49,14 +53,47 @@ class OutputTarget:
         check_layout(self.layout, self.options.keys() - {"fsync", "storage_options"})
         is_claimed(self.store, self.layout)
 
-    def writer(self) -> Writer:
+    def writer(self) -> RecordWriter:
         """Open a writer."""
         return open_writer(self.url, self.layout, **self.options)
+
+    def count(self) -> int:
+        """Return the number of requests that are there."""
+        return len(load(self.url, storage_options=self.options.get("storage_options")))
 
     @property
     def store(self) -> ObjectStore:
         """The store of the dataset."""
         return ObjectStore(self.url, self.options.get("storage_options"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureTarget(OutputTarget):
+    """Where features go.
+
+    Args:
+        url: Folder.
+        info: Which autoencoder they are of.
+        options: ``shard_bytes``, ``fsync`` and ``storage_options``, as of `OutputTarget`.
+    """
+
+    info: FeatureInfo
+    layout: str = LAYOUT
+
+    def check(self) -> None:
+        """Raise WeirError, without writing anything, if `writer` would raise one."""
+        for name in self.options.keys() - {"fsync", "storage_options", "shard_bytes"}:
+            raise WeirError("unknown option of features; they have fsync, shard_bytes and storage_options", name)
+        is_claimed(self.store, self.layout)
+
+    def writer(self) -> FeatureWriter:
+        """Open a writer."""
+        store = ObjectStore(self.url, self.options.get("storage_options"), fsync=bool(self.options.get("fsync", False)))
+        return FeatureWriter(store, self.info, self.options.get("shard_bytes", PART_BYTES))
+
+    def count(self) -> int:
+        """Return the number of records that are there."""
+        return len(load_features(self.url, storage_options=self.options.get("storage_options")))
 
 
 @dataclass(frozen=True)
@@ -79,19 +116,13 @@ class ExtractionPlan:
     flush_seconds: float = 30.0
     start_engine: Callable[[RunSpec], ExtractionEngine] = VllmEngine
 
-    def begin(self, writer: Writer) -> None:
+    def begin(self, writer: RecordWriter) -> None:
         """Write the identity of the run to the dataset, once the engine has started."""
         identity = self.spec.identity(self.source)
         if not check_run(writer.store, identity):
-            begin_run(writer.store, identity, not self.target_requests())
+            begin_run(writer.store, identity, not self.target.count())
 
-    def target_requests(self) -> int:
-        """Return the number of requests that the dataset has."""
-        from vllm_weir.storage.loading import load
-
-        return len(load(self.target.url, storage_options=self.target.options.get("storage_options")))
-
-    def record_loop(self, engine: ExtractionEngine, writer: Writer, **options: Any) -> RecordLoop:
+    def record_loop(self, engine: ExtractionEngine, writer: RecordWriter, **options: Any) -> RecordLoop:
         """Return the loop of one engine and writer; `options`: further ones of `RecordLoop`."""
         return RecordLoop(
             self.source, engine, writer, max_length=self.spec.max_length, batch=self.batch, skip=self.skip,

@@ -4,20 +4,55 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.engine import ExtractionEngine, PromptRows
 from vllm_weir.extraction.run_spec import request_id
 from vllm_weir.extraction.source import InputRecord, TextSource
 from vllm_weir.schema.row_notes import KEY as ROW_NOTES_KEY
-from vllm_weir.storage.layouts.base import Writer
+from vllm_weir.storage.object_store import ObjectStore
 
 PIECE_BYTES = 2 << 30
 """Bytes of rows that the engine computes at a time, while as many are being written."""
+
+
+class RecordWriter(Protocol):
+    """The methods of a `Writer` that a run uses."""
+
+    store: ObjectStore
+
+    def holds(self, request_id: str) -> bool:
+        """Return whether a request is in the dataset, or finished by this writer."""
+        ...
+
+    def write(self, batch: Any) -> None:
+        """Add rows of a request."""
+        ...
+
+    def finish_request(self, request_id: str, metadata: Mapping[str, Any] | None = None) -> None:
+        """Declare a request complete."""
+        ...
+
+    def flush(self) -> None:
+        """Publish finished requests."""
+        ...
+
+    def tidy(self) -> None:
+        """Bring what several writers have published into order."""
+        ...
+
+    def close(self) -> None:
+        """Flush and end."""
+        ...
+
+    def __enter__(self) -> RecordWriter: ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
 @dataclass
@@ -85,7 +120,7 @@ class RecordLoop:
         self,
         source: TextSource,
         engine: ExtractionEngine,
-        writer: Writer,
+        writer: RecordWriter,
         *,
         max_length: int | None = None,
         batch: int = 256,
@@ -192,8 +227,8 @@ class RecordLoop:
             name = request_id(self.source, prompt.index)
             for rows in output.rows:
                 self.writer.write(replace(rows, request_id=name))
-                step.rows += len(rows.rows)
-                step.bytes += rows.rows.nbytes
+                step.rows += rows.row_count
+                step.bytes += rows.nbytes
             metadata = {
                 "record": prompt.index,
                 "prompt_tokens": output.prompt_tokens,

@@ -13,10 +13,13 @@ from typing import Any
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.extraction.engine import ExtractionEngine, VllmEngine
-from vllm_weir.extraction.plan import ExtractionPlan, OutputTarget, Ray
+from vllm_weir.extraction.feature_spec import FeatureSpec
+from vllm_weir.extraction.plan import ExtractionPlan, FeatureTarget, OutputTarget, Ray
 from vllm_weir.extraction.record_loop import RecordCounts
 from vllm_weir.extraction.run_spec import RunSpec, check_run, read_skipped, request_id, write_skipped
 from vllm_weir.extraction.source import open_source
+from vllm_weir.schema.capture import parse_layers
+from vllm_weir.schema.hooks import MODEL_HOOKS, Site, normalise_hook
 from vllm_weir.storage.layouts.base import MARKER
 
 ON_ERROR = ("fail", "skip")
@@ -27,9 +30,10 @@ class Summary:
     """What a run did.
 
     Attributes:
-        url: URL of the dataset, for `weir.load`.
+        url: URL of the dataset, for `weir.load` or `weir.load_features`.
         records: Records of the source (up to `limit`).
-        requests, rows, tokens, bytes: Written by this run; bytes as stored.
+        requests, rows, tokens, bytes: Written by this run; bytes as stored, of features before
+            compression.
         held: Records that were there already.
         truncated: Requests of this run whose prompt was cut to `max_length`.
         skipped: Record -> why it was skipped; also in the dataset's ``skipped.jsonl``.
@@ -55,8 +59,8 @@ def extract(
     model: str,
     out: str | PathLike,
     *,
-    layers: Any = "all",
-    hook: str = "resid_post",
+    layers: Any = None,
+    hook: str | None = None,
     positions: Any = "prompt",
     compress: Any = None,
     reduce: str | None = None,
@@ -65,13 +69,16 @@ def extract(
     max_length: int | None = None,
     column: str = "text",
     split: str | None = None,
-    layout: str = "sharded",
+    layout: str | None = None,
     limit: int | None = None,
     batch: int = 256,
     on_error: str = "fail",
     engine: dict[str, Any] | None = None,
     heads: Any = None,
     neurons: Any = None,
+    sae: Any = None,
+    top_k: int | None = None,
+    ids: Any = None,
     ray: Ray | None = None,
     flush_seconds: float = 30.0,
     source_options: dict[str, Any] | None = None,
@@ -79,7 +86,7 @@ def extract(
     start_engine: Callable[[RunSpec], ExtractionEngine] = VllmEngine,
     **options: Any,
 ) -> Summary:
-    """Extract activations of every text of a dataset into files; repeat the call to resume.
+    """Extract activations, or features, of every text of a dataset; repeat the call to resume.
 
     Records that the dataset already has are not read again. A source without texts gives a dataset
     without requests.
@@ -88,8 +95,8 @@ def extract(
         source: Texts or chats: `url` of `open_source`.
         model: As for ``vllm.LLM``.
         out: Folder or fsspec URL of the dataset, new or of the same run.
-        layers: As for `Capture`.
-        hook: As for `Capture`.
+        layers: As for `Capture`; None for all.
+        hook: As for `Capture`; None for ``"resid_post"``.
         positions: As for `Capture`.
         compress: As for `Capture`.
         reduce: As for `Capture`.
@@ -99,7 +106,7 @@ def extract(
             takes are errors.
         column: Column of the text, as for `open_source`.
         split: Split of a saved ``DatasetDict``.
-        layout: As for `open_writer`.
+        layout: As for `open_writer`; None for ``"sharded"``.
         limit: Only the first so many records.
         batch: Records that the engine gets at once.
         on_error: With ``"fail"``, a record that is empty, too long or no text ends the run. With
@@ -107,12 +114,18 @@ def extract(
         engine: Further options of ``vllm.LLM``.
         heads: As for `Capture`.
         neurons: As for `Capture`.
+        sae: Extract the features of this sparse autoencoder in place of rows, as Parquet that
+            `load_features` reads: ``"name=path"`` or ``"name=path@hook.layer"``, a path, an `SAE`,
+            or ``{name: path or SAE}``. It is read at its own hook point, in float32.
+        top_k: The most active features of each row, at most so many of them; by default 32.
+        ids: These features instead.
         ray: Run on Ray.
         flush_seconds: Least time between two publications of finished requests.
         source_options: Options for fsspec, of the source.
         report: Called with the counts of each step, and the number of records.
         start_engine: Starts the engine; for tests, and for engines of your own.
-        **options: As for `open_writer` (``fsync``, ``storage_options``, ``shard_bytes``, ...).
+        **options: As for `open_writer` (``fsync``, ``storage_options``, ``shard_bytes``, ...). With
+            `sae`, ``shard_bytes`` bounds what a file's features take in memory (64 MiB).
 
     Raises:
         WeirError: Naming the field, the record or the file; requests that are finished are kept.
@@ -122,16 +135,21 @@ def extract(
     for name, value in (("batch", batch), ("limit", limit)):
         if not (value is None and name == "limit") and (type(value) is not int or value < 1):
             raise WeirError(f"expected a number of records, at least 1, got {brief(value)}", name)
+    features = _features(sae, top_k, ids, model, positions)
+    rows = {"compress": compress, "reduce": reduce, "dtype": dtype, "heads": heads, "neurons": neurons}
+    if features is not None:
+        _refuse_beside_features(features.site, layers=layers, hook=hook, layout=layout, **rows)
+        hook, layers = features.site
     spec = RunSpec(
-        model, hook, layers, positions, compress, reduce, dtype, max_tokens, max_length, engine or {}, heads, neurons
-    )
+        model, "resid_post" if hook is None else hook, "all" if layers is None else layers, positions,
+        max_tokens=max_tokens, max_length=max_length, engine=engine or {}, features=features, **rows,
+    )  # fmt: skip
     texts = open_source(source, column, split=split, storage_options=source_options)
-    plan = ExtractionPlan(
-        spec, texts, OutputTarget(str(out), layout, options), batch, on_error == "skip", flush_seconds, start_engine
-    )
+    target = _target(str(out), layout, options, features)
+    plan = ExtractionPlan(spec, texts, target, batch, on_error == "skip", flush_seconds, start_engine)
     plan.target.check()  # before the engine starts, which takes long
     begun = check_run(plan.target.store, spec.identity(texts))
-    if MARKER in plan.target.store.names() and not begun and plan.target_requests():
+    if MARKER in plan.target.store.names() and not begun and plan.target.count():
         raise WeirError(f"{out} holds activations that `weir extract` did not write; choose another place", "out")
     total = len(texts) if limit is None else min(limit, len(texts))
     counts, started = RecordCounts(), [time.monotonic()]
@@ -160,6 +178,33 @@ def extract(
         str(out), total, counts.requests, counts.rows, counts.tokens, counts.bytes, counts.held, counts.truncated,
         counts.skipped, time.monotonic() - started[0], counts.records < total,
     )  # fmt: skip
+
+
+def _features(sae: Any, top_k: Any, ids: Any, model: str, positions: Any) -> FeatureSpec | None:
+    """Return what is extracted of an autoencoder; None for a run that extracts rows."""
+    if sae is not None:
+        return FeatureSpec.parse(sae, top_k, ids, model, positions)
+    for name, value in (("top_k", top_k), ("ids", ids)):
+        if value is not None:
+            raise WeirError("it chooses features of a sparse autoencoder; name one (sae, --sae)", name)
+    return None
+
+
+def _target(url: str, layout: str | None, options: dict[str, Any], features: FeatureSpec | None) -> OutputTarget:
+    if features is not None:
+        return FeatureTarget(url=url, info=features.info, options=options)
+    return OutputTarget(url, "sharded" if layout is None else layout, options)
+
+
+def _refuse_beside_features(site: Site, *, layers: Any, hook: Any, **others: Any) -> None:
+    """Raise WeirError for an option that asks for anything but an autoencoder's own rows."""
+    if hook is not None and normalise_hook(hook) != site.hook:
+        raise WeirError(f"the autoencoder reads {site}; leave hook out", "hook")
+    if layers is not None and site.hook not in MODEL_HOOKS and parse_layers(layers, "layers") != (site.layer,):
+        raise WeirError(f"the autoencoder reads {site}; leave layers out", "layers")
+    for name, value in others.items():
+        if value is not None:
+            raise WeirError("it is for rows, and features of an autoencoder are stored; leave it out", name)
 
 
 def _run(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.source import TextSource
 from vllm_weir.frontend.admission.reachable import check_reached
 from vllm_weir.schema.capture import Capture
@@ -39,6 +40,7 @@ class RunSpec:
         max_length: Prompts are cut to this many tokens; None refuses longer ones than the engine
             takes.
         engine: Options of ``vllm.LLM``.
+        features: Features to extract in place of rows, at the hook point of their autoencoder.
     """
 
     model: str
@@ -53,6 +55,7 @@ class RunSpec:
     engine: dict[str, Any] = field(default_factory=dict)
     heads: Any = None
     neurons: Any = None
+    features: FeatureSpec | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -103,13 +106,18 @@ class RunSpec:
         return {
             "format": FORMAT, "version": VERSION, "source": source.digest, "column": source.column,
             "model": self.model, **captured, "max_tokens": self.max_tokens, "max_length": self.max_length,
-            "engine": engine,
+            "engine": engine, **({} if self.features is None else self.features.identity()),
         }  # fmt: skip
 
 
 def request_id(source: TextSource, index: int) -> str:
     """Return the id of a record's request: the same in every run, and sorted as the records."""
     return f"{index:010d}-{source.digest[:12]}"
+
+
+def record_of(request_id: str) -> int:
+    """Return the record of a request's id."""
+    return int(request_id.partition("-")[0])
 
 
 def check_run(store: ObjectStore, identity: dict[str, Any]) -> bool:

@@ -45,6 +45,16 @@ class Batch:
         """The site of the rows."""
         return Site(self.hook, self.layer)
 
+    @property
+    def row_count(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows, as they are given."""
+        return self.rows.nbytes
+
 
 @dataclass(eq=False)
 class CheckedBatch:

@@ -140,6 +140,8 @@ def _read(store: ObjectStore, layout: str, names: dict[str, int], incomplete: bo
     if layout == "npz":
         return read_npz_layout(store, store.names(deep=True, folder_prefix=FOLDER))
     readers = {"packed": read_packed, "per_request": read_per_request}
+    if layout == "features":
+        raise WeirError(f"{store.url} holds features of a sparse autoencoder; open it with weir.load_features")
     if layout not in readers:
         raise store.error(MARKER, f"unknown layout {layout[:40]!r}")
     return readers[layout](store, names)

@@ -66,7 +66,7 @@ class Writer(ABC):
         self._finished: set[str] = set()
         self._closed = False
         store.make_folder()
-        _claim(store, self.layout)
+        claim(store, self.layout)
         store.sweep(self.folder_prefix)
 
     def write(self, batch: Batch) -> None:
@@ -275,7 +275,7 @@ def is_claimed(store: ObjectStore, layout: str) -> bool:
     return False
 
 
-def _claim(store: ObjectStore, layout: str) -> None:
+def claim(store: ObjectStore, layout: str) -> None:
     """Write the marker of the layout, or check the one that is there."""
     if not is_claimed(store, layout):
         store.put(MARKER, json.dumps({"format": FORMAT, "version": VERSION, "layout": layout}).encode())

@@ -1,0 +1,1 @@
+"""Reports on the features of a sparse autoencoder, from features of a dataset."""

@@ -1,0 +1,264 @@
+"""`sae_report`: a page on the features of a sparse autoencoder, from features of a dataset."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_weir.analysis.feature_report.logit_effects import LogitEffects, Unembedding, check_site
+from vllm_weir.analysis.feature_report.statistics import FeatureTotals, Peak, details_of, totals_of
+from vllm_weir.analysis.feature_report.token_texts import TokenTexts
+from vllm_weir.errors import StoreError, WeirError, brief
+from vllm_weir.sae.autoencoder import SAE
+from vllm_weir.sae.digest import digest_of
+from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.storage.features.dataset import FeatureDataset, FeatureInfo, load_features
+from vllm_weir.storage.features.parts import RecordFeatures
+from vllm_weir.util.atomic_write import atomic_write
+
+ORDERS = ("max", "density")
+BEFORE, AFTER = 24, 12
+"""Tokens of a context before and after its most active one."""
+
+
+@dataclass(frozen=True)
+class ContextToken:
+    """A token of a context, and the activation of the context's feature on it."""
+
+    text: str
+    token_id: int
+    position: int
+    value: float
+
+
+@dataclass(frozen=True)
+class FeatureContext:
+    """Tokens around the one on which a feature is most active in a record.
+
+    Attributes:
+        record: the record.
+        value: the feature's largest activation there.
+        tokens: neighbouring rows of the record.
+        cut: whether the record has rows before these, and after these.
+    """
+
+    record: int
+    value: float
+    tokens: tuple[ContextToken, ...]
+    cut: tuple[bool, bool]
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureReport:
+    """What a page shows of a feature.
+
+    Attributes:
+        feature: its number.
+        density: share of the rows on which it is active.
+        active: number of these rows.
+        largest: its largest activation.
+        mean: its mean activation where it is active.
+        histogram: rows by activation, in bins of equal width from 0 to `largest`.
+        contexts: of the records in which it is most active.
+        effects: the tokens whose logits it changes most; None if not known.
+    """
+
+    feature: int
+    density: float
+    active: int
+    largest: float
+    mean: float
+    histogram: np.ndarray
+    contexts: tuple[FeatureContext, ...]
+    effects: LogitEffects | None
+
+
+@dataclass(frozen=True, eq=False)
+class SAEReport:
+    """All that a page shows.
+
+    Attributes:
+        info: which autoencoder, and which of its features the dataset holds.
+        records: number of records of the dataset.
+        totals: counts over all its rows.
+        features: the chosen features.
+        texts: texts of tokens.
+        notes: sentences on what is left out, and why.
+    """
+
+    info: FeatureInfo
+    records: int
+    totals: FeatureTotals
+    features: tuple[FeatureReport, ...]
+    texts: TokenTexts
+    notes: tuple[str, ...]
+
+
+def sae_report(
+    sae: SAE | str | os.PathLike,
+    features: FeatureDataset | str | os.PathLike,
+    out: str | os.PathLike,
+    *,
+    feature: Any = None,
+    top: int | None = None,
+    order: str = "max",
+    contexts: int = 12,
+    model: str | None = None,
+    storage_options: dict[str, Any] | None = None,
+    progress: Callable[[str], Any] = lambda step: None,
+) -> SAEReport:
+    """Write a page on features of a sparse autoencoder: one HTML file that loads nothing else.
+
+    It shows, for each feature, the contexts in which it is most active, on which share of the
+    tokens it is active, a histogram of its activations, and the tokens whose logits it raises and
+    lowers most.
+
+    Args:
+        sae: The autoencoder, or the path of one.
+        features: What ``weir extract --sae`` wrote with it: a folder, or what `load_features`
+            returned.
+        out: The file.
+        feature: A feature, or several, to show.
+        top: As many features instead, chosen by `order`; by default 50.
+        order: ``"max"``: those with the largest activations; ``"density"``: those active on most
+            tokens.
+        contexts: Most contexts of a feature, each of another record.
+        model: Directory or hub id of the model, for texts of tokens and effects on logits; None for
+            the one that read the texts. It is loaded by transformers, on the CPU.
+        storage_options: Options for fsspec, of the features.
+        progress: Called with what is done next.
+
+    Returns:
+        What the page shows.
+
+    Raises:
+        WeirError: Naming the argument, if it is wrong, or the features are of another autoencoder.
+    """
+    from vllm_weir.analysis.feature_report.page import render
+
+    if order not in ORDERS:
+        raise WeirError(f"choose from {', '.join(ORDERS)}, got {brief(order)!r}", "order")
+    _check_count(contexts, "contexts")
+    if top is not None:
+        _check_count(top, "top")
+    dataset = features
+    if not isinstance(dataset, FeatureDataset):
+        dataset = load_features(dataset, storage_options=storage_options)
+    if not len(dataset):
+        raise WeirError(f"{dataset.url} holds no records", "features")
+    autoencoder = _matching(sae, dataset)
+    model = dataset.info.model if model is None else model
+    progress("counting")
+    totals = totals_of(dataset)
+    chosen = _chosen(feature, top, order, dataset.info, totals)
+    progress("looking for contexts")
+    details = details_of(dataset, chosen, totals, contexts)
+    notes: list[str] = []
+    texts = _texts(model, notes)
+    progress("reading the model")
+    effects = _effects(autoencoder, chosen, model, notes)
+    shown = []
+    for one in chosen:
+        found = tuple(_context(dataset[peak.record], peak, one, texts) for peak in details[one].peaks)
+        shown.append(
+            FeatureReport(
+                one, float(totals.density[one]), int(totals.active[one]), float(totals.largest[one]),
+                float(totals.mean[one]), details[one].histogram, found, effects.get(one),
+            )
+        )  # fmt: skip
+    report = SAEReport(dataset.info, len(dataset), totals, tuple(shown), texts, tuple(notes))
+    try:
+        with atomic_write(Path(out)) as file:
+            file.write(render(report).encode())
+    except OSError as e:
+        raise StoreError(f"cannot write {out}: {e.strerror or e}", "out") from None
+    return report
+
+
+def _check_count(count: Any, field: str) -> None:
+    if not is_int(count) or count < 1:
+        raise WeirError(f"expected a number, at least 1, got {brief(count)}", field)
+
+
+def _matching(sae: Any, dataset: FeatureDataset) -> SAE:
+    """Return the autoencoder; raise WeirError unless the features are of it."""
+    if not isinstance(sae, SAE):
+        try:
+            sae = SAE.load(sae)
+        except WeirError as e:
+            if e.field != "site":
+                raise WeirError(str(e), "sae") from None
+            sae = SAE.load(sae, site=dataset.info.site)
+    if digest_of(sae) != dataset.info.digest:
+        raise WeirError(
+            f"{dataset.url} has features of another autoencoder, {dataset.info.sae!r} at {dataset.info.site}; name "
+            "the one that they were extracted with",
+            "sae",
+        )
+    return sae
+
+
+def _chosen(feature: Any, top: int | None, order: str, info: FeatureInfo, totals: FeatureTotals) -> list[int]:
+    """Return the features to show."""
+    if feature is not None:
+        if top is not None:
+            raise WeirError("give feature or top, not both", "top")
+        return _named(feature, info)
+    known = np.arange(info.d_sae) if info.ids is None else np.array(info.ids)
+    known = known[totals.active[known] > 0]
+    by = totals.largest if order == "max" else totals.density
+    ranked = known[np.lexsort((known, -by[known]))]
+    return ranked[: 50 if top is None else top].tolist()
+
+
+def _named(feature: Any, info: FeatureInfo) -> list[int]:
+    feature = plain(feature)
+    several = feature if isinstance(feature, Sequence) and not isinstance(feature, str) else [feature]
+    found: list[int] = []
+    for one in map(plain, several):
+        if not is_int(one) or not 0 <= one < info.d_sae:
+            raise WeirError(f"features count from 0 to {info.d_sae - 1}, got {brief(one)}", "feature")
+        if info.ids is not None and one not in info.ids:
+            raise WeirError(f"feature {one} was not extracted; extracted were {brief(list(info.ids), 80)}", "feature")
+        if one not in found:
+            found.append(int(one))
+    if not found:
+        raise WeirError("name at least one", "feature")
+    return found
+
+
+def _texts(model: str, notes: list[str]) -> TokenTexts:
+    try:
+        return TokenTexts.of_checkpoint(model)
+    except WeirError as e:
+        notes.append(f"Tokens are shown as ids: {e.message}.")
+        return TokenTexts()
+
+
+def _effects(sae: SAE, features: Sequence[int], model: str, notes: list[str]) -> dict[int, LogitEffects]:
+    """Return the effects on logits, or nothing and a note that says why."""
+    try:
+        check_site(sae)
+        directions = {feature: sae.decoder_direction(feature) for feature in features}
+        unembedding = Unembedding.of_checkpoint(model)
+        return {feature: unembedding.effects(direction) for feature, direction in directions.items()}
+    except WeirError as e:
+        notes.append(f"Effects on logits are left out: {e.message}.")
+        return {}
+
+
+def _context(record: RecordFeatures, peak: Peak, feature: int, texts: TokenTexts) -> FeatureContext:
+    """Return the rows around a peak, up to the first gap between positions."""
+    first, end = max(peak.row - BEFORE, 0), min(peak.row + AFTER + 1, len(record))
+    gaps = np.flatnonzero(np.diff(record.positions[first:end]) != 1) + first
+    first = max([first, *(gap + 1 for gap in gaps.tolist() if gap < peak.row)])
+    end = min([end, *(gap + 1 for gap in gaps.tolist() if gap >= peak.row)])
+    ids, positions = record.token_ids[first:end].tolist(), record.positions[first:end].tolist()
+    values = record.of(feature)[first:end].tolist()
+    tokens = tuple(map(ContextToken, texts.pieces(ids), ids, positions, values))
+    return FeatureContext(record.record, peak.value, tokens, (first > 0, end < len(record)))

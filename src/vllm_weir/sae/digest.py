@@ -1,0 +1,27 @@
+"""The digest of a sparse autoencoder: equal for equal configurations and weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, replace
+
+import torch
+
+from vllm_weir.sae.autoencoder import SAE
+
+BLOCK = 1 << 24
+"""Values that are hashed at a time."""
+
+
+def digest_of(sae: SAE) -> str:
+    """Return the digest of what an autoencoder computes, hexadecimal; its name and metadata do not count."""
+    digest = hashlib.blake2b(digest_size=16)
+    config = asdict(replace(sae.config, name="", metadata={}))
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    for name in sorted(sae.tensors):
+        tensor = sae.tensors[name].detach()
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        for values in tensor.contiguous().view(-1).split(BLOCK):
+            digest.update(values.cpu().view(torch.uint8).numpy())
+    return digest.hexdigest()

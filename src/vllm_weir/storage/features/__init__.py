@@ -1,0 +1,1 @@
+"""Features of sparse autoencoders in files: sparse, as Parquet, with a row for each token."""
