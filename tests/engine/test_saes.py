@@ -125,15 +125,23 @@ def test_adding_to_a_feature_of_top_k(engine, loaded, site):
 
 
 def test_adding_to_a_feature_of_a_transcoder(engine, loaded):
-    """Its decoder's row, at the point that it writes; beside an autoencoder of the point that it reads."""
-    llm, oracle = engine
+    """Its decoder's row is added at the point that it writes, beside an autoencoder of the point that it reads."""
+    llm, _ = engine
     sae = loaded("transcoder", transcoder("skip_transcoder"))
-    mlp_in = loaded("reads", random_sae("jumprelu", ("mlp_in", 1), 23))
-    asked = [weir.SetFeature("transcoder", 6, add=3.0), weir.SetFeature("reads", 2, value=4.0)]
-    (out,) = run(llm, [asked], [prompt(11, 220)])
-    same = weir.Add(sae.tensors["W_dec"][6], 1, 3.0, hook="mlp_out")
-    check(out, [same, Edited(mlp_in, asked[1])], oracle)
-    assert out.receipt.steered == ({("mlp_out", 1): 14}, {("mlp_in", 1): 14})
+    loaded("reads", random_sae("jumprelu", ("mlp_in", 1), 23))
+    alone = weir.SetFeature("reads", 2, value=4.0)
+    both = [weir.SetFeature("transcoder", 6, add=3.0), alone]
+    captures = [[weir.Capture("mlp_out", 1, before=before)] for before in (True, False)]
+    before, after = (run(llm, [both], [prompt(11, 220)], one)[0] for one in captures)
+    change = after.activations["mlp_out", 1] - before.activations["mlp_out", 1]
+    wanted = 3.0 * sae.tensors["W_dec"][6]
+    assert (change - wanted).abs().max() <= 1e-5 * after.activations["mlp_out", 1].abs().max()
+    assert after.receipt.steered == ({("mlp_out", 1): len(change)}, {("mlp_in", 1): len(change)})
+    added = weir.Add(sae.tensors["W_dec"][6], 1, 3.0, hook="mlp_out")
+    same = run(llm, [[added, alone]], [prompt(11, 220)])[0]
+    (out,) = run(llm, [both], [prompt(11, 220)])
+    assert out.outputs[0].token_ids == same.outputs[0].token_ids
+    assert all(torch.equal(out.activations[site], same.activations[site]) for site in same.activations.sites)
 
 
 def transcoder(architecture, seed=0, d_out=D):
