@@ -27,6 +27,12 @@ SAYS = {
         "without it: ",
         "rows changed: ({Site(hook='z', layer=5): 1},)",
     ),
+    "set_feature.py": (
+        "tells happy stories from sad ones with AUC 1.00",
+        "held at -4, ",
+        "are happy: ",
+        "held at +4, ",
+    ),
     "features_and_lens.py": ("\n0 [(", "after block 0: [", "after block 5: ["),
     "lens.py": ("residual_stream: [2, ", "layer=2): 31}", "layer=3): 31}"),
     "scores.py": ("scores, mean +", "scores, mean -", "highest score [["),

@@ -18,6 +18,8 @@ from vllm_weir.schema.vectors import Vector
 pytestmark = [pytest.mark.engine, machine.needs(machine.chromium, machine.engine_processes)]
 CLOSE_OTHERS = True
 LAYER = 2
+HAPPY = 100
+"""The shipped autoencoder's feature of happy stories."""
 TEXT = "Tell me a story about a dog."
 SCREENSHOTS = os.environ.get("WEIR_SCREENSHOTS")
 """Where the pictures for the docs go; without it they are made in the test's own directory."""
@@ -26,7 +28,8 @@ SCREENSHOTS = os.environ.get("WEIR_SCREENSHOTS")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("page") / "server.log"
-    with running(log, WEIR, env={"WEIR_ADMIN_KEY": ADMIN_KEY}, forked=True) as client:
+    sae = ("--weir-sae", f"mood={weir.demo_sae()}")
+    with running(log, WEIR, *sae, env={"WEIR_ADMIN_KEY": ADMIN_KEY}, forked=True) as client:
         mood = rows(client, "Tom was happy.", "-2:", tmp_path_factory) - rows(
             client, "Tom was sad.", "-2:", tmp_path_factory
         )
@@ -168,9 +171,11 @@ def test_a_click_shows_blocks_by_tokens(page, server, tmp_path):
 def test_a_click_shows_heads_and_neurons(page, server, tmp_path):
     """Of the position that the token was sampled from, as a request for the same tokens gets them."""
     say(page, TEXT)
-    page.fill("#inside-layer", str(LAYER))
     page.click("#messages .token >> nth=3")
-    page.wait_for_selector("#neurons li")
+    page.fill("#inside-layer", str(LAYER))
+    with page.expect_response("**/v1/completions"):
+        page.dispatch_event("#inside-layer", "change")
+    page.wait_for_function("() => document.querySelector('#inside-note').textContent === ''")
     cells = page.eval_on_selector_all(
         "#heads-table td", "cells => cells.map(c => [c.dataset.head, c.dataset.key, c.dataset.weight].map(Number))"
     )
@@ -195,6 +200,108 @@ def test_a_click_shows_heads_and_neurons(page, server, tmp_path):
     twelfth = float(neurons.abs().sort(descending=True).values[11])
     assert len(listed) == 12 and min(abs(value) for _, value in listed) >= twelfth - 2e-2 * largest
     picture(page, "page_inside", tmp_path)
+
+
+def features_of(server, top_k=8, **weir_object) -> list[list[tuple[int, float]]]:
+    """The active features at the position that each token of the first reply to TEXT was sampled from."""
+    asked_for = [{"name": "mood", "top_k": top_k, "positions": "sampled"}]
+    found = asked(server, user(TEXT), features=asked_for, **weir_object)["weir"]["features"]["mood"]
+    rows = zip(found["ids"], found["values"], strict=True)
+    return [[(i, v) for i, v in zip(ids, values, strict=True) if v > 0] for ids, values in rows]
+
+
+def same_features(found, expected) -> bool:
+    """Whether these are the same features with the same activations; two requests may round apart."""
+    return sorted(i for i, _ in found) == sorted(i for i, _ in expected) and all(
+        abs(value - dict(expected)[i]) <= 1e-3 * max(1.0, value) for i, value in found
+    )
+
+
+def test_a_token_shows_its_features(page, server, tmp_path):
+    """Under the pointer, and in a list when it is clicked: those that a request gets."""
+    page.select_option("#probe", "happy")
+    page.fill("#probe-layer", str(LAYER))
+    tokens = say(page, TEXT)
+    expected = features_of(server)
+    titles = page.eval_on_selector_all("#messages .token", "spans => spans.map(s => s.title)")
+    assert len(titles) == len(expected) == len(tokens)
+    for title, features in zip(titles, expected, strict=True):
+        score, line = title.split("\n")
+        assert score.startswith(f"happy at block {LAYER}: ") and line.startswith("mood: ")
+        shown = [(int(i), float(v)) for i, v in re.findall(r"(\d+) \(([^)]+)\)", line)]
+        assert same_features(shown, features)
+        assert [v for _, v in shown] == sorted((v for _, v in shown), reverse=True)
+    page.hover("#messages .token >> nth=5")
+    page.click("#messages .token >> nth=5")
+    listed = page.eval_on_selector_all(
+        "#token-features-list button", "all => all.map(b => [b.dataset.feature, b.dataset.value].map(Number))"
+    )
+    assert same_features([(int(i), v) for i, v in listed], expected[5])
+    assert page.inner_text("#token-features-title") == "Features of mood"
+    page.select_option("#sae", "")
+    page.click("#clear")
+    say(page, TEXT)
+    page.click("#messages .token >> nth=5")
+    assert page.is_hidden("#token-features")
+    assert "mood" not in page.get_attribute("#messages .token >> nth=5", "title")
+
+
+def test_a_slider_sets_a_feature(page, server, tmp_path):
+    """One that was chosen by its number, and one from a token's list; each reply as a request gets it."""
+    say(page, TEXT)
+    page.fill("#feature-number", str(HAPPY))
+    page.click("#feature-add")
+    page.click("#messages .token >> nth=5")
+    page.click("#token-features-list button >> nth=1")
+    other, activation = page.eval_on_selector(
+        "#token-features-list li:nth-child(2) button", "b => [b.dataset.feature, b.dataset.value].map(Number)"
+    )
+    assert float(page.input_value(f"[data-value-of='mood/{other}']")) == pytest.approx(activation, rel=1e-3)
+    slide(page, HAPPY, -8)
+    slide(page, other, 2.5)
+    page.click("#map-close")
+    page.click("#clear")
+    tokens = say(page, TEXT)
+    set_both = [
+        {"op": "set_feature", "name": "mood", "feature": HAPPY, "value": -8.0},
+        {"op": "set_feature", "name": "mood", "feature": other, "value": 2.5},
+    ]
+    steered, plain = (asked(server, user(TEXT), interventions=some) for some in (set_both, []))
+    assert "".join(t["text"] for t in tokens) == steered["message"]["content"] != plain["message"]["content"]
+    assert f"steered by feature {HAPPY} of mood = -8, feature {other} of mood = 2.5" in page.inner_text(".note")
+    page.click("#messages .token >> nth=5")
+    page.wait_for_selector("#neurons li")
+    listed = dict(features_of(server, interventions=set_both)[5])
+    shown = page.eval_on_selector_all(
+        "#token-features-list button", "all => all.map(b => [b.dataset.feature, b.dataset.value].map(Number))"
+    )
+    assert same_features([(int(i), v) for i, v in shown], list(listed.items()))
+    picture(page, "page_features", tmp_path)
+    page.click(f"[data-drop='mood/{other}']")
+    page.click(f"[data-drop='mood/{HAPPY}']")
+    assert page.is_visible("#no-features") and page.locator("[data-set-feature]").count() == 0
+    page.click("#clear")
+    assert "".join(t["text"] for t in say(page, TEXT)) == plain["message"]["content"]
+
+
+def slide(page, feature: int, value: float) -> None:
+    move = f"s => {{ s.value = {value}; s.dispatchEvent(new Event('input')); }}"
+    page.eval_on_selector(f"[data-set-feature='mood/{feature}']", move)
+
+
+def test_features_that_there_are_not(page, server):
+    """The page says which there are; what the server refuses is shown with its field."""
+    page.fill("#feature-number", "512")
+    page.click("#feature-add")
+    assert page.inner_text("#error") == "Features of mood are numbers from 0 to 511."
+    page.fill("#feature-number", "3")
+    page.click("#feature-add")
+    assert page.is_hidden("#error")
+    page.fill("[data-value-of='mood/3']", "1e39")
+    page.fill("#text", TEXT)
+    page.press("#text", "Enter")
+    page.wait_for_selector("#error:has-text('400: weir.interventions[0].value')")
+    assert page.input_value("#text") == TEXT
 
 
 def test_a_vector_from_two_texts(page, server, tmp_path_factory):

@@ -17,6 +17,7 @@ from vllm_weir.schema.positions import Positions
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 ENGINE: dict[str, Any] = {"block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
 ARCHITECTURES = ("standard", "gated", "jumprelu", "batchtopk")
+TOP_K = 8
 SITES = [("resid_post", 1), ("resid_pre", 2), ("attn_in", 0), ("mlp_in", 1), ("mlp_post", 2), ("z", 1), ("q", 0)]
 WIDTHS = {"mlp_post": 192}
 D, D_HEAD, FEATURES = 128, 32, 96
@@ -70,7 +71,7 @@ class Edited:
         self.hook, self.layers = self.sae.site.hook, (self.sae.site.layer,)
         self.heads = None if self.sae.head is None else (self.sae.head,)
         self.positions = Positions.parse(self.asked.positions)
-        options = {"apply_b_dec_to_input": self.sae.config.apply_b_dec_to_input}
+        options = {"apply_b_dec_to_input": self.sae.config.apply_b_dec_to_input, "k": self.sae.config.k}
         self.reference = Reference(self.sae.architecture, dict(self.sae.tensors), **options)
 
     def changed(self, h):
@@ -108,6 +109,48 @@ def test_it_is_the_model_with_the_edit_in_a_hook(engine, loaded, architecture, s
         on += edit.active
         assert out.receipt.steered == ({sae.site: len(edit.active)},)
     assert 5 < sum(on) < len(on) - 5, "features are active on some rows"
+
+
+@pytest.mark.parametrize("site", [("resid_post", 1), ("mlp_post", 2), ("z", 1)], ids=str)
+def test_adding_to_a_feature_of_top_k(engine, loaded, site):
+    """The reference selects with the row as it was, and adds to what it selected."""
+    llm, oracle = engine
+    sae = loaded("topk", random_sae("topk", site, 21, k=TOP_K, apply_b_dec_to_input=True))
+    asked = [weir.SetFeature("topk", 3, add=2.5), weir.SetFeature("topk", 9, add=-4.0, positions="generated")]
+    found = run(llm, [[one] for one in asked], [prompt(12, 210 + k) for k in range(2)])
+    for out, one in zip(found, asked, strict=True):
+        edit = Edited(sae, one)
+        check(out, [edit], oracle)
+        assert out.receipt.steered == ({sae.site: len(edit.active)},)
+
+
+def test_adding_to_a_feature_of_a_transcoder(engine, loaded):
+    """Its decoder's row is added at the point that it writes, beside an autoencoder of the point that it reads."""
+    llm, _ = engine
+    sae = loaded("transcoder", transcoder("skip_transcoder"))
+    loaded("reads", random_sae("jumprelu", ("mlp_in", 1), 23))
+    alone = weir.SetFeature("reads", 2, value=4.0)
+    both = [weir.SetFeature("transcoder", 6, add=3.0), alone]
+    captures = [[weir.Capture("mlp_out", 1, before=before)] for before in (True, False)]
+    before, after = (run(llm, [both], [prompt(11, 220)], one)[0] for one in captures)
+    change = after.activations["mlp_out", 1] - before.activations["mlp_out", 1]
+    wanted = 3.0 * sae.tensors["W_dec"][6]
+    assert (change - wanted).abs().max() <= 1e-5 * after.activations["mlp_out", 1].abs().max()
+    assert after.receipt.steered == ({("mlp_out", 1): len(change)}, {("mlp_in", 1): len(change)})
+    added = weir.Add(sae.tensors["W_dec"][6], 1, 3.0, hook="mlp_out")
+    same = run(llm, [[added, alone]], [prompt(11, 220)])[0]
+    (out,) = run(llm, [both], [prompt(11, 220)])
+    assert out.outputs[0].token_ids == same.outputs[0].token_ids
+    assert all(torch.equal(out.activations[site], same.activations[site]) for site in same.activations.sites)
+
+
+def transcoder(architecture, seed=0, d_out=D):
+    tensors = weights(architecture, seed, D, FEATURES)
+    generator = torch.Generator().manual_seed(seed)
+    tensors |= {"W_dec": torch.randn(FEATURES, d_out, generator=generator) / 9, "b_dec": torch.zeros(d_out)}
+    if "W_skip" in tensors:
+        tensors["W_skip"] = torch.randn(d_out, D, generator=generator) / 9
+    return weir.SAE.from_tensors(architecture, ("mlp_in", 1), **tensors)
 
 
 def test_one_head_of_z(engine, loaded):
@@ -268,6 +311,7 @@ def test_what_is_loaded_may_be_a_path(engine, loaded, tmp_path):
         (random_sae("standard", ("z", 1), d_in=32), "a row of z.* has 128", "sae.d_in"),
         (random_sae("standard", ("z", 1), head=1), "a head of z.* has 32", "sae.d_in"),
         (random_sae("standard", ("z", 1), d_in=32, head=4), "head 4, and z.* has 4", "sae.head"),
+        (transcoder("transcoder", d_out=64), "reconstructs 64 values, and a row of mlp_out.* has 128", "sae.d_out"),
         (torch.ones(3), "expected an SAE", "sae"),
         ("/nowhere", "does not exist", "path"),
     ],
@@ -283,15 +327,16 @@ def test_what_cannot_be_set_is_refused_by_field(engine, loaded):
     llm, _ = engine
     loaded("topk", random_sae("topk", ("resid_post", 1), k=8))
     loaded("length", random_sae("standard", ("resid_post", 1), normalize_activations="layer_norm"))
-    transcoder = weights("transcoder", 0, D, FEATURES)
-    loaded("transcoder", weir.SAE.from_tensors("transcoder", ("mlp_in", 1), **transcoder))
+    loaded("transcoder", transcoder("transcoder"))
     fine = weights("standard", 0, D, FEATURES)
     fine["W_dec"] *= 1e3
     loaded("fine", weir.SAE.from_tensors("standard", ("resid_post", 1), **fine))
     for asked, error, at in (
-        (weir.SetFeature("topk", 1, value=1), "TopK", "name"),
+        (weir.SetFeature("topk", 1, value=1), "TopK SAE, in which .* give add", "value"),
+        (weir.SetFeature("topk", 1, scale=0), "TopK SAE, in which .* give add", "scale"),
         (weir.SetFeature("length", 1, value=1), "layer_norm", "name"),
-        (weir.SetFeature("transcoder", 1, value=1), r"Add its decoder_direction\(1\) at mlp_out", "name"),
+        (weir.SetFeature("transcoder", 1, value=1), r"reads mlp_in\[1\] and writes mlp_out\[1\], .* give add", "value"),
+        (weir.SetFeature("transcoder", FEATURES, add=1), "count from 0 to 95", "feature"),
         (weir.SetFeature("fine", FEATURES, value=1), "count from 0 to 95", "feature"),
         (weir.SetFeature("fine", 1, value=3e38), "make it smaller", "value"),
         (weir.SetFeature("nobody", 1, value=1), "loaded are fine, length, topk, transcoder", "name"),

@@ -29,6 +29,23 @@ class TokenScores:
     scores: torch.Tensor
 
 
+@dataclass(frozen=True)
+class MoodShares:
+    """Shares of stories by the value at which something is held.
+
+    Attributes:
+        title: what is held.
+        happy: share of happy stories at each value.
+        sad: share of sad ones.
+        well_formed: share of those that the grammar could have produced.
+    """
+
+    title: str
+    happy: Sequence[float]
+    sad: Sequence[float]
+    well_formed: Sequence[float]
+
+
 def heat_map(texts: Sequence[TokenScores], path: Path, caption: str) -> Path:
     """Draw scores as layers x tokens, one panel for each text, all on one colour scale."""
     plt = _pyplot()
@@ -112,6 +129,32 @@ def doses(
         axis.tick_params(labelsize=8, colors=INK)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
+    return _save(plt, figure, path)
+
+
+def moods_by_value(values: Sequence[float], panels: Sequence[MoodShares], plain: float, path: Path) -> Path:
+    """Draw shares by value, a panel for each thing that is held; `plain` is the share of happy ones without."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.6 * len(panels), 3.4), squeeze=False, sharey=True, layout="constrained"
+    )
+    for axis, panel in zip(axes[0], panels, strict=True):
+        lines = (("happy", panel.happy, LINES[0]), ("sad", panel.sad, RED), ("well-formed", panel.well_formed, FAINT))
+        for name, shares, colour in lines:
+            dashes = "--" if colour == FAINT else "-"
+            points = [100 * share for share in shares]
+            axis.plot(values, points, dashes, marker="o", markersize=4, color=colour, label=name)
+        axis.axhline(100 * plain, color=LINES[0], linewidth=0.8, linestyle=":")
+        middle = (values[0] + values[-1]) / 2
+        axis.text(middle, 100 * plain - 1, "happy if not held", fontsize=7, color=LINES[0], ha="center", va="top")
+        axis.set_ylim(-4, 104)
+        axis.set_title(panel.title, loc="left", fontsize=9, color=INK)
+        axis.set_xlabel("activation at which it is held", fontsize=8.5)
+        axis.tick_params(labelsize=8, colors=INK)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    axes[0, 0].set_ylabel("% of stories", fontsize=8.5)
+    axes[0, 0].legend(frameon=False, fontsize=8, loc="center left")
     return _save(plt, figure, path)
 
 

@@ -10,6 +10,7 @@ from importlib.resources import files
 import pytest
 import torch
 
+import vllm_weir as weir
 from tests.support import machine
 from vllm_weir import Activations, Site
 from vllm_weir.server.routes.page import FILES
@@ -20,8 +21,11 @@ HEADS, TOKENS, D_MLP = 3, 7, 40
 DOCUMENT = """
 class Element {
   constructor(tag) {
-    Object.assign(this, { tag, style: {}, dataset: {}, children: [], textContent: "", chosen: false });
+    Object.assign(this, { tag, style: {}, dataset: {}, children: [], textContent: "", chosen: false, on: {} });
   }
+  addEventListener(name, act) { this.on[name] = act; }
+  setAttribute(name, value) { this[name] = value; }
+  remove() { this.gone = true; }
   get classList() { return { toggle: (_, on) => { this.chosen = on; } }; }
   append(...some) { this.children.push(...some); }
   replaceChildren(...some) { this.children = some; }
@@ -126,3 +130,73 @@ def test_refused_rows_are_an_error(tmp_path):
         await read({json.dumps(answer)}, 0, null).catch((e) => console.log(JSON.stringify(e.message)));
     """)  # fmt: skip
     assert why == "no room"
+
+
+def test_features_of_tokens(tmp_path):
+    """Chunks follow each other, the last one has all once more; features that are not active are left out."""
+    chunks = [
+        {"ids": [[7, 3], [3, 7]], "values": [[2.0, 0.5], [4.0, 0.0]]},
+        {"ids": [[1, 0]], "values": [[0.25, None]]},
+    ]
+    found = run(tmp_path, f"""
+        import {{ enterFeatures, featuresOf, fillFeatures, listed }} from "./features.js";
+        const tokens = [{{}}, {{}}, {{}}], again = [{{}}, {{}}, {{}}], list = document.createElement("ol"), chosen = [];
+        let next = 0;
+        for (const chunk of {json.dumps(chunks)}) next = enterFeatures(tokens, chunk, next);
+        enterFeatures(again, {{ ids: [[5], [6], [7], [8]], values: [[1], [1], [1], [1]] }}, 0);
+        fillFeatures(list, tokens[0].features, (...args) => chosen.push(args));
+        list.children[1].children[0].on.click();
+        const lines = [listed("mood", tokens[0].features), listed("mood", [])];
+        console.log(JSON.stringify({{ tokens, again, next, list, chosen, lines, asked: featuresOf("mood") }}));
+    """)  # fmt: skip
+    assert [token["features"] for token in found["tokens"]] == [[[7, 2], [3, 0.5]], [[3, 4]], [[1, 0.25]]]
+    assert found["next"] == 3 and [token["features"][0][0] for token in found["again"]] == [5, 6, 7]
+    buttons = [item["children"][0] for item in found["list"]["children"]]
+    assert [(one["dataset"]["feature"], one["dataset"]["value"]) for one in buttons] == [(7, 2), (3, 0.5)]
+    assert buttons[1]["style"]["backgroundColor"] == f"rgba(214, 40, 40, {0.75 * 0.25:.3f})"
+    assert found["chosen"] == [[3, 0.5]]
+    assert found["lines"] == ["mood: 7 (2.000), 3 (0.5000)", "mood: no feature is active"]
+    assert found["asked"] == [{"name": "mood", "top_k": 8, "positions": "sampled"}]
+    assert weir.Features.from_json(found["asked"][0]).positions.kind == "sampled"
+
+
+def test_sliders_of_features(tmp_path):
+    """Each sets what its number says; the range widens; TopK SAEs and transcoders are added to."""
+    steps = run(
+        tmp_path,
+        """
+        import { FeatureSliders, described } from "./features.js";
+        const box = document.createElement("div"), steps = [];
+        const sliders = new FeatureSliders(box, () => steps.push(sliders.chosen.size));
+        const mood = { name: "mood", architecture: "jumprelu" };
+        sliders.choose(mood, 12, 6.62871);
+        sliders.choose(mood, 12, 1);
+        sliders.choose({ name: "other", architecture: "topk" }, 3, 5);
+        const [first, second] = box.children.map((row) => row.children[1].children);
+        steps.push(sliders.interventions(), [first[0].min, first[0].max]);
+        first[0].value = -2.5; first[0].on.input();
+        second[1].value = "40"; second[1].on.input();
+        steps.push(sliders.interventions(), [second[0].min, second[0].max, second[0].value]);
+        steps.push(sliders.interventions().map(described));
+        first[2].on.click();
+        steps.push(sliders.interventions(), box.children[0].gone);
+        sliders.keep(["mood"]);
+        steps.push(sliders.interventions());
+        console.log(JSON.stringify(steps));
+    """,
+    )
+    mood, other = (
+        {"op": "set_feature", "name": "mood", "feature": 12},
+        {"op": "set_feature", "name": "other", "feature": 3},
+    )
+    added = other | {"add": 40}
+    assert steps == [
+        *(1, 2),
+        *([mood | {"value": 6.629}, other | {"add": 0}], [-14, 14]),
+        *([mood | {"value": -2.5}, added], [-80, 80, 40]),
+        ["feature 12 of mood = -2.5", "feature 3 of other + 40"],
+        *(1, [added], True),
+        *(0, []),
+    ]
+    for one in (mood | {"value": -2.5}, added):
+        assert weir.SetFeature.from_json(one).to_json() == one

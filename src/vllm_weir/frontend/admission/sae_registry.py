@@ -123,7 +123,7 @@ class SAERegistry:
         return loaded
 
     def resolve(self, asked: SetFeature) -> SetActivation:
-        """Return what a `SetFeature` does at the hook point of its autoencoder.
+        """Return what a `SetFeature` does at one hook point.
 
         Raises:
             WeirError: naming the field, if there is no such autoencoder or feature, or if it cannot
@@ -131,30 +131,67 @@ class SAERegistry:
         """
         name_field = f"{asked.path}.name"
         sae = self.find(asked.name, name_field).sae
-        if sae.config.is_transcoder:
-            raise WeirError(
-                f"{asked.name!r} is a transcoder, which reads {sae.site} and writes {sae.out_site}, so its features "
-                f"cannot be set at one hook point; Add its decoder_direction({asked.feature}) at {sae.out_site}",
-                name_field,
-            )
+        if asked.add is None:
+            _check_settable(sae, asked)
         try:
-            response = sae.feature_response(asked.feature)
-            return SetActivation(
-                response.w,
-                response.u,
-                sae.site.layer,
-                sae.site.hook,
-                bias=response.b,
-                threshold=response.theta,
-                value=asked.value,
-                scale=asked.scale,
-                add=asked.add,
-                positions=asked.positions,
-                heads=sae.head,
-                path=asked.path,
-            )
+            return _added(sae, asked) if asked.add is not None else _set(sae, asked)
         except WeirError as e:
             raise WeirError(e.message, f"{asked.path}.feature" if e.field == "feature" else name_field) from None
+
+
+def _added(sae: SAE, asked: SetFeature) -> SetActivation:
+    """Return the addition to an activation, which is the same whatever the activation is.
+
+    So it needs no encoder: every architecture has it, and transcoders have it where they write.
+    """
+    direction = sae.decoder_direction(asked.feature)
+    return SetActivation(
+        direction,
+        direction,
+        sae.out_site.layer,
+        sae.out_site.hook,
+        add=asked.add,
+        positions=asked.positions,
+        heads=None if sae.config.is_transcoder else sae.head,
+        path=asked.path,
+    )
+
+
+def _check_settable(sae: SAE, asked: SetFeature) -> None:
+    """Raise WeirError if one row of one hook point does not tell the activation that is to be replaced."""
+    field = "value" if asked.value is not None else "scale"
+    instead = f"give add, which is the same whatever the activation is, in place of {field}"
+    if sae.config.is_transcoder:
+        raise WeirError(
+            f"{asked.name!r} is a transcoder: it reads {sae.site} and writes {sae.out_site}, and an intervention reads "
+            f"no other hook point than it writes; {instead}",
+            f"{asked.path}.{field}",
+        )
+    if sae.architecture == "topk":
+        raise WeirError(
+            f"{asked.name!r} is a TopK SAE, in which a feature is active or not by its {sae.d_sae - 1} others: every "
+            f"row would have to be encoded whole inside the model, {sae.d_in} x {sae.d_sae} products; {instead}, or "
+            "use an SAE whose features have thresholds, as those of BatchTopK",
+            f"{asked.path}.{field}",
+        )
+
+
+def _set(sae: SAE, asked: SetFeature) -> SetActivation:
+    """Return how an activation is replaced, or multiplied."""
+    response = sae.feature_response(asked.feature)
+    return SetActivation(
+        response.w,
+        response.u,
+        sae.site.layer,
+        sae.site.hook,
+        bias=response.b,
+        threshold=response.theta,
+        value=asked.value,
+        scale=asked.scale,
+        positions=asked.positions,
+        heads=sae.head,
+        path=asked.path,
+    )
 
 
 def check_fits(sae: SAE, capabilities: EngineCapabilities) -> None:
@@ -172,3 +209,12 @@ def check_fits(sae: SAE, capabilities: EngineCapabilities) -> None:
     if sae.d_in != width:
         row = "a head" if sae.head is not None else "a row"
         raise WeirError(f"it reads {sae.d_in} values, and {row} of {site} has {width}", "sae.d_in")
+    if sae.config.is_transcoder:
+        _check_output(sae, capabilities)
+
+
+def _check_output(sae: SAE, capabilities: EngineCapabilities) -> None:
+    """Raise WeirError unless rows of the hook point that a transcoder reconstructs have its width, if it is served."""
+    site = sae.out_site
+    if not capabilities.sites.get(site, "missing") and sae.d_out != (width := row_width(capabilities.shape(site))):
+        raise WeirError(f"it reconstructs {sae.d_out} values, and a row of {site} has {width}", "sae.d_out")

@@ -1,12 +1,14 @@
 // A chat with the served model, its tokens coloured by a probe; see docs/guides/page.md.
 
+import { FeatureSliders, described, enterFeatures, featuresOf, fillFeatures, listed } from "./features.js";
 import { colour, fillTable, format, magnitude } from "./heatmap.js";
 import { bodyOf, fillHeads, fillNeurons, read, servedBlocks } from "./inside.js";
 import { encode, events, fromBase64, safetensors } from "./rows.js";
 
 const base = location.pathname.replace(/\/weir\/?$/, "");
 const $ = (id) => document.getElementById(id);
-const state = { model: "", layers: [], inside: {}, vectors: new Map(), messages: [], chat: true, stop: null, open: null };
+const state = { model: "", layers: [], inside: {}, vectors: new Map(), saes: new Map(), messages: [], chat: true, stop: null, open: null };
+const featureSliders = new FeatureSliders($("feature-sliders"), () => ($("no-features").hidden = featureSliders.chosen.size > 0));
 
 async function call(path, body, method = body ? "POST" : "GET", signal = undefined) {
   const headers = { "Content-Type": "application/json" };
@@ -49,6 +51,8 @@ async function connect() {
       else if (shape.length === 1) addVector(name, () => ({ ref: name }));
     }
     showVectors();
+    const { saes } = await (await call("/v1/saes")).json();
+    showSAEs(saes);
   } catch (error) {
     $("model").textContent = "not connected";
     showError(error);
@@ -71,6 +75,15 @@ function showVectors() {
   $("probe").value = state.vectors.has(chosen) ? chosen : [...state.vectors.keys()].at(-1) ?? "";
   $("no-sliders").hidden = state.vectors.size > 0;
   for (const [name, vector] of state.vectors) if (!vector.slider) $("sliders").append((vector.slider = slider(name)));
+}
+
+function showSAEs(saes) {
+  const chosen = $("sae").value;
+  state.saes = new Map(saes.map((sae) => [sae.name, sae]));
+  $("sae").replaceChildren(new Option("none", ""), ...saes.map(({ name, hook, layer }) => new Option(`${name} (${hook} of block ${layer})`, name)));
+  $("sae").value = state.saes.has(chosen) ? chosen : saes[0]?.name ?? "";
+  $("features").hidden = !saes.length;
+  featureSliders.keep([...state.saes.keys()]);
 }
 
 function slider(name) {
@@ -100,7 +113,7 @@ function interventions() {
     const scale = Number(box.querySelector("[type=range]").value);
     const layers = [Number(box.querySelector("[type=number]").value)];
     return scale ? [{ op: "add", vector: wire(layers[0]), layers, scale, hook: "resid_post" }] : [];
-  });
+  }).concat(featureSliders.interventions());
 }
 
 /** Return the request's `weir` object. */
@@ -109,8 +122,9 @@ function weirFields() {
   const weir = { v: 1, interventions: interventions() };
   if (probe) {
     weir.capture = [{ hook: "resid_post", layers: state.layers, positions: "sampled", project: probe.wire(Number($("probe-layer").value)) }];
-    weir.response = { stream: true };
   }
+  if ($("sae").value) weir.features = featuresOf($("sae").value);
+  if (weir.capture || weir.features) weir.response = { stream: true };
   return weir;
 }
 
@@ -141,7 +155,8 @@ async function send(text) {
   state.messages.push(message);
   showMessage(message);
   const control = new AbortController();
-  const reply = { role: "assistant", text: "", tokens: [], ids: [], promptIds: [], scored: 0, probe: $("probe").value, steer: interventions() };
+  const reply = { role: "assistant", text: "", tokens: [], ids: [], promptIds: [], scored: 0, featured: 0, probe: $("probe").value,
+    sae: $("sae").value, steer: interventions() };
   setBusy(control);
   try {
     const response = await openStream(control.signal);
@@ -169,6 +184,7 @@ function addEvent(reply, event) {
     reply.text += delta;
     for (const [i, text] of visibleParts(texts ?? (delta ? [delta] : []), delta).entries()) addToken(reply, text, texts?.[i] ?? text);
     if (choice.weir?.scores) addScores(reply, choice.weir.scores, Boolean(choice.weir.receipt));
+    if (choice.weir?.features) addFeatures(reply, choice.weir.features, Boolean(choice.weir.receipt));
     if (choice.weir?.receipt) finish(reply, choice.weir.receipt);
   }
   $("messages").scrollTop = $("messages").scrollHeight;
@@ -206,8 +222,14 @@ function addScores(reply, scores, complete) {
   paint(reply);
 }
 
+function addFeatures(reply, features, complete) {
+  reply.featured = enterFeatures(reply.tokens, features[reply.sae], complete ? 0 : reply.featured);
+  reply.tokens.forEach((token) => label(reply, token));
+  if (state.open?.reply === reply) showFeatures();
+}
+
 function finish(reply, receipt) {
-  const steered = reply.steer.map((s) => `${s.vector.ref ?? "a vector made on this page"} × ${s.scale} at block ${s.layers[0]}`);
+  const steered = reply.steer.map((s) => s.op === "set_feature" ? described(s) : `${s.vector.ref ?? "a vector made on this page"} × ${s.scale} at block ${s.layers[0]}`);
   const note = document.createElement("span");
   note.className = "note";
   note.textContent = `${reply.tokens.length} tokens` + (steered.length ? `, steered by ${steered.join(", ")}` : "");
@@ -222,12 +244,19 @@ function paint(reply) {
   for (const token of reply.tokens) {
     const score = token.scores[layer];
     token.span.style.backgroundColor = colour(score, max);
-    if (score === undefined) continue;
-    token.span.dataset.score = score;
-    token.span.title = `${reply.probe} at block ${layer}: ${format(score)}`;
+    if (score !== undefined) token.span.dataset.score = score;
+    label(reply, token);
   }
   $("low").textContent = max ? format(-max) : "";
   $("high").textContent = max ? format(max) : "";
+}
+
+/** Set what is shown of a token under the pointer: its score, and its features. */
+function label(reply, token) {
+  const layer = Number($("probe-layer").value), score = token.scores[layer];
+  const lines = score === undefined ? [] : [`${reply.probe} at block ${layer}: ${format(score)}`];
+  if (token.features) lines.push(listed(reply.sae, token.features));
+  token.span.title = lines.join("\n");
 }
 
 function showMap(reply, index) {
@@ -235,6 +264,7 @@ function showMap(reply, index) {
   for (const { span } of state.messages.flatMap((m) => m.tokens ?? [])) span.classList.remove("chosen");
   reply.tokens[index].span.classList.add("chosen");
   $("map").hidden = false;
+  showFeatures();
   showInside().catch(showError);
   if (!reply.probe) {
     $("map-title").textContent = "No vector was selected for this reply. Select one and send the message again.";
@@ -243,6 +273,23 @@ function showMap(reply, index) {
   }
   $("map-title").textContent = `Scores of ${reply.probe} by block and token`;
   fillTable($("map-table"), reply.tokens, index, state.layers);
+}
+
+/** Show the features of the token that is open; a click on one gives it a slider. */
+function showFeatures() {
+  const { reply, index } = state.open, { features } = reply.tokens[index], sae = state.saes.get(reply.sae);
+  $("token-features").hidden = !features;
+  $("token-features-title").textContent = `Features of ${reply.sae}`;
+  fillFeatures($("token-features-list"), features ?? [], (feature, value) => sae && featureSliders.choose(sae, feature, value));
+}
+
+/** Choose the feature of the number that was typed. */
+function chooseFeature() {
+  showError(null);
+  const sae = state.saes.get($("sae").value), text = $("feature-number").value, feature = Number(text);
+  if (!sae) throw new Error("Select an autoencoder.");
+  if (!text || !Number.isInteger(feature) || feature < 0 || feature >= sae.d_sae) throw new Error(`Features of ${sae.name} are numbers from 0 to ${sae.d_sae - 1}.`);
+  featureSliders.choose(sae, feature);
 }
 
 /** Show the heads and the neurons of the token that is open, at the chosen block. */
@@ -340,5 +387,6 @@ $("map-close").addEventListener("click", () => ($("map").hidden = true));
 $("inside-layer").addEventListener("change", () => state.open && showInside().catch(showError));
 $("probe-layer").addEventListener("input", () => state.messages.filter((m) => m.tokens).forEach(paint));
 $("new-make").addEventListener("click", () => makeVector().catch(showError));
+$("feature-add").addEventListener("click", () => { try { chooseFeature(); } catch (error) { showError(error); } });
 $("key").addEventListener("change", connect);
 connect();
