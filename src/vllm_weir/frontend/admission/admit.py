@@ -37,8 +37,10 @@ from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
+from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.row_shards import RowShard, ShardWidths
+from vllm_weir.schema.stop_rules import StopRule
 from vllm_weir.schema.taps import STAGES, column_of, shard_column
 
 ONE_ROW = ShardWidths({}, {}, 0)
@@ -62,6 +64,10 @@ class AdmittedRequest:
         asked: the request's own selectors that may select nothing, depending on its lengths.
         widths: of the parts in which its rows come.
         num_layers: blocks of the model.
+        probes: what scores its rows.
+        gates: what decides on interventions.
+        gate_of: for each intervention as it was given, the index of its gate, or -1.
+        stops: what ends generation.
     """
 
     spec: ResolvedSpec
@@ -74,6 +80,15 @@ class AdmittedRequest:
     asked: Asked = ()
     widths: ShardWidths = ONE_ROW
     num_layers: int = 0
+    probes: tuple[ResolvedProbe, ...] = ()
+    gates: tuple[ResolvedGate, ...] = ()
+    gate_of: tuple[int, ...] = ()
+    stops: tuple[StopRule, ...] = ()
+
+    @functools.cached_property
+    def cells(self) -> CellLayout:
+        """Where its probes' scores and its gates' factors stand among the cells of a token."""
+        return CellLayout.of(self.probes, self.gates)
 
     @functools.cached_property
     def columns(self) -> dict[Site | RowShard, int]:
@@ -115,7 +130,7 @@ class AdmittedRequest:
     @functools.cached_property
     def wire(self) -> bytes:
         """The bytes of its `EngineSpec`."""
-        return EngineSpec(self.spec, tuple(self.effective)).wire
+        return EngineSpec(self.spec, tuple(self.effective), self.probes, self.gates).wire
 
     @functools.cached_property
     def max_rows_per_tap(self) -> int:
