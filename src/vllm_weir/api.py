@@ -18,12 +18,15 @@ from vllm_weir.errors import WeirError
 from vllm_weir.guard import refuse
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.features import Features, Lens
+from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.json_text import dumps
 from vllm_weir.schema.keys import WIRE_KEY, refuse_slips
+from vllm_weir.schema.probes import AnyProbe, parse_probe, parse_probes
 from vllm_weir.schema.request import RequestSpec, parse_captures, parse_features, parse_interventions, parse_lens
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.schema.site_verdict import SiteVerdict
+from vllm_weir.schema.stop_rules import parse_stop_when
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -39,6 +42,8 @@ def params(
     interventions: AnyIntervention | Mapping[str, Any] | Sequence[AnyIntervention | Mapping[str, Any]] | None = None,
     features: Features | Mapping[str, Any] | Sequence[Features | Mapping[str, Any]] | None = None,
     lens: Lens | Mapping[str, Any] | None = None,
+    probes: AnyProbe | str | Mapping[str, Any] | Sequence[AnyProbe | str | Mapping[str, Any]] | None = None,
+    stop_when: str | Sequence[str] | None = None,
 ) -> SamplingParams:
     """Return a copy of `sampling_params` that carries what is asked of Weir.
 
@@ -49,6 +54,11 @@ def params(
             given.
         features: one `Features` or a list of them (or their wire form).
         lens: a `Lens` (or its wire form).
+        probes: one `Probe`, `MLPProbe` or `AttentionProbe`, the name of a registered one, or a list
+            of these (or their wire form); their scores come back as ``out.scores``.
+        stop_when: a rule such as ``"name > 0.9"`` (``"name[1] > 0.9"`` of a probe with several
+            scores), or a list of rules, any of which ends generation with the token whose score
+            says so.
 
     If `sampling_params` is the result of an earlier call, an argument replaces what that call set,
     and one left out keeps it.
@@ -80,6 +90,10 @@ def params(
         spec = replace(spec, features=parse_features(features, "features"))
     if lens is not None:
         spec = replace(spec, lens=parse_lens(lens, "lens"))
+    if probes is not None:
+        spec = replace(spec, probes=parse_probes(probes, "probes"))
+    if stop_when is not None:
+        spec = replace(spec, stop_when=parse_stop_when(stop_when, "stop_when"))
     out = copy.copy(sampling_params)
     out.extra_args = {**carried, WIRE_KEY: spec.to_json()}
     return out
@@ -129,6 +143,37 @@ def set_global(llm: Any, interventions: Any) -> None:
 def clear_global(llm: Any) -> None:
     """Remove the global interventions from requests admitted from now on."""
     _frontend(llm).set_always(())
+
+
+def register_probe(llm: Any, probe: AnyProbe | Mapping[str, Any], *, everyone: bool = False) -> None:
+    """Register a probe under its name for requests to this engine, replacing any other of that name.
+
+    Requests then list its name in `probes`, and gates name it. A request uses the probe that the
+    name stands for when the request is admitted.
+
+    Args:
+        llm: ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in class.
+        probe: the probe, or its wire form.
+        everyone: whether it scores every request, besides those that name it.
+
+    Raises:
+        WeirError: if the engine cannot serve it.
+    """
+    _frontend(llm).register_probe(parse_probe(probe, "probe"), parse_flag(everyone, "everyone", "register_probe"))
+
+
+def unregister_probe(llm: Any, name: str) -> None:
+    """Forget a registered probe; requests that were admitted keep it.
+
+    Raises:
+        WeirError: if there is no such name, or a global intervention is gated by it.
+    """
+    _frontend(llm).unregister_probe(name)
+
+
+def list_probes(llm: Any) -> dict[str, dict[str, Any]]:
+    """Return the registered probes: name -> {"kind", "outputs", "hook", "layer", ...}, without their vectors."""
+    return _frontend(llm).probes.infos()
 
 
 def load_sae(llm: Any, name: str, sae: SAE | str | os.PathLike) -> None:

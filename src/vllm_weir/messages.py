@@ -14,6 +14,8 @@ MARK_FIELDS = ("row_seq", "rank", "position", "count", "stride")
 `position + stride`, ... A `rank` of -1 means that these rows were dropped."""
 STEER_FIELDS = ("group", "position", "count", "stride")
 """Fields of steered positions: a group's interventions acted at `position`, `position + stride`, ... (`count`)."""
+SCORED_FIELDS = ("series", "position", "count")
+"""Fields of scored positions: `count` entries of a series, of the positions from `position` on."""
 
 
 RECORDS = ("scores", "packed", "read_outs")
@@ -77,6 +79,14 @@ class GroupDefined(msgspec.Struct, array_like=True):
     moves: list[int]
 
 
+class SeriesOpened(msgspec.Struct, array_like=True):
+    """A number that stands for the scores of one request: each entry is its `reported` cells, float32."""
+
+    series: int
+    request_id: str
+    reported: int
+
+
 class LayoutUpdate(msgspec.Struct, array_like=True):
     """Changes in the layout of one reader's rows since its last message."""
 
@@ -85,9 +95,10 @@ class LayoutUpdate(msgspec.Struct, array_like=True):
     retired: list[ExtentRetired] = []
     closed: list[int] = []
     groups: list[GroupDefined] = []
+    series: list[SeriesOpened] = []
 
     def __bool__(self) -> bool:
-        return bool(self.opened or self.placed or self.retired or self.closed or self.groups)
+        return bool(self.opened or self.placed or self.retired or self.closed or self.groups or self.series)
 
 
 class MessageHeader(msgspec.Struct, array_like=True):
@@ -102,6 +113,8 @@ class MessageHeader(msgspec.Struct, array_like=True):
         broken: why rows of this step are lost; every request that the reader still waits for fails.
         engine: index of the worker's data-parallel engine.
         waiting: requests of that engine that wait for room in the device tables.
+        scored: int32 [n, 3] as bytes, see `SCORED_FIELDS`: positions whose scores are in `scores`.
+        scores: float32 as bytes, the entries of `scored` in that order.
     """
 
     token: str
@@ -115,6 +128,8 @@ class MessageHeader(msgspec.Struct, array_like=True):
     broken: str = ""
     engine: int = 0
     waiting: int = 0
+    scored: bytes = b""
+    scores: bytes = b""
 
 
 class VectorQuery(msgspec.Struct, array_like=True):

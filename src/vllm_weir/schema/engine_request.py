@@ -17,19 +17,25 @@ NOT_LOADED_IN_CORE = "it was not loaded there; the log says why"
 
 
 class TableNeeds(msgspec.Struct, array_like=True, frozen=True):
-    """Upper bounds on what a request's interventions take of the device tables.
+    """Upper bounds on what a request's interventions and probes take of the device tables.
 
     Attributes:
-        vectors: digests of the vectors that the interventions use, sorted.
+        vectors: digests of the vectors that they use, sorted.
         programs: rows of the program table.
         instructions: rows of the instruction table.
         wide: digest -> rows of the table of vectors, for vectors that take more than one.
+        probes: rows of the table of probes.
+        gates: rows of the table of gates.
+        states: numbers that its probes and gates keep.
     """
 
     vectors: list[str]
     programs: int
     instructions: int
     wide: dict[str, int] = {}
+    probes: int = 0
+    gates: int = 0
+    states: int = 0
 
 
 class EngineRequest(msgspec.Struct, array_like=True):
@@ -46,8 +52,8 @@ class EngineRequest(msgspec.Struct, array_like=True):
         rows_per_group: ring rows of one group of tokens whose rows are reduced; 0 if none are.
         last_reduced: the last position whose row is reduced; None if none are.
         max_tokens: how many tokens the request can generate.
-        table_needs: what the interventions need of the device tables; None if there are no
-            interventions.
+        table_needs: what interventions and probes need of the device tables; None if there are
+            neither.
         vectors: float32 bytes, by digest, of the vectors that travel with the request.
         cache_salt: see `RowStore.salt`; empty until a request of this caller has failed.
         core_refusal: why the engine core does not do its part; empty if it does. None until the

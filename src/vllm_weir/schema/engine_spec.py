@@ -14,6 +14,7 @@ import msgspec
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec
+from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.util.lru import LruCache
 
 
@@ -24,15 +25,41 @@ class EngineSpec:
     Attributes:
         captures: sites and postprocessing.
         moves: the interventions that change something, in order.
+        probes: what scores its rows.
+        gates: what decides on interventions, by the probes' scores.
     """
 
     captures: ResolvedSpec
     moves: tuple[ResolvedIntervention, ...] = ()
+    probes: tuple[ResolvedProbe, ...] = ()
+    gates: tuple[ResolvedGate, ...] = ()
 
     @functools.cached_property
     def selectors(self) -> tuple[Positions, ...]:
-        """The distinct selectors of captures and interventions."""
-        return tuple(dict.fromkeys([*self.captures.positions, *(move.positions for move in self.moves)]))
+        """The distinct selectors of captures, interventions and probes."""
+        selectors = [*self.captures.positions, *(move.positions for move in self.moves)]
+        return tuple(dict.fromkeys([*selectors, *(probe.positions for probe in self.probes)]))
+
+    def gated_from(self, prompt_len: int) -> int | None:
+        """Return the first position at which a gated intervention may act; None if there is none.
+
+        Before its probe's first score a gate is shut. A selector by token counts as if it could
+        select any token.
+
+        Args:
+            prompt_len: tokens of the prompt.
+        """
+        factors = CellLayout.of(self.probes, self.gates).factors
+        firsts = []
+        for move in self.moves:
+            if not move.is_gated:
+                continue
+            gate = self.gates[factors.index(move.instructions[0].cell - 1)]
+            acts = move.positions.first(prompt_len)
+            scored = self.probes[gate.probe].positions.first(prompt_len)
+            if acts is not None and scored is not None:
+                firsts.append(max(acts, scored + gate.delay))
+        return min(firsts, default=None)
 
     @functools.cached_property
     def end(self) -> int:
@@ -45,27 +72,35 @@ class EngineSpec:
 
     @functools.cached_property
     def places(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """(hook, layers) of the captures, then of each intervention."""
+        """(hook, layers) of the captures, then of each intervention, then of each probe."""
         captured: dict[str, list[int]] = {}
         for hook, layer in self.captures.sites:
             captured.setdefault(hook, []).append(layer)
         places = [(hook, tuple(layers)) for hook, layers in captured.items()]
-        return (*places, *((move.hook, move.layers) for move in self.moves))
+        places += [(move.hook, move.layers) for move in self.moves]
+        return (*places, *((probe.hook, (probe.layer,)) for probe in self.probes))
 
     @functools.cached_property
     def wire(self) -> bytes:
         """The wire form, msgpack."""
         moves = [move.to_wire() for move in self.moves]
-        return msgspec.msgpack.encode([self.captures.wire, self.captures.postprocess_wire, moves])
+        probes = [[probe.to_wire() for probe in self.probes], self.gates] if self.probes else []
+        return msgspec.msgpack.encode([self.captures.wire, self.captures.postprocess_wire, moves, *probes])
 
     @classmethod
     def from_wire(cls, wire: bytes) -> EngineSpec:
         """Parse what `wire` is; while it is cached, equal bytes give the same object."""
         spec = _specs.get(wire)
         if spec is None:
-            site_requests, postprocess, moves = msgspec.msgpack.decode(wire)
+            site_requests, postprocess, moves, *scored = msgspec.msgpack.decode(wire)
             captures = ResolvedSpec.from_wire(site_requests, postprocess)
-            spec = cls(captures, tuple(map(ResolvedIntervention.from_wire, moves)))
+            probes, gates = scored or ((), ())
+            spec = cls(
+                captures,
+                tuple(map(ResolvedIntervention.from_wire, moves)),
+                tuple(map(ResolvedProbe.from_wire, probes)),
+                tuple(ResolvedGate(*gate) for gate in gates),
+            )
             # About the bytes that the objects take.
             _specs.put(wire, spec, 2048 + 16 * len(wire) + 256 * len(captures.site_requests))
         return spec

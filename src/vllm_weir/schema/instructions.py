@@ -10,10 +10,12 @@ same h:
     BLEND      adds a * (u - h)
     KEEP_NORM  adds s * |h| / |s| - h, where s = h + (a + b * |h|) * u; adds nothing if s = 0
     FEATURE    c = a * act + b, where act = p if p > hi, else 0, and p = w . h + lo
+    SCORE      adds nothing; writes w . h + b into a cell of the token (`resolved_probes`)
 
 An instruction with `start` and `stop` is about the columns from `start` to `stop` (not included)
 alone: h is that part of the row (a head, say), u and w have as many values, and nothing else of the
-row changes.
+row changes. What an instruction with a cell adds is multiplied by the number in that cell, the
+factor of a gate; where that is 0 the row keeps its bits.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.vectors import digest_of
 
-CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE = range(7)
+CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE = range(8)
 INFINITE = float(np.float32(3.4e38))
 """The bound of a CLAMP that has none on that side."""
 
@@ -49,10 +51,12 @@ class Instruction(NamedTuple):
     start: int = 0
     stop: int = 0
     """0 for the whole row."""
+    cell: int = 0
+    """One more than the number of the cell that is written (SCORE) or holds the factor; 0 for none."""
 
 
 _WHOLE_ROW = Instruction._fields.index("start")
-"""Fields of the wire form of an instruction for the whole row."""
+"""Fields of the wire form of an instruction for the whole row without a cell."""
 NOTHING = Instruction(CONST, "")
 """Takes the place of a position, or of a part of its row, that is kept as it is."""
 
@@ -147,6 +151,16 @@ class ResolvedIntervention:
         first = rank * self.per_position
         return tuple(one for one in self.instructions[first : first + self.per_position] if one.u)
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether a gate decides how much of it is done."""
+        return bool(self.instructions) and self.instructions[0].cell > 0 and self.instructions[0].kind != SCORE
+
+    @property
+    def scores(self) -> bool:
+        """Whether it scores rows for a probe, and changes none."""
+        return bool(self.instructions) and self.instructions[0].kind == SCORE
+
     @functools.cached_property
     def digest(self) -> str:
         """Content address of what is done to a row at these sites, whatever the positions."""
@@ -162,7 +176,7 @@ class ResolvedIntervention:
 
     def to_wire(self) -> list[Any]:
         """Return the form that travels to the scheduler and the workers."""
-        instructions = [one if one.stop else one[:_WHOLE_ROW] for one in self.instructions]
+        instructions = [one if one.stop or one.cell else one[:_WHOLE_ROW] for one in self.instructions]
         return [self.hook, list(self.layers), self.positions.to_json(), self.per_position, instructions]
 
     @classmethod

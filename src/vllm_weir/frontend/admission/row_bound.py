@@ -12,9 +12,12 @@ from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import selected
 from vllm_weir.schema.row_shapes import ring_rows
 
+SCORES_PER_ROW = 16
+"""Scores that an output may have where it may have one row."""
+
 
 def check_rows(admitted: AdmittedRequest, prompt_len: int, generated: int, d_model: int, max_rows: int) -> None:
-    """Raise WeirError if the output can have more than `max_rows` rows.
+    """Raise WeirError if the output can have more than `max_rows` rows, or too many scores for so many.
 
     A row of a derived point counts as as many rows of `d_model` values as it fills.
 
@@ -25,6 +28,7 @@ def check_rows(admitted: AdmittedRequest, prompt_len: int, generated: int, d_mod
         d_model: width of the model.
         max_rows: the bound.
     """
+    _check_scores(admitted, prompt_len + generated - 1, prompt_len, max_rows)
     part = admitted.parts[0]
     spec, positions = part.spec, prompt_len + generated - 1
     is_reduced = spec.postprocess is not None and spec.postprocess.reduce is not None
@@ -46,3 +50,20 @@ def _count(selectors: Sequence[Positions], prompt_len: int, positions: int) -> i
     if any(selector.needs_token_ids for selector in selectors):
         return positions
     return len(selected(selectors, prompt_len, np.full(positions, -1)))
+
+
+def _check_scores(admitted: AdmittedRequest, positions: int, prompt_len: int, max_rows: int) -> None:
+    """Raise WeirError if the output can have more scores than a server with this limit of rows returns."""
+    most = SCORES_PER_ROW * max_rows
+    if sum(probe.outputs for probe in admitted.probes) * positions <= most:
+        return
+    scores = 0
+    for probe in admitted.probes:
+        chosen = _count((probe.positions,), prompt_len, positions)
+        scores += probe.outputs * chosen
+    if scores > most:
+        raise WeirError(
+            f"up to {scores} scores would come back, the server allows {most} ({SCORES_PER_ROW} for each of "
+            "WEIR_SERVE_ROWS); ask for fewer probes or positions, or lower max_tokens",
+            "probes",
+        )

@@ -152,6 +152,7 @@ def _added(sae: SAE, asked: SetFeature) -> SetActivation:
         sae.out_site.hook,
         add=asked.add,
         positions=asked.positions,
+        when=asked.when,
         heads=None if sae.config.is_transcoder else sae.head,
         path=asked.path,
     )
@@ -189,6 +190,7 @@ def _set(sae: SAE, asked: SetFeature) -> SetActivation:
         value=asked.value,
         scale=asked.scale,
         positions=asked.positions,
+        when=asked.when,
         heads=sae.head,
         path=asked.path,
     )

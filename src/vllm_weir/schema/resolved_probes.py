@@ -1,0 +1,197 @@
+"""Probes and gates resolved against a model, and where their numbers stand among a token's cells.
+
+A probe turns a row h(t) of its site, at the positions that its selector chooses, into k scores:
+
+1. *Raw numbers*, all float32: ``raw_j(t) = w_j . h(t) + offsets_j``. The tap of the site computes
+   them with one SCORE instruction each.
+2. *Outputs* s(t), [k]:
+   LINEAR      ``s_i = raw_i``;
+   MLP         ``s_i = w_out_i . f(raw) + b_out_i``, f being the activation of the hidden units;
+   ATTENTION   raw is q [heads], then v [heads, k], and ``s_i(t) = b_out_i + sum over heads of
+               (sum_u softmax_u(q(u)) v_i(u))``, u being the scored positions up to t.
+3. The *activation*: none, the sigmoid of each output, or the softmax over the k outputs.
+4. *Smoothing* over the scored positions in order: none; EMA ``y(t) = a s(t) + (1 - a) y(t-1)``, the
+   first y being s; MAXIMUM, the largest so far; MEAN of the last `window` scores (of all there are,
+   if fewer).
+
+The result y(t) is the probe's score. A gate looks at one output y of a probe and gives a factor for
+the terms of the interventions that it gates:
+
+    fired(t)    y(t) > threshold, or y(t) < threshold
+    delay 0     the factor at t follows from the scores up to t
+    delay 1     it follows from the scores up to the token before t
+    latch       the gate counts as fired from the first position on at which it has
+    sharpness   if not 0, the factor is sigmoid(sharpness * (y - threshold)), or with the sign
+                turned for "below"; otherwise it is 1 where the gate has fired and 0 elsewhere
+
+Where the probe has no score, its last score counts; before the first one the factor is 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.instructions import SCORE, Instruction, ResolvedIntervention
+from vllm_weir.schema.positions import Positions
+
+LINEAR, MLP, ATTENTION = range(3)
+NO_ACTIVATION, SIGMOID, SOFTMAX = range(3)
+NO_SMOOTHING, EMA, MAXIMUM, MEAN = range(4)
+RELU, GELU, SILU, TANH = range(4)
+"""Activations of an MLP probe's hidden units; GELU is the exact one, with erf."""
+
+
+@dataclass(frozen=True)
+class ResolvedProbe:
+    """A probe at a site of a model.
+
+    Attributes:
+        name: by which the request knows it.
+        hook, layer: its site.
+        positions: which rows are scored.
+        kind: LINEAR, MLP or ATTENTION.
+        outputs: k.
+        rows: digests of the vectors w_j, float32 of the row's width (or of a head's).
+        offsets: added to w_j . h, as many.
+        start, stop: columns of the row that the w_j are for; 0, 0 for the whole row.
+        hidden: RELU, ...; of MLP only.
+        out_rows: digests of w_out, [hidden units] each, k of them; of MLP only.
+        out_offsets: b_out, k of them; empty for LINEAR.
+        heads: of ATTENTION; 0 for the others.
+        activation: NO_ACTIVATION, SIGMOID or SOFTMAX.
+        smoothing: NO_SMOOTHING, ...
+        parameter: a of EMA, the window of MEAN; 0 for the others.
+    """
+
+    name: str
+    hook: str
+    layer: int
+    positions: Positions
+    kind: int
+    outputs: int
+    rows: tuple[str, ...]
+    offsets: tuple[float, ...]
+    start: int = 0
+    stop: int = 0
+    hidden: int = RELU
+    out_rows: tuple[str, ...] = ()
+    out_offsets: tuple[float, ...] = ()
+    heads: int = 0
+    activation: int = NO_ACTIVATION
+    smoothing: int = NO_SMOOTHING
+    parameter: float = 0.0
+
+    @property
+    def site(self) -> Site:
+        """The site that it reads, after the interventions there."""
+        return Site(self.hook, self.layer)
+
+    @property
+    def vectors(self) -> frozenset[str]:
+        """Digests of the vectors that it uses."""
+        return frozenset((*self.rows, *self.out_rows))
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that a worker keeps for it from step to step.
+
+        How many positions have been scored, the last scores [k]; of MEAN the last outputs [window,
+        k]; of ATTENTION, for each head, the largest q, and, relative to it, the sum of weights and
+        the weighted sums of v [k].
+        """
+        size = 1 + self.outputs
+        if self.smoothing == MEAN:
+            size += int(self.parameter) * self.outputs
+        return size + self.heads * (2 + self.outputs)
+
+    def to_wire(self) -> list[Any]:
+        """Return the form that travels to the workers."""
+        return [
+            self.name, self.hook, self.layer, self.positions.to_json(), self.kind, self.outputs, self.rows,
+            self.offsets, self.start, self.stop, self.hidden, self.out_rows, self.out_offsets, self.heads,
+            self.activation, self.smoothing, self.parameter,
+        ]  # fmt: skip
+
+    @classmethod
+    def from_wire(cls, data: Sequence[Any]) -> ResolvedProbe:
+        """Parse what `to_wire` returns."""
+        values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in data]
+        values[3] = Positions.parse(data[3])
+        return cls(*values)
+
+
+class ResolvedGate(NamedTuple):
+    """What decides on interventions of a request.
+
+    Attributes:
+        probe: index of its probe among the request's.
+        output: which of the probe's scores it looks at.
+        threshold: of the score.
+        above: whether scores above the threshold fire, or those below.
+        latch: whether it stays open once it has fired.
+        delay: 0 or 1, in tokens.
+        sharpness: of the sigmoid; 0 for a switch.
+    """
+
+    probe: int
+    output: int
+    threshold: float
+    above: bool = True
+    latch: bool = False
+    delay: int = 0
+    sharpness: float = 0.0
+
+
+class CellLayout(NamedTuple):
+    """Where a request's numbers stand among the cells of each of its tokens, which are float32.
+
+    The scores of all probes come first, then the factors of all gates (these are *reported* to the
+    caller's process), then the raw numbers.
+
+    Attributes:
+        scores: first cell of each probe's scores.
+        factors: cell of each gate's factor.
+        raws: first cell of each probe's raw numbers.
+        reported: how many cells are reported.
+        cells: how many cells there are.
+    """
+
+    scores: tuple[int, ...]
+    factors: tuple[int, ...]
+    raws: tuple[int, ...]
+    reported: int
+    cells: int
+
+    @classmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(cls, probes: tuple[ResolvedProbe, ...], gates: tuple[ResolvedGate, ...]) -> CellLayout:
+        """Lay out the cells of a request."""
+        scores, raws, cell = [], [], 0
+        for probe in probes:
+            scores.append(cell)
+            cell += probe.outputs
+        factors = tuple(range(cell, cell + len(gates)))
+        cell = reported = cell + len(gates)
+        for probe in probes:
+            raws.append(cell)
+            cell += len(probe.rows)
+        return cls(tuple(scores), factors, tuple(raws), reported, cell)
+
+
+def scoring_steps(
+    probes: tuple[ResolvedProbe, ...], gates: tuple[ResolvedGate, ...]
+) -> tuple[ResolvedIntervention, ...]:
+    """Return what writes the probes' raw numbers, as interventions that change no row."""
+    layout = CellLayout.of(probes, gates)
+    steps = []
+    for probe, first in zip(probes, layout.raws, strict=True):
+        instructions = tuple(
+            Instruction(SCORE, "", row, b=offset, start=probe.start, stop=probe.stop, cell=first + j + 1)
+            for j, (row, offset) in enumerate(zip(probe.rows, probe.offsets, strict=True))
+        )
+        steps.append(ResolvedIntervention(probe.hook, (probe.layer,), probe.positions, 0, instructions))
+    return tuple(steps)
