@@ -119,7 +119,7 @@ class ResolvedProbe:
     @classmethod
     def from_wire(cls, data: Sequence[Any]) -> ResolvedProbe:
         """Parse what `to_wire` returns."""
-        values = [tuple(value) if isinstance(value, list) else value for value in data]
+        values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in data]
         values[3] = Positions.parse(data[3])
         return cls(*values)
 
@@ -144,6 +144,20 @@ class ResolvedGate(NamedTuple):
     latch: bool = False
     delay: int = 0
     sharpness: float = 0.0
+
+
+class Scoring(NamedTuple):
+    """What a request's probes and gates ask of the workers.
+
+    Attributes:
+        probes: of the request.
+        gates: likewise.
+        steps: its interventions, and then what writes the probes' raw numbers (`scoring_steps`).
+    """
+
+    probes: tuple[ResolvedProbe, ...]
+    gates: tuple[ResolvedGate, ...]
+    steps: tuple[ResolvedIntervention, ...]
 
 
 class CellLayout(NamedTuple):
