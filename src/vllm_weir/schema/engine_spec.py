@@ -14,7 +14,7 @@ import msgspec
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec
-from vllm_weir.schema.resolved_probes import ResolvedGate, ResolvedProbe
+from vllm_weir.schema.resolved_probes import ResolvedGate, ResolvedProbe, Scoring, scoring_steps
 from vllm_weir.util.lru import LruCache
 
 
@@ -58,6 +58,13 @@ class EngineSpec:
         places = [(hook, tuple(layers)) for hook, layers in captured.items()]
         places += [(move.hook, move.layers) for move in self.moves]
         return (*places, *((probe.hook, (probe.layer,)) for probe in self.probes))
+
+    @functools.cached_property
+    def scoring(self) -> Scoring | None:
+        """What probes and gates ask of the workers; None if there are no probes."""
+        if not self.probes:
+            return None
+        return Scoring(self.probes, self.gates, (*self.moves, *scoring_steps(self.probes, self.gates)))
 
     @functools.cached_property
     def wire(self) -> bytes:

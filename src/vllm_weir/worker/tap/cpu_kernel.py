@@ -8,6 +8,9 @@
 
 Rows of groups that are reduced are joined into cells of the ring instead of being recorded one by
 one (`reductions`).
+
+A SCORE node writes into a cell of its token, and what another node with a cell adds is multiplied
+by the number there. A row to which nothing was added keeps its bits.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, FEATURE, KEEP_NORM, NORM
+from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, FEATURE, KEEP_NORM, NORM, SCORE
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.schema.row_shapes import ring_rows
 from vllm_weir.schema.taps import STAGES
-from vllm_weir.worker.steering.programs import AFTER_POST, LAST
+from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, LAST
 
-MEASURING = (AFFINE, CLAMP, FEATURE)
+MEASURING = (AFFINE, CLAMP, FEATURE, SCORE)
 """Kinds that measure rows along a vector."""
 MAX_SEPARATE_CHAINS = 6
 """Follow up to this many different chains one by one, and more than that together."""
@@ -43,12 +46,14 @@ def launch(
     ints: torch.Tensor,
     floats: torch.Tensor,
     vectors: torch.Tensor,
+    cells: torch.Tensor | None = None,
 ) -> None:
     """Record and steer rows of the stream at one tap, as the plan says.
 
     `hidden` and `other` are [tokens, width], and their weighted sum is the stream; `number` is the
     tap's number tensor (`vllm_weir.worker.tap.op.numbered`). The other tensors are those of
-    `vllm_weir.worker.tap.op.TapTensors`. The width of the row need not be the ring's.
+    `vllm_weir.worker.tap.op.TapTensors`; `cells` may be left out if no node has one. The width of
+    the row need not be the ring's.
     """
     fields = number.numpy()  # in small tables numpy looks things up faster than torch
     tap, keep_other = int(fields[0]), bool(fields[3])
@@ -62,11 +67,11 @@ def launch(
         return
     tokens = torch.from_numpy(active)
     nodes, stage_ranks, slots, spans = nodes[active], stage_ranks[active], slots[active], spans[active]
-    steered = (nodes >= 0).nonzero()[0]
     rows = _stream_rows(hidden, other, tokens, scale, other_scale).float()
+    chains = _Chains(ints.numpy(), floats, vectors, _Cells(cells, tokens, hidden.dtype), len(active))
     for stage in range(STAGES):
         if stage and (nodes >= 0).any():
-            nodes, rows = _follow_chains(nodes, rows, stage == STAGES - 1, ints.numpy(), floats, vectors)
+            nodes, rows = chains.follow(nodes, rows, stage == STAGES - 1)
         recorded = (stage_ranks[:, stage] >= 0).nonzero()[0]
         if len(recorded):
             values = (rows if len(recorded) == len(rows) else rows[torch.from_numpy(recorded)]).to(ring.dtype)
@@ -74,6 +79,7 @@ def launch(
                 joined = slots[recorded], stage_ranks[recorded, stage], spans[recorded]
                 recorded, values = _reduce_groups(ring, *joined, values, recorded)
             _write_rows(ring, slots[recorded] + stage_ranks[recorded, stage], values)
+    steered = chains.changed.nonzero()[0]
     if len(steered):
         steered_tokens, written = tokens[torch.from_numpy(steered)], rows[torch.from_numpy(steered)] / scale
         if keep_other:
@@ -156,55 +162,164 @@ def _index(numbers: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(numbers.astype(np.int64))
 
 
-def _follow_chains(
-    nodes: np.ndarray,
-    rows: torch.Tensor,
-    past_post: bool,
-    ints: np.ndarray,
-    floats: torch.Tensor,
-    vectors: torch.Tensor,
-) -> tuple[np.ndarray, torch.Tensor]:
-    """Follow each row's chain of nodes as far as the stage goes.
+class _Cells:
+    """The cells of the tokens that a tap acts on.
 
     Args:
-        nodes: int [n], the node that each row is at, -1 for none.
-        rows: float32 [n, width].
-        past_post: whether nodes that come after the stream was recorded are followed too.
+        cells: float32 [max tokens, cells]; None if no node has one.
+        tokens: int64 [n], of the step.
+        dtype: in which probes see rows, as captures do.
+    """
+
+    def __init__(self, cells: torch.Tensor | None, tokens: torch.Tensor, dtype: torch.dtype) -> None:
+        self._cells, self._tokens, self._dtype = cells, tokens, dtype
+
+    def score(
+        self,
+        members: torch.Tensor,
+        cells: int | torch.Tensor,
+        rows: torch.Tensor,
+        w: torch.Tensor,
+        offset: float | torch.Tensor,
+    ) -> None:
+        """Write ``w . h + offset`` for `rows` of the tokens numbered `members`."""
+        assert self._cells is not None, "a node has a cell"
+        along = (rows.to(self._dtype).float() * w).sum(1, keepdim=True) + offset
+        self._cells[self._tokens[members], cells] = along[:, 0]
+
+    def factors(self, members: torch.Tensor, cells: int | torch.Tensor) -> torch.Tensor:
+        """Return the numbers in a cell of each token, float32 [members, 1]."""
+        assert self._cells is not None, "a node has a cell"
+        return self._cells[self._tokens[members], cells][:, None]
+
+
+class _Chains:
+    """Follows the chains of rows from stage to stage.
+
+    Args:
         ints: table of the nodes' integers.
         floats: table of the nodes' coefficients.
         vectors: table of vectors.
+        cells: of the rows' tokens.
+        n: how many rows there are.
 
-    Returns:
-        The nodes where the chains stopped, and the new rows.
+    Attributes:
+        changed: bool [n], rows to which something was added.
     """
-    nodes, rows = nodes.copy(), rows.clone()
-    starts = np.unique(nodes[nodes >= 0]).tolist()
-    if len(starts) > MAX_SEPARATE_CHAINS:
-        _follow_together(nodes, rows, past_post, ints, floats, vectors)
+
+    def __init__(self, ints: np.ndarray, floats: torch.Tensor, vectors: torch.Tensor, cells: _Cells, n: int) -> None:
+        self._ints, self._floats, self._vectors, self._cells = ints, floats, vectors, cells
+        self.changed = np.zeros(n, bool)
+
+    def follow(self, nodes: np.ndarray, rows: torch.Tensor, past_post: bool) -> tuple[np.ndarray, torch.Tensor]:
+        """Follow each row's chain of nodes as far as the stage goes.
+
+        Args:
+            nodes: int [n], the node that each row is at, -1 for none.
+            rows: float32 [n, width].
+            past_post: whether nodes that come after the stream was recorded are followed too.
+
+        Returns:
+            The nodes where the chains stopped, and the new rows.
+        """
+        nodes, rows = nodes.copy(), rows.clone()
+        starts = np.unique(nodes[nodes >= 0]).tolist()
+        if len(starts) > MAX_SEPARATE_CHAINS:
+            self._follow_together(nodes, rows, past_post)
+            return nodes, rows
+        for start in starts:
+            members = (nodes == start).nonzero()[0]
+            at = torch.from_numpy(members)
+            own_rows, nodes[members] = self._follow_one(start, members, rows[at], past_post)
+            rows[at] = own_rows
         return nodes, rows
-    d_model, width, values = vectors.shape[1], rows.shape[1], vectors.view(-1)
-    for start in starts:
-        members = (nodes == start).nonzero()[0]
-        own_rows = rows[torch.from_numpy(members)]
-        delta, node = None, start
+
+    def _follow_one(
+        self, node: int, members: np.ndarray, rows: torch.Tensor, past_post: bool
+    ) -> tuple[torch.Tensor, int]:
+        """Follow the chain that begins at `node`; return the new rows of its members, and where it stopped."""
+        d_model, width, values = self._vectors.shape[1], rows.shape[1], self._vectors.view(-1)
+        delta = None
         while node >= 0:
-            kind, u, w, following, flags, lo, hi, shift = ints[node].tolist()
+            kind, u, w, following, flags, lo, hi, shift = self._ints[node].tolist()
             if flags & AFTER_POST and not past_post:
                 break
-            u_values = values[u * d_model + lo + shift : u * d_model + hi + shift]
             w_values = values[w * d_model + lo + shift : w * d_model + hi + shift] if w >= 0 else None
-            if hi - lo == width:
-                term = _term(kind, own_rows, u_values, w_values, *floats[node].tolist())
-                delta = term if delta is None else delta + term
+            cell = (flags >> CELL_BIT) - 1
+            if kind == SCORE:
+                assert w_values is not None
+                offset = float(self._floats[node, 1])
+                self._cells.score(torch.from_numpy(members), cell, _columns(rows, lo, hi), w_values, offset)
             else:
-                term = _term(kind, _columns(own_rows, lo, hi), u_values, w_values, *floats[node].tolist())
-                delta = _added_to_columns(own_rows, delta, lo, hi, term)
-            if flags & LAST:
-                own_rows, delta = own_rows + delta, None
+                u_values = values[u * d_model + lo + shift : u * d_model + hi + shift]
+                term = _term(kind, _columns(rows, lo, hi), u_values, w_values, *self._floats[node].tolist())
+                if cell >= 0:
+                    factors = self._cells.factors(torch.from_numpy(members), cell)
+                    term = _gated(term, factors)
+                    self.changed[members] |= (factors != 0)[:, 0].numpy()
+                else:
+                    self.changed[members] = True
+                if hi - lo == width:
+                    delta = term if delta is None else delta + term
+                else:
+                    delta = _added_to_columns(rows, delta, lo, hi, term)
+            if flags & LAST and delta is not None:
+                rows, delta = rows + delta, None
             node = following
-        rows[torch.from_numpy(members)] = own_rows
-        nodes[members] = node
-    return nodes, rows
+        return rows, node
+
+    def _follow_together(self, nodes: np.ndarray, rows: torch.Tensor, past_post: bool) -> None:
+        """Advance all rows by one node at a time, in place; the results are the same to the bit."""
+        delta = torch.full_like(rows, NOTHING_ADDED)
+        moving = (nodes >= 0).nonzero()[0]
+        while len(moving):
+            at = nodes[moving]
+            if not past_post:
+                in_stage = self._ints[at, 4] & AFTER_POST == 0
+                moving, at = moving[in_stage], at[in_stage]
+            _, _, _, following, flags, *_ = self._ints[at].T
+            self._advance(moving, at, rows, delta)
+            ends = torch.from_numpy(moving[flags & LAST != 0])
+            rows[ends] += delta[ends]
+            delta[ends] = NOTHING_ADDED
+            nodes[moving] = following
+            moving = moving[following >= 0]
+
+    def _advance(self, moving: np.ndarray, at: np.ndarray, rows: torch.Tensor, delta: torch.Tensor) -> None:
+        """Do what the nodes `at` say to the rows `moving`; what they add goes into `delta`."""
+        _, u, w, _, flags, *_ = self._ints[at].T
+        cells = (flags >> CELL_BIT) - 1
+        for of_group, kind, lo, hi, shift in _alike(self._ints[at]):
+            members = torch.from_numpy(moving[of_group])
+            coefficients = self._floats[_index(at[of_group]), :, None].unbind(1)
+            along = None
+            if kind in MEASURING:
+                along = _read_rows(self._vectors, w[of_group], hi + shift)[:, lo + shift :]
+            own_cells = cells[of_group]
+            if kind == SCORE:
+                assert along is not None
+                own_rows = _columns(rows[members], lo, hi)
+                self._cells.score(members, _index(own_cells), own_rows, along, coefficients[1])
+                continue
+            into = _read_rows(self._vectors, u[of_group], hi + shift)[:, lo + shift :]
+            term = _term(kind, _columns(rows[members], lo, hi), into, along, *coefficients)
+            acts = np.ones(len(own_cells), bool)
+            gated = (own_cells >= 0).nonzero()[0]
+            if len(gated):
+                chosen = torch.from_numpy(gated)
+                factors = self._cells.factors(members[chosen], _index(own_cells[gated]))
+                term[chosen] = _gated(term[chosen], factors)
+                acts[gated] = (factors != 0)[:, 0].numpy()
+            self.changed[moving[of_group][acts]] = True
+            if hi - lo == rows.shape[1]:
+                delta[members] += term
+            else:
+                delta[members, lo:hi] += term
+
+
+def _gated(term: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return a term [n, d], or [d] for all rows, times the factors [n, 1]; nothing where these are 0."""
+    return torch.where(factors != 0, term * factors, NOTHING_ADDED)
 
 
 def _added_to_columns(
@@ -222,40 +337,6 @@ def _added_to_columns(
 def _columns(rows: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
     """Return columns of rows; contiguous, so that sums do not depend on what is around them."""
     return rows if hi - lo == rows.shape[1] else rows[:, lo:hi].contiguous()
-
-
-def _follow_together(
-    nodes: np.ndarray,
-    rows: torch.Tensor,
-    past_post: bool,
-    ints: np.ndarray,
-    floats: torch.Tensor,
-    vectors: torch.Tensor,
-) -> None:
-    """Advance all rows by one node at a time, in place; the results are the same to the bit."""
-    delta = torch.full_like(rows, NOTHING_ADDED)
-    moving = (nodes >= 0).nonzero()[0]
-    while len(moving):
-        at = nodes[moving]
-        if not past_post:
-            in_stage = ints[at, 4] & AFTER_POST == 0
-            moving, at = moving[in_stage], at[in_stage]
-        _, u, w, following, flags, *_ = ints[at].T
-        for of_group, kind, lo, hi, shift in _alike(ints[at]):
-            members = torch.from_numpy(moving[of_group])
-            coefficients = floats[_index(at[of_group]), :, None].unbind(1)
-            into = _read_rows(vectors, u[of_group], hi + shift)[:, lo + shift :]
-            along = _read_rows(vectors, w[of_group], hi + shift)[:, lo + shift :] if kind in MEASURING else None
-            term = _term(kind, _columns(rows[members], lo, hi), into, along, *coefficients)
-            if hi - lo == rows.shape[1]:
-                delta[members] += term
-            else:
-                delta[members, lo:hi] += term
-        ends = torch.from_numpy(moving[flags & LAST != 0])
-        rows[ends] += delta[ends]
-        delta[ends] = NOTHING_ADDED
-        nodes[moving] = following
-        moving = moving[following >= 0]
 
 
 def _alike(fields: np.ndarray) -> Iterator[tuple[np.ndarray, int, int, int, int]]:
