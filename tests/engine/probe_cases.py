@@ -69,6 +69,8 @@ def random_probe(name: str, kind: str, site: tuple[str, int], seed: int, outputs
     if hook in HEADS and kind == "linear" and seed % 2:
         width //= HEADS[hook]
         more["head"] = seed % HEADS[hook]
+    if outputs == 1 and more.get("activation") == "softmax":  # always 1
+        more["activation"] = "sigmoid"
     return ProbeCase(name, *site, kind, random_tensors(kind, width, outputs, seed), **more)
 
 

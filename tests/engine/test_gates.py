@@ -65,17 +65,22 @@ def run(llm, requests, max_tokens=6, **more):
     return llm.generate([{"prompt_token_ids": ids} for ids, _, _ in requests], params, use_tqdm=False)
 
 
-def positions_fired(factors, at):
+def fired_at(factors, at):
     return [p for p in at if factors[p]]
+
+
+def told(gate):
+    """The positions at which a receipt says that a gate let its intervention act."""
+    at = [p for first, end in gate["spans"] for p in range(first, end)]
+    assert gate["fired"] == len(at)
+    return at
 
 
 def check_receipt(out, k, act, traced, at):
     """The receipt says where the gate of the k-th intervention let it act."""
-    gate = out.receipt.gates[k]
-    fired = positions_fired(traced.factors[k], at)
-    assert gate["probe"] == act.gate.probe
-    assert list(gate["fired"]) == fired and gate["of"] == len(at)
-    assert all(count == len(fired) for count in out.receipt.steered[k].values()) and len(out.receipt.steered[k]) > 0
+    gate, fired = out.receipt.gates[k], fired_at(traced.factors[k], at)
+    assert (gate["probe"], told(gate), gate["of"]) == (act.gate.probe, fired, len(at))
+    assert out.receipt.steered[k] and set(out.receipt.steered[k].values()) == {len(fired)}
 
 
 @pytest.mark.parametrize("size", [None, 23])
@@ -98,7 +103,7 @@ def test_every_form_of_gate(llm, truth, size):
         traced = check_gated(out, probes, acts, truth)
         at = list(range(len(ids) + 5))
         check_receipt(out, 0, acts[0], traced, at)
-        counts.append(len(positions_fired(traced.factors[0], at)) / len(at))
+        counts.append(len(fired_at(traced.factors[0], at)) / len(at))
     assert sum(0.1 < share < 0.9 for share in counts) >= 6, "gates that were open or shut all the time show little"
     del outs, out
     assert_nothing_is_held(llm)
@@ -157,9 +162,8 @@ def test_several_gates_and_several_probes(llm, truth):
     for out, (_, probes, acts) in zip(run(llm, requests), requests, strict=True):
         traced = check_gated(out, probes, acts, truth)
         assert out.receipt.gates[2] is None and out.receipt.gates[0]["probe"] == "one"
-        assert list(out.receipt.gates[3]["fired"]) == [
-            p for p, f in enumerate(traced.factors[3]) if f and p < len(out.prompt_token_ids)
-        ]
+        length = len(out.prompt_token_ids)
+        assert told(out.receipt.gates[3]) == fired_at(traced.factors[3], range(length))
 
 
 def test_a_probe_of_the_prompt_decides_on_what_is_generated(llm, truth):
@@ -174,7 +178,7 @@ def test_a_probe_of_the_prompt_decides_on_what_is_generated(llm, truth):
     for out, score, stock in zip(outs, scores, plain, strict=True):
         check_gated(out, [probe], acts, truth)
         fired = score > gate.threshold
-        assert bool(out.receipt.gates[0]["fired"]) == fired and out.receipt.gates[0]["of"] == 5
+        assert (out.receipt.gates[0]["fired"], out.receipt.gates[0]["of"]) == (5 * fired, 5)
         if not fired:
             assert out.outputs[0].token_ids == stock.outputs[0].token_ids
     assert sum(out.outputs[0].token_ids != one.outputs[0].token_ids for out, one in zip(outs, plain)) >= 4
@@ -405,7 +409,10 @@ BAD = [
     (lambda: bad(gate(), layers="all"), "interventions[0].when"),
     (lambda: bad(gate(delay=1), layers=0), "interventions[0].when"),  # a prompt's token would wait for one of its pass
     (lambda: bad(gate(), probe_at=("final_norm", 0), layers=3), "interventions[0].when"),
-    (lambda: weir.params(sampling(2), interventions=weir.Add(torch.ones(D), 2, when=gate())), "interventions[0].when.probe"),
+    (
+        lambda: weir.params(sampling(2), interventions=weir.Add(torch.ones(D), 2, when=gate())),
+        "interventions[0].when.probe",
+    ),
     (
         lambda: sampling(
             2,

@@ -41,17 +41,11 @@ def truth(root):
     return reference(directory(root))
 
 
-def groups(size: int = 4):
+def groups():
     """The probes of each request of a batch that has every kind, and the prompts."""
     probes = every_kind()
     each = [probes[k::24] for k in range(24)]
-    return each[:24], prompts([LENGTHS[k % len(LENGTHS)] + k // 12 for k in range(24)])
-
-
-def positions_of(selector, P, G):
-    from tests.support.check import expected_positions
-
-    return expected_positions(selector, P, G)
+    return each, prompts([LENGTHS[k % len(LENGTHS)] + k // 12 for k in range(24)])
 
 
 @pytest.mark.parametrize("size", [None, 19])
@@ -63,7 +57,7 @@ def test_every_kind_of_probe(llm, truth, size):
         outs = llm.generate(texts, [asked(sampling(6), probes) for probes in each], use_tqdm=False)
     for out, probes in zip(outs, each, strict=True):
         check_scores(out, probes, truth)
-        assert out.receipt.complete and out.activations is None or not out.activations.sites
+        assert out.receipt.complete and (out.activations is None or not out.activations.sites)
     del outs, out
     assert_nothing_is_held(llm)
 
@@ -216,7 +210,7 @@ def test_a_saved_probe_scores_the_same(llm, tmp_path):
 def test_outputs_with_scores_pickle(llm):
     probe = random_probe("p", "linear", ("resid_post", 1), 11, 2)
     (out,) = llm.generate(prompts([9]), asked(sampling(3), [probe]), use_tqdm=False)
-    again = pickle.loads(pickle.dumps(out))
+    again = pickle.loads(pickle.dumps(out))  # noqa: S301
     assert torch.equal(again.scores["p"], out.scores["p"]) and list(again.scores) == ["p"]
     assert torch.equal(again.scores.positions["p"], out.scores.positions["p"])
 
@@ -244,31 +238,36 @@ def test_sklearn(llm, truth):
         assert torch.allclose(got, expected[:, 1:] if classes == 2 else expected, atol=1e-5)
 
 
-def W(*shape):
-    return torch.ones(*shape)
+def one(weight, bias=0.0, hook="resid_post", layer=1, **more):
+    return weir.params(sampling(2), probes=[weir.Probe("p", weight, bias, hook, layer, **more)])
 
 
+def raw(probes):
+    return sampling(2, extra_args={"weir": {"probes": probes}})
+
+
+ROW = torch.ones(D)
 BAD = [
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(D + 1), 0.0, "resid_post", 1)]), "probes[0].weight"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(D), 0.0, "resid_post", 9)]), "probes[0].layer"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(D), 0.0, "nowhere", 1)]), "hook"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(2, D), W(3), "resid_post", 1)]), "bias"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(D), 0.0, "resid_post", 1, "relu")]), "activation"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(D), 0.0, "resid_post", 1, smooth=("ema",))]), "smooth"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(D), 0.0, "resid_post", 1, smooth=("mean", 0))]), "smooth"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(D) * float("nan"), 0.0, "resid_post", 1)]), "weight"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(D), 0.0, "pattern", 1)]), "hook"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(D), 0.0, "resid_post", 1, head=1)]), "head"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(32), 0.0, "z", 1, head=4)]), "probes[0].head"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(D), 0.0, "resid_post", 1, positions=[500])]), "positions"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(D), 0.0, "resid_post", 1)] * 2), "probes[1].name"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("", W(D), 0.0, "resid_post", 1)]), "name"),
+    (lambda: one(torch.ones(D + 1)), "probes[0].weight"),
+    (lambda: one(ROW, layer=9), "probes[0].layer"),
+    (lambda: one(ROW, hook="nowhere"), "hook"),
+    (lambda: one(torch.ones(2, D), torch.ones(3)), "bias"),
+    (lambda: one(ROW, activation="relu"), "activation"),
+    (lambda: one(ROW, smooth=("ema",)), "smooth"),
+    (lambda: one(ROW, smooth=("mean", 0)), "smooth"),
+    (lambda: one(ROW * float("nan")), "weight"),
+    (lambda: one(ROW, hook="pattern"), "hook"),
+    (lambda: one(ROW, head=1), "head"),
+    (lambda: one(torch.ones(32), hook="z", head=4), "probes[0].head"),
+    (lambda: one(ROW, positions=[500]), "probes[0].positions"),
+    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", ROW, 0.0, "resid_post", 1)] * 2), "probes[1]"),
+    (lambda: weir.params(sampling(2), probes=[weir.Probe("", ROW, 0.0, "resid_post", 1)]), "name"),
     (lambda: weir.params(sampling(2), probes=["unknown"]), "probes[0]"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", W(40, D), W(40), "resid_post", 1)]), "probes"),
-    (lambda: sampling(2, extra_args={"weir": {"probes": [{"kind": "linear"}]}}), "probes[0]"),
-    (lambda: sampling(2, extra_args={"weir": {"probes": [{"kind": "cubic", "name": "p"}]}}), "probes[0].kind"),
-    (lambda: sampling(2, extra_args={"weir": {"probes": 3}}), "probes"),
-]  # fmt: skip
+    (lambda: one(torch.ones(40, D), torch.ones(40)), "probes"),  # more than the cells of a token
+    (lambda: raw([{"kind": "linear"}]), "probes[0]"),
+    (lambda: raw([{"kind": "cubic", "name": "p"}]), "probes[0].kind"),
+    (lambda: raw(3), "probes"),
+]
 
 
 @pytest.mark.parametrize(("make", "field"), BAD)

@@ -213,7 +213,7 @@ def test_samples_stop_each_for_itself(llm, truth):
     runs = []
     for one in free.outputs:
         made = list(one.token_ids)
-        at, scores = truth.gated(ids + made, 24, [probe], []).scores["p"]
+        _, scores = truth.gated(ids + made, 24, [probe], []).scores["p"]
         runs.append(Run(ids, made, scores[24:].tolist()))
     everything = sorted(s[0] for run in runs for s in run.scores[:-1])
     threshold = (everything[-4] + everything[-5]) / 2
