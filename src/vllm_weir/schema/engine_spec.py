@@ -37,8 +37,8 @@ class EngineSpec:
     @functools.cached_property
     def selectors(self) -> tuple[Positions, ...]:
         """The distinct selectors of captures, interventions and probes."""
-        others = (one.positions for one in (*self.moves, *self.probes))
-        return tuple(dict.fromkeys([*self.captures.positions, *others]))
+        moved, scored = (move.positions for move in self.moves), (probe.positions for probe in self.probes)
+        return tuple(dict.fromkeys([*self.captures.positions, *moved, *scored]))
 
     @functools.cached_property
     def end(self) -> int:
