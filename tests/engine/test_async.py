@@ -9,6 +9,7 @@ import torch
 
 import vllm_weir as weir
 from tests.engine.common import SELECTORS, asking, directory, ids_of, oracle, prompts, sampling, tokens, verify
+from tests.engine.probe_cases import random_probe, reference
 from tests.support.check import expected_positions
 from tests.support.engines import async_llm
 from tests.support.machine import engine_processes, needs
@@ -190,3 +191,43 @@ def test_nothing_is_left_in_the_engine(served):
 
     served.call(usage())
     assert not served.engine.output_processor.request_states
+
+
+@pytest.mark.parametrize("name", ["DELTA", "CUMULATIVE", "FINAL_ONLY"])
+def test_a_stop_of_a_probe_in_streams(served, root, name):
+    """Forty readers with rules of their own: nobody gets a token past the one whose score ended it."""
+    probed = reference(directory(root))
+    probe = random_probe("p", "linear", ("resid_post", 1), 3)
+
+    async def many():
+        whole = weir.params(sampling(16), probes=probe.public())
+        texts = [{"prompt_token_ids": tokens(12 + i, i)} for i in range(20)]
+        free = await asyncio.gather(*(stream(served.engine, t, whole, f"free{name}{i}") for i, t in enumerate(texts)))
+        rules = []
+        for i, outs in enumerate(free):
+            scores = outs[-1].scores["p"][len(texts[i]["prompt_token_ids"]) :, 0]
+            k = int(scores.argmax())
+            below = scores[:k].max() if k else scores[k] - 1
+            rules.append((k, float(scores[k] + below) / 2))
+        jobs = []
+        for i, (_, threshold) in enumerate(rules):
+            asked = weir.params(sampling(16, **kind(name)), probes=probe.public(), stop_when=f"p > {threshold!r}")
+            jobs.append(stream(served.engine, texts[i], asked, f"stop{name}{i}"))
+            jobs.append(stream(served.engine, texts[i], sampling(16), f"plain{name}{i}"))
+        return free, rules, await asyncio.gather(*jobs)
+
+    free, rules, found = served.call(many())
+    for whole, (k, _), outs, plain in zip(free, rules, found[::2], found[1::2], strict=True):
+        made = list(whole[-1].outputs[0].token_ids)
+        assert list(plain[-1].outputs[0].token_ids) == made
+        last = outs[-1].outputs[0]
+        assert outs[-1].finished and (last.finish_reason, last.stop_reason) == ("stop", "probe:p")
+        parts = [list(out.outputs[0].token_ids) for out in outs]
+        assert (sum(parts, []) if name == "DELTA" else parts[-1]) == made[: k + 1]
+        ids = list(outs[-1].prompt_token_ids) + made[: k + 1]
+        at, scores = probe.scores(probed.rows(ids)[probe.site], len(ids) - k - 1, ids)
+        told = [out.scores for out in outs] if name == "DELTA" else [outs[-1].scores]
+        assert [p for one in told for p in one.positions["p"].tolist()] == at
+        assert rel_err(torch.cat([one["p"] for one in told]), scores) <= 1e-5
+    del free, found
+    served.call(nothing_held(served.engine, 2))

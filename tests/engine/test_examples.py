@@ -19,6 +19,12 @@ SAYS = {
     "capture.py": ("resid_post[5]", "torch.float32", "nothing captured", "complete=True"),
     "stream.py": ("rows [", "together ["),
     "steer.py": ("scale -2: Anna", "scale +2: Anna", "({Site(hook='resid_post', layer=2): ", "rows changed: ({},)"),
+    "cast.py": (
+        " of 120 new stories: ",
+        "stories are declined",
+        "| (declined)",
+        "are bit-identical to plain ones: True",
+    ),
     "patch.py": ("words, at [", "last token", "\n5 "),
     "inside_block.py": (
         "looks from 'so' at: awful 0.",

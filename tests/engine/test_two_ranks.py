@@ -11,6 +11,8 @@ import torch
 
 import vllm_weir as weir
 from tests.engine.common import SELECTORS, asking, directory, oracle, prompts, same_rows, sampling
+from tests.engine.probe_cases import asked as probed
+from tests.engine.probe_cases import check_gated, check_scores, random_probe, reference
 from tests.engine.test_compress import SELECTORS as SOME
 from tests.engine.test_compress import asked as compressed
 from tests.engine.test_compress import decoded
@@ -19,6 +21,7 @@ from tests.engine.test_steer_processes import EVERYTHING, cases
 from tests.support.engines import close_all, get_llm
 from tests.support.machine import GIB, binding, engine_processes, memory, needs
 from tests.support.measure import rel_err
+from tests.support.probe_reference import Act, GateCase
 from tests.support.steered import check, idle, prompt, truth
 from vllm_weir.schema.hooks import MODEL_HOOKS
 
@@ -160,3 +163,52 @@ def test_heads_are_steered_where_they_are(root, two):
                 [prompt(9)], weir.params(sampling(1), interventions=weir.Ablate(v[:4].reshape(-1), 1, hook="z"))
             )
         assert error.value.field == "interventions[0].hook"
+
+
+def test_probes_and_gates(root, two):
+    """Every rank has the scores that its gates need, and the caller gets them once."""
+    oracle = reference(directory(root))
+    scored = [
+        [random_probe("a", "linear", ("resid_post", 1), 1, 3, activation="softmax")],
+        [random_probe("b", "attention", ("resid_post", 3), 2), random_probe("c", "mlp", ("resid_mid", 3), 3, 2)],
+        [random_probe("d", "linear", ("mlp_out", 0), 4, smooth=("mean", 4), positions="sampled")],
+    ]
+    outs = two.llm.generate(prompts([20, 31, 40]), [probed(sampling(6), one) for one in scored], use_tqdm=False)
+    for out, probes in zip(outs, scored, strict=True):
+        check_scores(out, probes, oracle, bound=1e-4)
+    # On one stage of a pipeline, a probe and what it decides on.
+    probe = random_probe("p", "linear", ("resid_post", 2), 5)
+    vector = torch.randn(128, generator=torch.Generator().manual_seed(9))
+    requests = []
+    for k, more in enumerate(({}, {"latch": True}, {"delay": 1}, {"sharpness": 2.0})):
+        gate = GateCase("p", above=0.05 + 0.1 * k, **more)
+        requests.append([Act(lambda v=vector, **when: weir.Add(v, 3, 2.0, **when), gate)])
+    everything = weir.Capture("resid_post")
+    params = [probed(sampling(6), [probe], acts, capture=everything) for acts in requests]
+    outs = two.llm.generate([prompt(24 + k, k) for k in range(4)], params, use_tqdm=False)
+    traced = [
+        check_gated(out, [probe], acts, oracle, bound=1e-4, margin=1e-3)
+        for out, acts in zip(outs, requests, strict=True)
+    ]
+    assert sum(one is not None for one in traced) >= 3
+    assert all(out.receipt.gates[0]["of"] == len(out.prompt_token_ids) + 5 for out in outs)
+    rising = probed(sampling(12), [probe], stop_when="p > -1e6")
+    (out,) = two.llm.generate([prompt(24)], rising, use_tqdm=False)
+    assert len(out.outputs[0].token_ids) == 1 and out.outputs[0].stop_reason == "probe:p"
+    del outs, out
+    assert idle(two.llm)
+
+
+def test_what_ranks_cannot_score_together_is_refused(two):
+    """Or done: rows in parts under tensor parallelism, and a probe and its intervention on different stages."""
+    if two.ship == "stages":
+        probe = random_probe("p", "linear", ("resid_post", 0), 6)
+        params = probed(
+            sampling(2), [probe], [Act(lambda **when: weir.Add(torch.ones(128), 3, **when), GateCase("p", above=0.0))]
+        )
+        field = "interventions[0].when"
+    else:
+        params, field = probed(sampling(2), [random_probe("p", "linear", ("mlp_post", 1), 6)]), "probes[0].hook"
+    with pytest.raises(weir.WeirError) as error:
+        two.llm.generate([prompt(9)], params, use_tqdm=False)
+    assert error.value.field.startswith(field)

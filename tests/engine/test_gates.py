@@ -1,0 +1,440 @@
+"""Gated interventions on a live engine equal transformers with hooks that apply the same rule, token for token."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vllm_weir as weir
+from tests.engine.common import assert_nothing_is_held, directory, frontend, prompts, sampling, tokens
+from tests.engine.gated_programs import FORMS, intervention, make_program
+from tests.engine.probe_cases import (
+    BOUND,
+    D,
+    SMALL,
+    asked,
+    check_gated,
+    preemptions,
+    random_probe,
+    reference,
+    same_scores,
+    shared_engine,
+)
+from tests.support.engines import get_llm
+from tests.support.probe_reference import Act, GateCase
+from tests.support.sae_reference import Reference, weights
+from tests.support.steered import chunks
+from vllm_weir.errors import WeirError
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+EVERYTHING = weir.Capture("resid_post")
+PROGRAMS = 200
+MARGIN = 1e-4
+
+
+@pytest.fixture
+def llm(root):
+    return shared_engine(root)
+
+
+@pytest.fixture
+def truth(root):
+    return reference(directory(root))
+
+
+def add(positions="all", layers=2, seed=1, **more):
+    v = torch.randn(D, generator=torch.Generator().manual_seed(seed))
+    return functools.partial(weir.Add, v, layers, 2.0, positions=positions, **more)
+
+
+def middle(truth, probe, ids, prompt_len):
+    """A threshold that about half of a request's scores without interventions are above of, far from each of them."""
+    scores = truth.gated(ids, prompt_len, [probe], []).scores[probe.name][1][:, 0].sort().values
+    gaps = scores[1:] - scores[:-1]
+    inner = slice(len(gaps) // 4, max(len(gaps) // 4 + 1, 3 * len(gaps) // 4))
+    k = inner.start + int(gaps[inner].argmax())
+    return float(scores[k] + gaps[k] / 2)
+
+
+def run(llm, requests, max_tokens=6, **more):
+    """Outputs of (prompt, probes, acts), with all of the stream captured."""
+    params = [asked(sampling(max_tokens), probes, acts, capture=EVERYTHING, **more) for _, probes, acts in requests]
+    return llm.generate([{"prompt_token_ids": ids} for ids, _, _ in requests], params, use_tqdm=False)
+
+
+def fired_at(factors, at):
+    return [p for p in at if factors[p]]
+
+
+def told(gate):
+    """The positions at which a receipt says that a gate let its intervention act."""
+    at = [p for first, end in gate["spans"] for p in range(first, end)]
+    assert gate["fired"] == len(at)
+    return at
+
+
+def check_receipt(out, k, act, traced, at):
+    """The receipt says where the gate of the k-th intervention let it act."""
+    gate, fired = out.receipt.gates[k], fired_at(traced.factors[k], at)
+    assert (gate["probe"], told(gate), gate["of"]) == (act.gate.probe, fired, len(at))
+    assert out.receipt.steered[k] and set(out.receipt.steered[k].values()) == {len(fired)}
+
+
+@pytest.mark.parametrize("size", [None, 23])
+def test_every_form_of_gate(llm, truth, size):
+    """delay x (switch, latch, sigmoid) x side: one batch, whole and in chunks; and what the receipts say."""
+    llm.reset_prefix_cache()
+    requests = []
+    for delay in (0, 1):
+        for more in ({}, {"latch": True}, {"sharpness": 3.0}):
+            for side in ("above", "below"):
+                k = len(requests)
+                ids = tokens(30 + k, k)
+                probe = random_probe("p", "linear", ("resid_post", 1), 20 + k)
+                gate = GateCase("p", **{side: middle(truth, probe, ids, len(ids))}, delay=delay, **more)
+                requests.append((ids, [probe], [Act(add(seed=k), gate)]))
+    with chunks(llm, size):
+        outs = run(llm, requests)
+    counts = []
+    for out, (ids, probes, acts) in zip(outs, requests, strict=True):
+        traced = check_gated(out, probes, acts, truth)
+        at = list(range(len(ids) + 5))
+        check_receipt(out, 0, acts[0], traced, at)
+        counts.append(len(fired_at(traced.factors[0], at)) / len(at))
+    assert sum(0.1 < share < 0.9 for share in counts) >= 6, "gates that were open or shut all the time show little"
+    del outs, out
+    assert_nothing_is_held(llm)
+
+
+def test_every_kind_of_intervention(llm, truth):
+    requests = []
+    for k, form in enumerate(FORMS):
+        for more in ({}, {"sharpness": 2.0}):
+            ids = tokens(24 + k, 40 + k)
+            probe = random_probe("p", "mlp", ("mlp_post", 1), 60 + k, smooth=("ema", 0.5))
+            gate = GateCase("p", above=middle(truth, probe, ids, len(ids)), **more)
+            hook = ("resid_post", "resid_pre", "mlp_post")[k % 3]
+            requests.append((ids, [probe], [Act(intervention(form, hook, [2, 3], "all", k), gate)]))
+    for out, (_, probes, acts) in zip(run(llm, requests), requests, strict=True):
+        assert check_gated(out, probes, acts, truth) is not None
+
+
+def test_a_feature_under_a_gate(llm, truth):
+    """`SetFeature` with `when`; the reference decodes with the feature changed, and keeps the error."""
+    if "mid" not in {info.name for info in weir.saes(llm)}:
+        sae = weir.SAE.from_tensors("standard", ("resid_post", 2), **weights("standard", 3, D, 64))
+        weir.load_sae(llm, "mid", sae)
+    sae = Reference("standard", weights("standard", 3, D, 64))
+    ids = tokens(31, 90)
+    probe = random_probe("p", "linear", ("resid_post", 1), 80)
+    gate = GateCase("p", above=middle(truth, probe, ids, len(ids)))
+    item = SimpleNamespace(
+        hook="resid_post", layers=(2,), vectors=(), neurons=None, heads=None, per_layer=False,
+        positions=SimpleNamespace(to_json=lambda: "all"),
+        changed=lambda h: torch.from_numpy(sae.with_feature(h, 5, 4.0)).float(),
+    )  # fmt: skip
+    acts = [Act(functools.partial(weir.SetFeature, "mid", 5, value=4.0), gate, item)]
+    (out,) = run(llm, [(ids, [probe], acts)])
+    check_gated(out, [probe], acts, truth)
+    weir.unload_sae(llm, "mid")
+
+
+def test_several_gates_and_several_probes(llm, truth):
+    """Gates that share a probe, and look at different outputs of it; interventions without a gate between them."""
+    requests = []
+    for k in range(6):
+        ids = tokens(28 + k, 100 + k)
+        one = random_probe("one", "linear", ("resid_post", 0), 100 + k, 3, activation="softmax")
+        two = random_probe("two", "attention", ("z", 1), 200 + k, positions="3::2")
+        low, high = middle(truth, one, ids, len(ids)), middle(truth, two, ids, len(ids))
+        acts = [
+            Act(add(layers=1, seed=k), GateCase("one", above=low)),
+            Act(add(layers=[2, 3], seed=k + 9), GateCase("one", below=low, delay=1)),
+            Act(add("generated", 2, seed=k + 5)),
+            Act(add("prompt", 2, seed=k + 6), GateCase("two", above=high, latch=True)),
+            Act(intervention("clamp", "resid_post", [3], "sampled", k), GateCase("one", above=0.3, output=2)),
+            Act(intervention("ablate", "resid_pre", [3], "all", k), GateCase("two", below=high, sharpness=1.5)),
+        ]
+        requests.append((ids, [one, two], acts))
+    for out, (_, probes, acts) in zip(run(llm, requests), requests, strict=True):
+        traced = check_gated(out, probes, acts, truth)
+        assert out.receipt.gates[2] is None and out.receipt.gates[0]["probe"] == "one"
+        length = len(out.prompt_token_ids)
+        assert told(out.receipt.gates[3]) == fired_at(traced.factors[3], range(length))
+
+
+def test_a_probe_of_the_prompt_decides_on_what_is_generated(llm, truth):
+    """CAST's shape: scored at the prompt's last token, steered from there on; open for some prompts, shut for others."""
+    probe = random_probe("harm", "linear", ("resid_post", 1), 300, positions="last_prompt")
+    texts = [tokens(20 + k, 120 + k) for k in range(12)]
+    scores = [float(truth.gated(ids, len(ids), [probe], []).scores["harm"][1][0, 0]) for ids in texts]
+    gate = GateCase("harm", above=(sorted(scores)[5] + sorted(scores)[6]) / 2)
+    acts = [Act(add("generated", [2, 3]), gate)]
+    outs = run(llm, [(ids, [probe], acts) for ids in texts])
+    plain = llm.generate([{"prompt_token_ids": ids} for ids in texts], sampling(6), use_tqdm=False)
+    for out, score, stock in zip(outs, scores, plain, strict=True):
+        check_gated(out, [probe], acts, truth)
+        fired = score > gate.threshold
+        assert (out.receipt.gates[0]["fired"], out.receipt.gates[0]["of"]) == (5 * fired, 5)
+        if not fired:
+            assert out.outputs[0].token_ids == stock.outputs[0].token_ids
+    assert sum(out.outputs[0].token_ids != one.outputs[0].token_ids for out, one in zip(outs, plain)) >= 4
+
+
+def test_a_gate_that_stays_shut_leaves_every_bit(llm):
+    """Negative zeros included: a factor of 0 adds nothing."""
+    ids = tokens(40, 140)
+    probe = random_probe("p", "linear", ("resid_post", 0), 400)
+    kinds = [intervention(form, "resid_post", [1, 2], "all", k) for k, form in enumerate(FORMS)]
+    shut = [Act(make, GateCase("p", above=1e6)) for make in kinds]
+    for acts in (shut, [Act(one.make, GateCase("p", above=1e6, latch=True, delay=1)) for one in shut]):
+        outs = []
+        for params in (
+            weir.params(sampling(6, logprobs=3), capture=EVERYTHING),
+            asked(sampling(6, logprobs=3), [probe], acts, capture=EVERYTHING),
+        ):
+            llm.reset_prefix_cache()
+            outs += llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+        plain, gated = outs
+        assert gated.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert gated.outputs[0].logprobs == plain.outputs[0].logprobs
+        for site in plain.activations.sites:
+            assert torch.equal(plain.activations[site].view(torch.int32), gated.activations[site].view(torch.int32))
+        assert all(not gate["fired"] for gate in gated.receipt.gates)
+        assert all(not any(sites.values()) for sites in gated.receipt.steered)
+
+
+def test_neighbours_of_gates_get_the_same_bits(llm):
+    texts = prompts([30 + 3 * k for k in range(16)])
+    probe = random_probe("p", "linear", ("resid_post", 0), 500)
+    acts = [Act(add(layers=[1, 2]), GateCase("p", above=-1e6))]
+    plain = sampling(6, logprobs=3)
+    found = []
+    for gated in (plain, asked(plain, [probe], acts)):
+        llm.reset_prefix_cache()
+        outs = llm.generate(texts, [gated if k % 3 == 0 else plain for k in range(16)], use_tqdm=False)
+        found.append([out.outputs[0] for out in outs])
+    for k, (one, other) in enumerate(zip(*found, strict=True)):
+        if k % 3:
+            assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
+    assert any(found[0][k].token_ids != found[1][k].token_ids for k in range(0, 16, 3))
+
+
+def test_two_hundred_random_programs(llm, truth):
+    """Thresholds that a score comes near, and tokens that are nearly as likely as others, are left out."""
+    llm.reset_prefix_cache()
+    programs = [make_program(number, truth) for number in range(PROGRAMS + 40)]
+    compared, fired, failures = 0, 0, []
+    for first in range(0, len(programs), 60):
+        some = programs[first : first + 60]
+        params = [asked(sampling(p.max_tokens), p.probes, p.acts, capture=EVERYTHING) for p in some]
+        with chunks(llm, 97 if first % 120 else None):
+            outs = llm.generate([{"prompt_token_ids": p.prompt} for p in some], params, use_tqdm=False)
+        for program, out in zip(some, outs, strict=True):
+            try:
+                traced = check_gated(out, program.probes, program.acts, truth, margin=MARGIN)
+            except AssertionError as error:
+                failures.append(f"{error}\n{program}")
+                continue
+            compared += traced is not None
+            fired += traced is not None and any(any(f) for f, a in zip(traced.factors, program.acts) if a.gate)
+    assert not failures, f"{len(failures)} of {len(programs)}; the first:\n{failures[0]}"
+    assert compared >= PROGRAMS and fired >= PROGRAMS // 2, (compared, fired)
+    del outs, out
+    assert_nothing_is_held(llm)
+
+
+def five_hundred(truth):
+    """125 requests with four different gates each, no two of which are the same."""
+    requests = []
+    for k in range(125):
+        ids = tokens(8 + k % 23, k)
+        probe = random_probe("p", "linear", ("resid_post", 0), 600 + k)
+        low = middle(truth, probe, ids, len(ids))
+        gates = [GateCase("p", above=low), GateCase("p", below=low), GateCase("p", above=low, delay=1, latch=True)]
+        gates += [GateCase("p", above=low, sharpness=1 + k / 50)]
+        acts = [Act(add(layers=1 + j % 3, seed=1000 * j + k), gate) for j, gate in enumerate(gates)]
+        requests.append((ids, [probe], acts))
+    return requests
+
+
+def test_five_hundred_gates_at_once(llm, truth):
+    requests = five_hundred(truth)
+    outs = run(llm, requests, max_tokens=3)
+    compared = [
+        check_gated(out, probes, acts, truth, margin=MARGIN)
+        for out, (_, probes, acts) in zip(outs, requests, strict=True)
+    ]
+    assert sum(one is not None for one in compared) >= 110
+
+
+def test_gates_wait_for_room(root, truth):
+    """Tables for a few requests: the others wait, all of them act, and nothing is dropped."""
+    llm = get_llm(directory(root), block_size=32, max_num_seqs=64, additional_config={"weir": {"max_probes": 24}})
+    requests = five_hundred(truth)[:60]
+    outs = run(llm, requests, max_tokens=3)
+    compared = [
+        check_gated(out, probes, acts, truth, margin=MARGIN)
+        for out, (_, probes, acts) in zip(outs, requests, strict=True)
+    ]
+    assert sum(one is not None for one in compared) >= 50
+    many = [random_probe(f"p{k}", "linear", ("resid_post", 0), k) for k in range(25)]
+    with pytest.raises(WeirError, match="max_probes") as error:
+        llm.generate(prompts([8]), asked(sampling(2), many), use_tqdm=False)
+    assert error.value.field == "probes"
+    del outs
+    assert_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_gates_survive_preemption(root, truth, caching):
+    llm = get_llm(directory(root), **SMALL, enable_prefix_caching=caching)
+    requests = []
+    for k, length in enumerate([30, 31, 40, 33, 32, 35]):
+        ids = tokens(length, 700 + k)
+        early = random_probe("early", "linear", ("resid_post", 0), 700 + k, smooth=("mean", 20))
+        late = random_probe("late", "attention", ("resid_post", 3), 800 + k)
+        low, high = middle(truth, early, ids, length), middle(truth, late, ids, length)
+        forms = [
+            Act(add(layers=[1, 3], seed=k), GateCase("early", above=low, latch=k % 2 == 1)),
+            Act(add(layers=1, seed=k + 9), GateCase("early", below=low, delay=1)),
+            Act(add("generated", 2, seed=k + 5), GateCase("late", above=high, delay=1)),
+        ]
+        requests.append((ids, [early, late], forms if k != 2 else forms[:2]))
+    with preemptions(llm) as found:
+        outs = run(llm, requests, max_tokens=90)
+    assert any(computed > 45 for computed in found), "nobody had generated tokens to compute again"
+    checked = [
+        check_gated(out, probes, acts, truth, margin=1e-6)
+        for out, (_, probes, acts) in zip(outs, requests, strict=True)
+    ]
+    assert sum(one is not None for one in checked) >= 5
+
+
+def test_several_samples_under_a_gate(llm, truth):
+    ids = tokens(33, 150)
+    probe = random_probe("p", "linear", ("resid_post", 1), 900, 1, smooth=("ema", 0.5))
+    acts = [Act(add(layers=[2, 3]), GateCase("p", above=middle(truth, probe, ids, 33), delay=1))]
+    params = asked(sampling(8, temperature=1.0, seed=3, n=3), [probe], acts, capture=EVERYTHING)
+    (out,) = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+    for one in out.outputs:
+        made = list(one.token_ids)
+        traced = truth.gated((ids + made)[:-1], 33, [probe], acts)
+        for layer in range(4):
+            assert torch.allclose(one.activations["resid_post", layer], traced.rows["resid_post", layer], atol=1e-4)
+        same_scores(one.scores, probe, *traced.scores["p"], BOUND)
+
+
+P = 100  # three blocks and four tokens
+
+
+def cached(llm, ids, params):
+    (out,) = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+    return out
+
+
+def test_blocks_under_a_gate_are_nobody_elses(llm, truth):
+    """Blocks before the first position that a gated intervention may act at are shared, those after with nobody."""
+    probe = random_probe("p", "linear", ("resid_post", 0), 901, positions="sampled")
+    late = random_probe("p", "linear", ("resid_post", 0), 901, positions="70:")
+    every = random_probe("p", "linear", ("resid_post", 0), 901)
+    open_, shut = GateCase("p", above=-1e6), GateCase("p", above=1e6)
+    ids = tokens(P, 160)
+    plain = sampling(6)
+    # (probe, intervention, blocks that a plain request finds afterwards, blocks that it finds after a plain one)
+    cases = [
+        (every, Act(add("all"), open_), 0, 0),
+        (every, Act(add("all"), shut), 0, 0),
+        (late, Act(add("70:"), open_), 64, 64),
+        (probe, Act(add("generated"), open_), 96, 96),
+        (probe, Act(add("-1:"), shut), 96, 96),
+    ]
+    for scored, act, after_it, after_plain in cases:
+        gated = asked(sampling(6), [scored], [act], capture=weir.Capture("resid_post", positions="sampled"))
+        llm.reset_prefix_cache()
+        first = cached(llm, ids, gated)
+        check_gated(first, [scored], [act], truth)
+        assert first.num_cached_tokens == 0
+        found = cached(llm, ids, plain)
+        assert found.num_cached_tokens == after_it, (scored.positions, act)
+        llm.reset_prefix_cache()
+        stock = cached(llm, ids, plain)
+        again = cached(llm, ids, gated)
+        assert again.num_cached_tokens == after_plain, (scored.positions, act)
+        check_gated(again, [scored], [act], truth)
+        third = cached(llm, ids, gated)
+        assert third.num_cached_tokens == after_plain, "nobody shares what a gate has decided on"
+        assert found.outputs[0].token_ids == stock.outputs[0].token_ids == cached(llm, ids, plain).outputs[0].token_ids
+
+
+def test_generated_blocks_under_a_gate_are_nobody_elses(llm, truth):
+    """A prompt that holds a gated request's answer is computed anew from where the gate may have acted."""
+    probe = random_probe("p", "linear", ("resid_post", 0), 902, positions="sampled")
+    ids = tokens(P, 161)
+    gated = asked(sampling(40), [probe], [Act(add("generated"), GateCase("p", above=-1e6))])
+    llm.reset_prefix_cache()
+    made = list(cached(llm, ids, gated).outputs[0].token_ids)
+    assert cached(llm, ids + made, sampling(2)).num_cached_tokens == 96
+
+
+def gate(**more):
+    return weir.When("p", **({"above": 0.5} | more))
+
+
+def bad(when, layers=2, probe_at=("resid_post", 1), positions="all", **more):
+    probe = weir.Probe("p", torch.ones(2, D), torch.zeros(2), *probe_at)
+    return weir.params(
+        sampling(4),
+        probes=[probe],
+        interventions=weir.Add(torch.ones(D), layers, positions=positions, when=when),
+        **more,
+    )
+
+
+BAD = [
+    (lambda: bad(weir.When("p", output=0)), "above"),
+    (lambda: bad(weir.When("p", above=1.0, below=0.0)), "above"),
+    (lambda: bad(gate(delay=2)), "delay"),
+    (lambda: bad(gate(latch=True, sharpness=1.0)), "sharpness"),
+    (lambda: bad(gate(sharpness=-1.0)), "sharpness"),
+    (lambda: bad(gate(output=2)), "interventions[0].when.output"),
+    (lambda: bad(gate(above=float("nan"))), "above"),
+    (lambda: bad(weir.When("q", above=0.0)), "interventions[0].when.probe"),
+    (lambda: bad("p > 0.5"), "when"),
+    (lambda: bad(gate(), layers=1), "interventions[0].when"),  # the same tap
+    (lambda: bad(gate(), layers=0), "interventions[0].when"),
+    (lambda: bad(gate(), layers="all"), "interventions[0].when"),
+    (lambda: bad(gate(delay=1), layers=0), "interventions[0].when"),  # a prompt's token would wait for one of its pass
+    (lambda: bad(gate(), probe_at=("final_norm", 0), layers=3), "interventions[0].when"),
+    (
+        lambda: weir.params(sampling(2), interventions=weir.Add(torch.ones(D), 2, when=gate())),
+        "interventions[0].when.probe",
+    ),
+    (
+        lambda: sampling(
+            2,
+            extra_args={"weir": {"interventions": [
+                {"op": "add", "vector": [1.0] * D, "layers": [2], "when": {"probe": "p", "over": 1}}
+            ]}},
+        ),
+        "interventions[0].when",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "field"), BAD)
+def test_refusals(llm, make, field):
+    """A WeirError that names the field, at once or when the request is made; the engine lives on."""
+    with pytest.raises(WeirError) as error:
+        llm.generate(prompts([12]), make(), use_tqdm=False)
+    assert field in error.value.field, error.value
+    assert not llm.llm_engine.has_unfinished_requests() and frontend(llm).refusal is None
+
+
+def test_a_probe_that_comes_too_late_says_what_to_do(llm):
+    with pytest.raises(WeirError, match="delay=1"):
+        llm.generate(prompts([12]), bad(gate(), layers=0), use_tqdm=False)
+    llm.generate(prompts([12]), bad(gate(delay=1), layers=0, positions="generated"), use_tqdm=False)
