@@ -47,12 +47,8 @@ class RunWriter:
         host, head = staging.numpy(), len(self._taps)
         host[:head] = np.searchsorted(runs["tap"], self._taps)
         end = head + len(runs) * len(RUN_FIELDS)
-<<<<<<< HEAD
-        host[head:end] = as_integers(runs)[:, 1:].reshape(-1)
-=======
         if len(runs):
             host[head:end] = as_integers(runs)[:, 1:].reshape(-1)
->>>>>>> h/PDEV
         self._memory[:end].copy_(staging[:end], non_blocking=True)
         if self._copied:
             self._copied[self._turn].record()
