@@ -171,6 +171,19 @@ def test_arguments(field: str, change: dict[str, Any], source: Path, tmp_path: P
     assert not list(tmp_path.glob("out/*.parquet"))
 
 
+def test_a_run_that_was_killed_when_it_had_just_begun(source: Path, tmp_path: Path) -> None:
+    """Its folder has a marker, and maybe the description of another autoencoder."""
+    for described in (None, "{}"):
+        out = tmp_path / str(described)
+        run(source, out, limit=1)
+        for name in ("extract.json", "features.json", *(path.name for path in out.glob("*.parquet"))):
+            (out / name).unlink()
+        if described is not None:
+            (out / "features.json").write_text(described)
+        assert run(source, out, limit=2).requests == 2
+        assert load_features(out).info.sae == "mood"
+
+
 def test_forms_of_the_same_autoencoder(source: Path, tmp_path: Path) -> None:
     """They are the same run: none reads the texts again."""
     run(source, tmp_path / "out", limit=9)
