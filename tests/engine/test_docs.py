@@ -99,6 +99,8 @@ class Engines:
             weir.clear_global(llm)
             for name in weir.list_vectors(llm):
                 weir.unregister(llm, name)
+            for info in weir.saes(llm):
+                weir.unload_sae(llm, info.name)
         for llm in self.own:
             llm.llm_engine.engine_core.shutdown()
 

@@ -83,6 +83,14 @@ SAYS = {
         "refused: layers",
         "last tokens of 6 texts: [6, 256]",
     ),
+    "extract_features.py": (
+        "40 stories, ",
+        "mood at resid_post[3] | ",
+        "last token: [(",
+        "rows of record, position, token_id, generated, features, values",
+        "of tokens, most on '",
+        "report.html True",
+    ),
     "drop_in.py": ("block 2: output [8, ", "block 5: output [8, "),
     "chat_positions.py": (
         "user range(0, 10), assistant range(10, 22), user range(22, 28), then range(28, 29)",

@@ -16,9 +16,11 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.engine import PromptRows
+from vllm_weir.extraction.feature_writer import FeatureBatch
 from vllm_weir.extraction.run import extract
 from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.storage import ActivationDataset, Batch
+from vllm_weir.storage.features.parts import RecordFeatures
 
 D = 16
 WORDS = [
@@ -82,6 +84,37 @@ class FakeEngine:
 
     def close(self) -> None:
         pass
+
+
+class FakeFeatureEngine(FakeEngine):
+    """Active features are a function of position and token: from none to five of the first 40."""
+
+    def read(self, prompts: Sequence[list[int]]) -> list[PromptRows]:
+        self.reads += 1
+        time.sleep(self.pause)
+        return [PromptRows([FeatureBatch("", fake_features(ids))], len(ids), 1, "length") for ids in prompts]
+
+
+class SlowFeatureEngine(FakeFeatureEngine):
+    def __init__(self, wanted: RunSpec) -> None:
+        super().__init__(wanted, pause=0.01)
+
+
+def fake_features(ids: Sequence[int], record: int = -1) -> RecordFeatures:
+    rows = [{(token * 7 + at * 3 + j) % 40: 0.5 + (token + j) / 8 for j in range((token + at) % 6)}
+            for at, token in enumerate(ids)]  # fmt: skip
+    ordered = [sorted(row.items(), key=lambda item: -item[1]) for row in rows]
+    flat = [item for row in ordered for item in row]
+    return RecordFeatures(
+        record, np.arange(len(ids)), np.array(ids, np.int64), np.zeros(len(ids), bool),
+        np.cumsum([0, *map(len, rows)]), np.array([f for f, _ in flat], np.int64),
+        np.array([v for _, v in flat], np.float32),
+    )  # fmt: skip
+
+
+def same_features(a: RecordFeatures, b: RecordFeatures) -> bool:
+    names = ("positions", "token_ids", "generated", "offsets", "ids", "values")
+    return a.record == b.record and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
 class SlowEngine(FakeEngine):

@@ -71,8 +71,8 @@ class FeatureWriter:
         store.make_folder()
         claim(store, LAYOUT)
         store.sweep()
-        names = store.names()
-        if INFO not in names:
+        parts = part_names(list(store.names()))
+        if not parts:  # what is there may be of a run that was killed when it had just begun
             store.put(INFO, (json.dumps(info.to_json(), indent=1) + "\n").encode())
         # Names sort by time and are distinct from those of other writers.
         self._name = f"{time.time_ns():016x}{secrets.token_hex(4)}"
@@ -81,7 +81,7 @@ class FeatureWriter:
         self._finished: list[RecordFeatures] = []
         self._bytes = 0
         self._held: set[int] = set()
-        for name in part_names(list(names)):
+        for name in parts:
             self._held |= _records_in(store, name)
 
     def holds(self, request_id: str) -> bool:

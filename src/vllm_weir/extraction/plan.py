@@ -14,7 +14,7 @@ from vllm_weir.extraction.run_spec import RunSpec, begin_run, check_run, read_sk
 from vllm_weir.extraction.source import TextSource
 from vllm_weir.schema.row_notes import describe_rows
 from vllm_weir.storage.features.dataset import FeatureInfo, load_features
-from vllm_weir.storage.features.parts import LAYOUT
+from vllm_weir.storage.features.parts import LAYOUT, part_names
 from vllm_weir.storage.layouts.base import is_claimed
 from vllm_weir.storage.loading import check_layout, load, open_writer
 from vllm_weir.storage.object_store import ObjectStore
@@ -93,6 +93,8 @@ class FeatureTarget(OutputTarget):
 
     def count(self) -> int:
         """Return the number of records that are there."""
+        if not part_names(list(self.store.names())):
+            return 0
         return len(load_features(self.url, storage_options=self.options.get("storage_options")))
 
 

@@ -12,10 +12,22 @@ from typing import Any
 
 import pytest
 
-from tests.support.extracting import SlowEngine, differences, run_and_die, run_fake, texts, write_jsonl
+from tests.support.extracting import (
+    FakeFeatureEngine,
+    SlowEngine,
+    SlowFeatureEngine,
+    differences,
+    run_and_die,
+    run_fake,
+    same_features,
+    texts,
+    write_jsonl,
+)
 from tests.support.machine import needs, object_store
 from tests.unit.storage.test_object_store import s3
+from vllm_weir.api import demo_sae
 from vllm_weir.storage import load
+from vllm_weir.storage.features.dataset import load_features
 
 __all__ = ["s3"]
 RECORDS = 120
@@ -78,6 +90,25 @@ def test_killed_on_a_local_disk(layout: str, kills: int, seed: int, tmp_path: Pa
         assert differences(load(url), whole) == []
         assert not list(Path(url).rglob(".*.tmp"))
     assert died >= 0.7 * kills, died
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_features_killed_on_a_local_disk(seed: int, tmp_path: Path, source: Path, forks: Any) -> None:
+    options: dict[str, Any] = {"on_error": "skip", "sae": {"mood": demo_sae()}, "shard_bytes": 20_000}
+    run_fake(source, str(tmp_path / "whole"), **options, start_engine=FakeFeatureEngine)
+    whole, url, rng = load_features(tmp_path / "whole"), str(tmp_path / "killed"), random.Random(seed)
+    died = 0
+    for i in range(5):
+        writes, seconds = (rng.randint(1, 9), 0.0) if i % 2 else (0, rng.uniform(0.01, 0.1))
+        died += kill(forks, source, url, writes, seconds, options | {"start_engine": SlowFeatureEngine}) == -9
+        if (Path(url) / "features.json").exists():
+            assert set(load_features(url).records) <= set(whole.records)
+    finish(source, url, options | {"start_engine": FakeFeatureEngine})
+    found = load_features(url)
+    assert found.records.tolist() == whole.records.tolist() and found.rows == whole.rows
+    assert all(same_features(found[record], whole[record]) for record in whole.records)
+    assert not list(Path(url).rglob(".*.tmp"))
+    assert died >= 3, died
 
 
 @needs(object_store)

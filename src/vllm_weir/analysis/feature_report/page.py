@@ -111,8 +111,8 @@ def _index(report: SAEReport) -> str:
 
 def _peak_words(contexts: Sequence[FeatureContext]) -> str:
     """Return the tokens of the peaks, each once."""
-    words = (_word(max(context.tokens, key=lambda token: token.value).text) for context in contexts)
-    return " ".join(dict.fromkeys(words).keys())
+    words = (_word(max(context.tokens, key=lambda token: token.value).text.strip(" ")) for context in contexts)
+    return "  ".join(dict.fromkeys(words))
 
 
 def _densities(report: SAEReport) -> str:
@@ -145,7 +145,10 @@ def _effects(one: FeatureReport, texts: TokenTexts) -> str:
     if one.effects is None:
         return ""
     columns = []
-    for kind, name, tokens in (("up", "Logits raised", one.effects.raised), ("down", "lowered", one.effects.lowered)):
+    for kind, name, tokens in (
+        ("up", "Logits raised", one.effects.raised),
+        ("down", "Logits lowered", one.effects.lowered),
+    ):
         items = "".join(
             f'<li title="token {token}"><code>{_word(texts.single(token))}</code><span>{value:+.2f}</span></li>'
             for token, value in tokens

@@ -162,15 +162,14 @@ def sae_report(
     texts = _texts(model, notes)
     progress("reading the model")
     effects = _effects(autoencoder, chosen, model, notes)
-    shown = []
-    for one in chosen:
-        found = tuple(_context(dataset[peak.record], peak, one, texts) for peak in details[one].peaks)
-        shown.append(
-            FeatureReport(
-                one, float(totals.density[one]), int(totals.active[one]), float(totals.largest[one]),
-                float(totals.mean[one]), details[one].histogram, found, effects.get(one),
-            )
-        )  # fmt: skip
+    found = _contexts(dataset, {one: details[one].peaks for one in chosen}, texts)
+    shown = [
+        FeatureReport(
+            one, float(totals.density[one]), int(totals.active[one]), float(totals.largest[one]),
+            float(totals.mean[one]), details[one].histogram, found[one], effects.get(one),
+        )
+        for one in chosen
+    ]  # fmt: skip
     report = SAEReport(dataset.info, len(dataset), totals, tuple(shown), texts, tuple(notes))
     try:
         with atomic_write(Path(out)) as file:
@@ -250,6 +249,18 @@ def _effects(sae: SAE, features: Sequence[int], model: str, notes: list[str]) ->
     except WeirError as e:
         notes.append(f"Effects on logits are left out: {e.message}.")
         return {}
+
+
+def _contexts(
+    dataset: FeatureDataset, peaks: dict[int, tuple[Peak, ...]], texts: TokenTexts
+) -> dict[int, tuple[FeatureContext, ...]]:
+    """Return the contexts of each feature's peaks; records are read in their order, which is how files have them."""
+    wanted = sorted((peak.record, feature, place) for feature, of in peaks.items() for place, peak in enumerate(of))
+    made = {
+        (feature, place): _context(dataset[record], peaks[feature][place], feature, texts)
+        for record, feature, place in wanted
+    }
+    return {feature: tuple(made[feature, place] for place in range(len(of))) for feature, of in peaks.items()}
 
 
 def _context(record: RecordFeatures, peak: Peak, feature: int, texts: TokenTexts) -> FeatureContext:
