@@ -247,7 +247,9 @@ def test_a_feature_is_set_and_an_unloaded_autoencoder_is_unknown(served):
         assert e.value.field == "name"
         asked = weir.SetFeature("mid", 3, value=4.0)
         rows = [weir.Capture("resid_post", 1, before=before) for before in (True, False)]
-        before, after = [await one(asked, f"s{i}", capture=capture) for i, capture in enumerate(rows)]
+        outs = [await one(asked, f"s{i}", capture=capture) for i, capture in enumerate(rows)]
+        # Copies: what is raised below keeps this frame, and the rows that it would hold, until it is collected.
+        before, after = (outs.pop(0).activations["resid_post", 1].clone() for _ in rows)
         await weir.unload_sae_async(served.engine, "mid")
         for more, field in (({"features": FEATURES[0]}, "features[0].name"), ({}, "interventions[0].name")):
             with pytest.raises(weir.WeirError, match="no autoencoder is loaded as 'mid'; none is") as e:
@@ -255,7 +257,7 @@ def test_a_feature_is_set_and_an_unloaded_autoencoder_is_unknown(served):
             assert e.value.field == field
         with pytest.raises(weir.WeirError, match="no autoencoder"):
             await weir.unload_sae_async(served.engine, "mid")
-        return before.activations["resid_post", 1].float(), after.activations["resid_post", 1].float()
+        return before, after
 
     h, got = served.call(all_of_it())
     features = sae.encode(h)
