@@ -14,6 +14,7 @@ from tests.support.check import expected_positions
 from tests.support.engines import async_llm
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import nothing_held, rel_err
+from tests.support.sae_reference import weights
 
 pytestmark = [pytest.mark.engine, needs(engine_processes)]
 CLOSE_OTHERS = True
@@ -182,6 +183,89 @@ def test_a_bad_wish_is_a_weir_error_and_the_client_s_mistake(served, truth, extr
     assert isinstance(e.value, VLLMClientError)
     good, wanted = asking("all", LAYERS, max_tokens=3, **kind("CUMULATIVE"))
     verify(served.call(stream(served.engine, prompts([5])[0], good, f"good{n}{field}"))[-1], wanted, truth)
+
+
+def autoencoder(architecture, site, seed, **options):
+    return weir.SAE.from_tensors(architecture, site, **weights(architecture, seed, 128, 64), **options)
+
+
+SAES = {
+    "mid": autoencoder("gated", ("resid_post", 1), 31),
+    "late": autoencoder("topk", ("resid_post", 3), 32, k=6),
+}
+FEATURES = [weir.Features("mid", top_k=4), weir.Features("late", ids=[5, 1], positions="generated")]
+
+
+@pytest.mark.parametrize("name", ["DELTA", "CUMULATIVE", "FINAL_ONLY"])
+def test_features_of_two_autoencoders(served, truth, name):
+    """Loaded while requests run; each output has the features of its tokens, by the rows of transformers."""
+
+    async def many():
+        asked = weir.params(sampling(12, **kind(name)), features=FEATURES)
+        early = asyncio.create_task(stream(served.engine, prompts([9])[0], sampling(60), f"early{name}"))
+        for one, sae in SAES.items():
+            await weir.load_sae_async(served.engine, one, sae)
+        assert [one.name for one in weir.saes(served.engine)] == ["late", "mid"]
+        jobs = [stream(served.engine, p, asked, f"f{name}{i}") for i, p in enumerate(prompts([20, 5, 33]))]
+        found = await asyncio.gather(*jobs)
+        await early
+        for one in SAES:
+            await weir.unload_sae_async(served.engine, one)
+        return found
+
+    for outs in served.call(many()):
+        P, last = len(outs[0].prompt_token_ids), outs[-1]
+        parts = outs if name == "DELTA" else [last]
+        ids = list(last.prompt_token_ids) + [t for out in parts for t in out.outputs[0].token_ids]
+        assert len(ids) == P + 12
+        reference = truth.rows(ids[:-1])
+        for asked in FEATURES:
+            sae, found = SAES[asked.name], [out.features[asked.name] for out in parts]
+            at = list(range(P if asked.positions.kind == "generated" else 0, P + 11))
+            assert [position for one in found for position in one.positions.tolist()] == at
+            chosen, values = (torch.cat([getattr(one, what) for one in found]) for what in ("ids", "values"))
+            dense = sae.encode(reference[tuple(sae.site)][at].float())
+            assert torch.allclose(values, dense.gather(1, chosen), rtol=1e-4, atol=1e-4)
+            if asked.top_k:
+                assert torch.allclose(values, dense.topk(asked.top_k).values, rtol=1e-4, atol=1e-4)
+        if name == "CUMULATIVE":
+            for out in outs[:-1]:
+                shown = out.features["mid"]
+                assert torch.equal(shown.ids, last.features["mid"].ids[: len(shown)])
+
+
+def test_a_feature_is_set_and_an_unloaded_autoencoder_is_unknown(served):
+    sae = SAES["mid"]
+
+    async def one(asked, name, **more):
+        params = weir.params(sampling(4, **kind("FINAL_ONLY")), interventions=asked, **more)
+        return (await stream(served.engine, prompts([14])[0], params, name))[-1]
+
+    async def all_of_it():
+        await weir.load_sae_async(served.engine, "mid", sae)
+        with pytest.raises(weir.WeirError, match="unload it") as e:
+            await weir.load_sae_async(served.engine, "mid", sae)
+        assert e.value.field == "name"
+        asked = weir.SetFeature("mid", 3, value=4.0)
+        rows = [weir.Capture("resid_post", 1, before=before) for before in (True, False)]
+        outs = [await one(asked, f"s{i}", capture=capture) for i, capture in enumerate(rows)]
+        # Copies: what is raised below keeps this frame, and the rows that it would hold, until it is collected.
+        before, after = (outs.pop(0).activations["resid_post", 1].clone() for _ in rows)
+        await weir.unload_sae_async(served.engine, "mid")
+        for more, field in (({"features": FEATURES[0]}, "features[0].name"), ({}, "interventions[0].name")):
+            with pytest.raises(weir.WeirError, match="no autoencoder is loaded as 'mid'; none is") as e:
+                await one(asked if not more else (), f"u{field}", **more)
+            assert e.value.field == field
+        with pytest.raises(weir.WeirError, match="no autoencoder"):
+            await weir.unload_sae_async(served.engine, "mid")
+        return before, after
+
+    h, got = served.call(all_of_it())
+    features = sae.encode(h)
+    error = h - sae.decode(features)
+    features[:, 3] = 4.0
+    assert rel_err(got, sae.decode(features) + error) <= 1e-5
+    assert weir.saes(served.engine) == []
 
 
 def test_nothing_is_left_in_the_engine(served):

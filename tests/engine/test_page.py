@@ -71,6 +71,7 @@ def page(browser, server):
     page.dispatch_event("#key", "change")
     page.wait_for_selector("#model:has-text('demo,')")
     page.wait_for_selector("#probe option[value=happy]", state="attached")
+    page.wait_for_selector("#sae option[value=mood]", state="attached")
     yield page
     assert not problems
     page.close()
@@ -300,7 +301,7 @@ def test_features_that_there_are_not(page, server):
     page.fill("[data-value-of='mood/3']", "1e39")
     page.fill("#text", TEXT)
     page.press("#text", "Enter")
-    page.wait_for_selector("#error:has-text('400: weir.interventions[0].value')")
+    page.wait_for_selector("#error:has-text('400: interventions[0].value')")
     assert page.input_value("#text") == TEXT
 
 

@@ -92,10 +92,10 @@ def text_of(choice: dict) -> str:
     return choice["text"] if "text" in choice else (choice.get("message") or choice["delta"]).get("content") or ""
 
 
-def rows_of(server, path, folder, **more) -> tuple[weir.Activations, dict]:
+def rows_of(server, path, folder, capture=ROWS, **more) -> tuple[weir.Activations, dict]:
     """The rows of the same request, and its choice."""
-    choice = post(server, path, capture=ROWS, response={"inline_bytes": 1 << 22}, **more)
-    file = folder / "rows.safetensors"
+    choice = post(server, path, capture=capture, response={"inline_bytes": 1 << 22}, **more)
+    file = folder / f"{len(list(folder.iterdir()))}.safetensors"  # rows are mapped from their file
     file.write_bytes(base64.b64decode(choice["weir"]["activations"]["b64"]))
     return weir.Activations.load(file), choice
 
@@ -158,22 +158,15 @@ def test_each_token_comes_with_its_features(server, path):
 def test_a_feature_is_set_and_the_error_kept(two, saes, folder, path):
     acts, choice = rows_of(two, path, folder, interventions=[SAD])
     sae = saes["mood"]
-    assert text_of(choice) != text_of(post(two, path))
-    before = post(
-        two,
-        path,
-        capture=[{"hook": "resid_post", "layers": [3], "positions": "all", "before": True}],
-        interventions=[SAD],
-        response={"inline_bytes": 1 << 22},
-    )
-    assert text_of(before) == text_of(choice)
-    (folder / "before.safetensors").write_bytes(base64.b64decode(before["weir"]["activations"]["b64"]))
-    h = weir.Activations.load(folder / "before.safetensors")[sae.site].float()
+    here = [{"hook": "resid_post", "layers": [3], "positions": "all", "before": True}]
+    before, same = rows_of(two, path, folder, here, interventions=[SAD])
+    assert text_of(same) == text_of(choice)
+    h = before[sae.site].float()
     features = sae.encode(h)
     error = h - sae.decode(features)
     features[:, HAPPY] = SAD["value"]
     wanted = sae.decode(features) + error
-    assert (acts[sae.site] - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+    assert (acts[sae.site] - wanted).abs().max() <= 1e-4 * wanted.abs().max() < (acts[sae.site] - h).abs().max()
     assert choice["weir"]["receipt"]["steered"] == [{"resid_post.3": len(h)}]
     assert "".join(map(text_of, events(two, path, interventions=[SAD]))) == text_of(choice)
 

@@ -154,7 +154,7 @@ def moods_by_value(values: Sequence[float], panels: Sequence[MoodShares], plain:
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     axes[0, 0].set_ylabel("% of stories", fontsize=8.5)
-    axes[0, 0].legend(frameon=False, fontsize=8, loc="center left")
+    axes[0, -1].legend(frameon=False, fontsize=8, loc="center right")
     return _save(plt, figure, path)
 
 

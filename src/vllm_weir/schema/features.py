@@ -70,7 +70,9 @@ class SetFeature:
     """Set the activation of a feature of a sparse autoencoder; all that it does not explain is kept.
 
     A row h becomes ``h + (target - a) * W_dec[feature]``, where a is the feature's activation and
-    target is one of ``value``, ``scale * a`` and ``a + add``.
+    target is one of ``value``, ``scale * a`` and ``a + add``. TopK autoencoders, whose activations
+    depend on all features, and transcoders, which write another hook point than they read, have
+    ``add`` alone; transcoders where they write.
 
     Args:
         name: of an autoencoder that the engine has loaded.

@@ -13,6 +13,7 @@ FILES = {
     "/weir/weir.css": ("weir.css", "text/css"),
     "/weir/weir.js": ("weir.js", "text/javascript"),
     "/weir/rows.js": ("rows.js", "text/javascript"),
+    "/weir/vectors.js": ("vectors.js", "text/javascript"),
     "/weir/heatmap.js": ("heatmap.js", "text/javascript"),
     "/weir/features.js": ("features.js", "text/javascript"),
     "/weir/inside.js": ("inside.js", "text/javascript"),

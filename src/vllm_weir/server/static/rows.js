@@ -59,3 +59,15 @@ export async function* events(response) {
     }
   }
 }
+
+/** Return what each token of a chunk adds to its text: special tokens and partial characters add nothing. */
+export function visibleParts(tokens, delta) {
+  let rest = delta;
+  const parts = tokens.map((token) => {
+    const part = rest.startsWith(token) ? token : "";
+    rest = rest.slice(part.length);
+    return part;
+  });
+  if (parts.length) parts[parts.length - 1] += rest;
+  return parts;
+}

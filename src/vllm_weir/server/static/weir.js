@@ -3,11 +3,13 @@
 import { FeatureSliders, described, enterFeatures, featuresOf, fillFeatures, listed } from "./features.js";
 import { colour, fillTable, format, magnitude } from "./heatmap.js";
 import { bodyOf, fillHeads, fillNeurons, read, servedBlocks } from "./inside.js";
-import { encode, events, fromBase64, safetensors } from "./rows.js";
+import { encode, events, fromBase64, safetensors, visibleParts } from "./rows.js";
+import { Vectors, describedAdd } from "./vectors.js";
 
 const base = location.pathname.replace(/\/weir\/?$/, "");
 const $ = (id) => document.getElementById(id);
-const state = { model: "", layers: [], inside: {}, vectors: new Map(), saes: new Map(), messages: [], chat: true, stop: null, open: null };
+const state = { model: "", layers: [], inside: {}, saes: new Map(), messages: [], chat: true, stop: null, open: null };
+const vectors = new Vectors({ select: $("probe"), box: $("sliders"), hint: $("no-sliders"), layer: $("probe-layer") });
 const featureSliders = new FeatureSliders($("feature-sliders"), () => ($("no-features").hidden = featureSliders.chosen.size > 0));
 
 async function call(path, body, method = body ? "POST" : "GET", signal = undefined) {
@@ -46,35 +48,14 @@ async function connect() {
       if (firstTime) $(id).value = middle;
     }
     const named = await (await call("/v1/vectors")).json();
-    for (const { name, shape, layers, refs } of named.vectors) {
-      if (layers.length) addVector(name, (layer) => ({ ref: refs[nearest(layers, layer)] }));
-      else if (shape.length === 1) addVector(name, () => ({ ref: name }));
-    }
-    showVectors();
+    named.vectors.forEach((one) => vectors.addNamed(one));
+    vectors.show();
     const { saes } = await (await call("/v1/saes")).json();
     showSAEs(saes);
   } catch (error) {
     $("model").textContent = "not connected";
     showError(error);
   }
-}
-
-/** Add a vector, or replace it and keep its slider. wire: a function from a block to its wire form. */
-function addVector(name, wire) {
-  state.vectors.set(name, { ...state.vectors.get(name), wire });
-}
-
-/** Return the index in `layers` of the block nearest to `layer`. */
-function nearest(layers, layer) {
-  return layers.reduce((best, l, i) => (Math.abs(l - layer) < Math.abs(layers[best] - layer) ? i : best), 0);
-}
-
-function showVectors() {
-  const chosen = $("probe").value;
-  $("probe").replaceChildren(new Option("nothing", ""), ...[...state.vectors.keys()].map((n) => new Option(n, n)));
-  $("probe").value = state.vectors.has(chosen) ? chosen : [...state.vectors.keys()].at(-1) ?? "";
-  $("no-sliders").hidden = state.vectors.size > 0;
-  for (const [name, vector] of state.vectors) if (!vector.slider) $("sliders").append((vector.slider = slider(name)));
 }
 
 function showSAEs(saes) {
@@ -86,39 +67,14 @@ function showSAEs(saes) {
   featureSliders.keep([...state.saes.keys()]);
 }
 
-function slider(name) {
-  const box = document.createElement("div");
-  box.className = "slider";
-  const label = document.createElement("label"), output = document.createElement("output");
-  const scale = Object.assign(document.createElement("input"), { type: "range", min: -20, max: 20, step: 0.5, value: 0 });
-  const layer = Object.assign(document.createElement("input"), { type: "number", min: 0, value: $("probe-layer").value });
-  scale.dataset.steer = name;
-  layer.dataset.layerOf = name;
-  scale.setAttribute("aria-label", `strength of ${name}`);
-  layer.setAttribute("aria-label", `block of ${name}`);
-  layer.title = "block";
-  const showScale = () => (output.textContent = ` × ${scale.value}`);
-  scale.addEventListener("input", showScale);
-  showScale();
-  label.append(name, output);
-  const row = document.createElement("div");
-  row.className = "row";
-  row.append(scale, layer);
-  box.append(label, row);
-  return box;
-}
-
+/** Return what the sliders ask for. */
 function interventions() {
-  return [...state.vectors].flatMap(([name, { wire, slider: box }]) => {
-    const scale = Number(box.querySelector("[type=range]").value);
-    const layers = [Number(box.querySelector("[type=number]").value)];
-    return scale ? [{ op: "add", vector: wire(layers[0]), layers, scale, hook: "resid_post" }] : [];
-  }).concat(featureSliders.interventions());
+  return [...vectors.interventions(), ...featureSliders.interventions()];
 }
 
 /** Return the request's `weir` object. */
 function weirFields() {
-  const probe = state.vectors.get($("probe").value);
+  const probe = vectors.chosen;
   const weir = { v: 1, interventions: interventions() };
   if (probe) {
     weir.capture = [{ hook: "resid_post", layers: state.layers, positions: "sampled", project: probe.wire(Number($("probe-layer").value)) }];
@@ -190,18 +146,6 @@ function addEvent(reply, event) {
   $("messages").scrollTop = $("messages").scrollHeight;
 }
 
-/** Return what each token of a chunk adds to its text: special tokens and partial characters add nothing. */
-function visibleParts(tokens, delta) {
-  let rest = delta;
-  const parts = tokens.map((token) => {
-    const part = rest.startsWith(token) ? token : "";
-    rest = rest.slice(part.length);
-    return part;
-  });
-  if (parts.length) parts[parts.length - 1] += rest;
-  return parts;
-}
-
 function addToken(reply, text, name) {
   const span = document.createElement("span");
   span.className = "token";
@@ -229,7 +173,7 @@ function addFeatures(reply, features, complete) {
 }
 
 function finish(reply, receipt) {
-  const steered = reply.steer.map((s) => s.op === "set_feature" ? described(s) : `${s.vector.ref ?? "a vector made on this page"} × ${s.scale} at block ${s.layers[0]}`);
+  const steered = reply.steer.map((one) => (one.op === "add" ? describedAdd(one) : described(one)));
   const note = document.createElement("span");
   note.className = "note";
   note.textContent = `${reply.tokens.length} tokens` + (steered.length ? `, steered by ${steered.join(", ")}` : "");
@@ -352,14 +296,14 @@ async function meanRow(text, layer) {
 async function makeVector() {
   showError(null);
   const name = $("new-name").value.trim(), layer = Number($("new-layer").value);
-  if (!name || state.vectors.has(name)) throw new Error(name ? `There is already a vector named ${name}.` : "Give the vector a name.");
+  if (!name || vectors.has(name)) throw new Error(name ? `There is already a vector named ${name}.` : "Give the vector a name.");
   if (!$("new-plus").value || !$("new-minus").value) throw new Error("Fill in both texts.");
   const plus = await meanRow($("new-plus").value, layer), minus = await meanRow($("new-minus").value, layer);
   const difference = plus.map((v, i) => v - minus[i]), length = Math.hypot(...difference);
   if (!(length > 0)) throw new Error("Both texts have the same mean row; choose others.");
   const wire = encode(difference.map((v) => v / length));
-  addVector(name, () => wire);
-  showVectors();
+  vectors.add(name, () => wire);
+  vectors.show();
   $("probe").value = name;
 }
 
