@@ -6,11 +6,13 @@ A start costs seconds and memory, so an engine is kept until another is asked fo
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
@@ -78,7 +80,7 @@ def get_llm(
 
     while len(_alive) >= max(1, keep):
         _close(next(iter(_alive)))
-    with _environment(env), contextlib.nullcontext() if in_process else quick_processes():
+    with _environment(env), _quick_start(arguments["enforce_eager"]) if in_process else quick_processes():
         from vllm import LLM
 
         llm = LLM(**arguments)
@@ -106,7 +108,10 @@ def close_all() -> None:
 def _close(key: str) -> None:
     llm = _alive.pop(key)
     try:
-        llm.llm_engine.engine_core.shutdown(timeout=0)  # vLLM's processes do not end by themselves in its five seconds
+        # vLLM looks for garbage while the engine is still in use. It takes half a second in a process of tests.
+        with mock.patch.object(gc, "collect"):
+            # Its processes do not end by themselves in the five seconds that it gives them.
+            llm.llm_engine.engine_core.shutdown(timeout=0)
     finally:
         # The caller may still hold the engine; let go of what we can before the next one takes memory.
         del llm
@@ -116,6 +121,35 @@ def _close(key: str) -> None:
 def _settings() -> dict[str, str]:
     """What the environment says about the engine, beyond its arguments (vLLM itself writes to other `VLLM_*` names)."""
     return {k: v for k, v in os.environ.items() if k.startswith("WEIR_") or k == "VLLM_PLUGINS"}
+
+
+@contextlib.contextmanager
+def _quick_start(eager: bool) -> Iterator[None]:
+    """While this holds, an engine that starts in this process passes over what was there before.
+
+    vLLM collects garbage five times during a start, and looks through all that has been imported for kernels that it
+    has to replace on CPU; in a process that has imported transformers and all tests, that is most of what a start takes.
+    """
+    if torch.version.cuda is None:
+        _replace_kernels_once()
+    if eager:  # where a model is traced, Weir itself freezes the heap
+        gc.freeze()  # vLLM does so at the end, and undoes it when the engine is closed
+    try:
+        yield
+    except BaseException:
+        gc.unfreeze()
+        raise
+
+
+@functools.cache
+def _replace_kernels_once() -> None:
+    """Have vLLM replace its kernels for the first engine of this process alone: for the next ones it replaces what it
+    has put there by the same."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    if hasattr(CpuPlatform, "register_triton_kernel_overrides"):
+        once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+        CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
 
 
 @contextlib.contextmanager
