@@ -6,7 +6,6 @@ A start costs seconds and memory, so an engine is kept until another is asked fo
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from unittest import mock
 import torch
 
 from tests.support.without import WITHOUT, block
+from tests.support.zygote import fork_instead_of_spawn, replace_kernels_once
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -80,7 +80,7 @@ def get_llm(
 
     while len(_alive) >= max(1, keep):
         _close(next(iter(_alive)))
-    with _environment(env), _quick_start(arguments["enforce_eager"]) if in_process else quick_processes():
+    with environment(env), quick_start(arguments["enforce_eager"]) if in_process else quick_processes():
         from vllm import LLM
 
         llm = LLM(**arguments)
@@ -108,14 +108,19 @@ def close_all() -> None:
 def _close(key: str) -> None:
     llm = _alive.pop(key)
     try:
-        # vLLM looks for garbage while the engine is still in use. It takes half a second in a process of tests.
-        with mock.patch.object(gc, "collect"):
-            # Its processes do not end by themselves in the five seconds that it gives them.
-            llm.llm_engine.engine_core.shutdown(timeout=0)
+        shut_down(llm)
     finally:
         # The caller may still hold the engine; let go of what we can before the next one takes memory.
         del llm
         gc.collect()
+
+
+def shut_down(llm: LLM) -> None:
+    """End an engine; its memory is there for the next one once nobody holds it and garbage has been collected."""
+    # vLLM collects garbage while the engine is still held: half a second each time, in a process of tests.
+    with mock.patch.object(gc, "collect"):
+        # Its processes do not end by themselves in the five seconds that it gives them.
+        llm.llm_engine.engine_core.shutdown(timeout=0)
 
 
 def _settings() -> dict[str, str]:
@@ -124,14 +129,14 @@ def _settings() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _quick_start(eager: bool) -> Iterator[None]:
+def quick_start(eager: bool) -> Iterator[None]:
     """While this holds, an engine that starts in this process passes over what was there before.
 
     vLLM collects garbage five times during a start, and looks through all that has been imported for kernels that it
-    has to replace on CPU; in a process that has imported transformers and all tests, that is most of what a start takes.
+    has to replace on CPU; in a process that has imported transformers and all tests, that takes longer than the rest.
     """
     if torch.version.cuda is None:
-        _replace_kernels_once()
+        replace_kernels_once()
     if eager:  # where a model is traced, Weir itself freezes the heap
         gc.freeze()  # vLLM does so at the end, and undoes it when the engine is closed
     try:
@@ -139,17 +144,6 @@ def _quick_start(eager: bool) -> Iterator[None]:
     except BaseException:
         gc.unfreeze()
         raise
-
-
-@functools.cache
-def _replace_kernels_once() -> None:
-    """Have vLLM replace its kernels for the first engine of this process alone: for the next ones it replaces what it
-    has put there by the same."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    if hasattr(CpuPlatform, "register_triton_kernel_overrides"):
-        once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
-        CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
 
 
 @contextlib.contextmanager
@@ -181,8 +175,6 @@ def quick_processes() -> Iterator[None]:
 
 
 def _with_environment(environment: Mapping[str, str], target: Any, *arguments: Any, **more: Any) -> None:
-    from tests.support.zygote import fork_instead_of_spawn
-
     os.environ.clear()
     os.environ.update(environment)
     fork_instead_of_spawn()
@@ -202,7 +194,7 @@ def async_llm(model_dir: str | Path, **kw: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set `values` for a while."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
