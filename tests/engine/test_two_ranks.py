@@ -22,7 +22,7 @@ from tests.support.measure import rel_err
 from tests.support.steered import check, idle, prompt, truth
 from vllm_weir.schema.hooks import MODEL_HOOKS
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), needs(engine_processes, memory(3 * GIB))]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes, memory(3 * GIB))]
 CLOSE_OTHERS = True
 
 

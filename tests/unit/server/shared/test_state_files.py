@@ -126,7 +126,7 @@ def test_every_user_sees_every_change(tmp_path):
 
 def _count(folder: str, name: str, times: int, start) -> None:
     shared = SharedState(folder)
-    start.wait(30)
+    start.wait(120)
     for k in range(times):
         shared.change(
             lambda c: replace(
@@ -143,7 +143,7 @@ def _total(contents: RegistryContents) -> float:
 
 def _watch(folder: str, start, stop, errors) -> None:
     shared, last, looks = SharedState(folder), 0, 0
-    start.wait(30)
+    start.wait(120)
     while not stop.is_set():
         contents = shared.read()
         looks += 1
