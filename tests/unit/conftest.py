@@ -1,7 +1,4 @@
-"""What is imported and collected stays: the garbage collector does not look at it again during these tests.
-
-Some collect garbage to see that something is gone, and half a second for each look at all of it was most of their time.
-"""
+"""What holds for all of these tests: nothing fails because the machine is slow, or is slow because much is imported."""
 
 from __future__ import annotations
 
@@ -9,11 +6,20 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Examples and what draws them take as long as the machine is busy.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen_heap() -> Iterator[None]:
-    """From the first of these tests on; engines come first, and vLLM freezes and unfreezes the heap itself."""
+    """The garbage collector does not look at what is imported and collected, which stays.
+
+    Some tests collect garbage to see that something is gone, and a look at all of it takes half a second. Engines come
+    before these tests; vLLM freezes and unfreezes the heap itself.
+    """
     gc.collect()
     gc.freeze()
     yield
