@@ -22,6 +22,7 @@ from typing import Any
 from tests.conformance.engine import device_name, set_environment
 from tests.conformance.verdict import CANNOT, FAILS, Verdict
 from tests.conformance.zoo import Entry
+from tests.support.zygote import replace_kernels
 
 LIMIT = 300.0
 """Seconds for one architecture."""
@@ -115,6 +116,7 @@ def _import_everything() -> None:
     if device_name() == "cpu":
         import vllm.v1.worker.cpu_worker
 
+        replace_kernels()
     transformers.logging.disable_progress_bar()
     assert vllm.entrypoints.llm
     gc.collect()

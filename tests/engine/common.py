@@ -32,7 +32,7 @@ INSIDE = ("attn_out", "resid_mid", "mlp_out")
 LENGTHS = (64, 33, 17, 1, 2, 100, 64, 50, 8, 3)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def oracle(model_dir: Path) -> Oracle:
     return Oracle(model_dir)
 
@@ -83,7 +83,7 @@ def verify(out: Any, wanted: Mapping[tuple[str, int], Iterable[Any]], truth: Ora
     acts, ids = completion.activations, ids_of(out, completion)
     P, G = len(out.prompt_token_ids), len(completion.token_ids)
     assert {tuple(s) for s in acts.sites} == set(wanted)
-    reference = truth.rows(ids[:-1])
+    reference = truth.rows(ids[:-1], wanted)
     worst = 0.0
     for site, selectors in wanted.items():
         at = sorted({p for s in selectors for p in expected_positions(s, P, G, ids)})

@@ -32,7 +32,7 @@ class Served:
         return async_llm(model_dir)
 
     def call(self, awaitable):
-        return self.loop.run_until_complete(asyncio.wait_for(awaitable, 120))
+        return self.loop.run_until_complete(asyncio.wait_for(awaitable, 600))
 
     def close(self):
         self.engine.shutdown()

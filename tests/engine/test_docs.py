@@ -25,7 +25,7 @@ import vllm
 from typer.testing import CliRunner
 
 import vllm_weir as weir
-from tests.support.engines import DEFAULTS, EAGER, close_all, get_llm
+from tests.support.engines import DEFAULTS, EAGER, close_all, get_llm, quick_start, shut_down
 from tests.support.machine import engine_processes, needs
 from tests.support.markdown import ROOT, Block, blocks, commands, pages, split_environment
 from tests.unit.server.routes.test_admin import gguf
@@ -88,7 +88,8 @@ class Engines:
 
         def init(llm: Any, *args: Any, **options: Any) -> None:
             close_all()
-            start(llm, *args, **DEFAULTS | {name: v for name, v in options.items() if name not in QUIET})
+            with quick_start(eager=True):
+                start(llm, *args, **DEFAULTS | {name: v for name, v in options.items() if name not in QUIET})
             self.own.append(llm)
 
         return init
@@ -102,7 +103,7 @@ class Engines:
             for info in weir.saes(llm):
                 weir.unload_sae(llm, info.name)
         for llm in self.own:
-            llm.llm_engine.engine_core.shutdown()
+            shut_down(llm)
 
 
 @pytest.fixture

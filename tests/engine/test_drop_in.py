@@ -5,32 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 
 import pytest
 import vllm
 
 import vllm_weir as weir
 from tests.engine.common import BOUND, directory, oracle, prompts, sampling
-from tests.support.engines import DEFAULTS, quick_processes
+from tests.support.engines import DEFAULTS, EAGER, environment, quick_processes, quick_start, shut_down
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import rel_err
 
 pytestmark = pytest.mark.engine
 CLOSE_OTHERS = True
+IN_PROCESS = EAGER | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
 @contextlib.contextmanager
 def engine(model_dir, layers="all", **arguments):
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     options = DEFAULTS | arguments
-    llm = weir.LLM(str(model_dir), layers, options.pop("dtype"), **options)  # by place, as in vllm-probe-hook
+    with environment(IN_PROCESS), quick_start(options["enforce_eager"]):
+        llm = weir.LLM(str(model_dir), layers, options.pop("dtype"), **options)  # by place, as in vllm-probe-hook
     try:
         yield llm
     finally:
-        os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        llm.llm_engine.engine_core.shutdown()
+        shut_down(llm)
         del llm
         gc.collect()
 
@@ -100,8 +99,8 @@ def test_every_way_to_ask_carries_hidden_states(root):
     from vllm.engine.arg_utils import EngineArgs
 
     llama = directory(root)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    llm = weir.LLM.from_engine_args(EngineArgs(model=str(llama), **DEFAULTS))
+    with environment(IN_PROCESS), quick_start(eager=True):
+        llm = weir.LLM.from_engine_args(EngineArgs(model=str(llama), **DEFAULTS))
     try:
         chat = [{"role": "user", "content": "w5 w6"}]
         llm.enqueue(prompts([5, 9]), [sampling(3), sampling(6)], use_tqdm=False)
@@ -115,8 +114,7 @@ def test_every_way_to_ask_carries_hidden_states(root):
             with pytest.raises(weir.WeirError, match="sampling_params: expected SamplingParams, got dict"):
                 llm.generate(prompts([3, 4]), wrong, use_tqdm=False)
     finally:
-        os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        llm.llm_engine.engine_core.shutdown()
+        shut_down(llm)
         del llm
         gc.collect()
 

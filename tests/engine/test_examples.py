@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.machine import engine_processes, needs
-from tests.support.zygote import zygote
+from tests.support.zygote import forking, zygote
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -115,9 +115,10 @@ def test_every_example_is_known() -> None:
 
 
 NO_ENGINE = {"keep.py", "analyse.py"}
-# These start a server as users do; the others are forks of one that has imported vLLM, and have their engine in them,
-# but for the asynchronous one.
+# These start a server as users do, one of them with processes that import everything again; the others are forks of one
+# that has imported vLLM, and have their engine in them, but for the asynchronous one.
 SERVERS = {"client_capture.py", "inspect_eval.py", "serve_rows.py", "steering_server.py"}
+SPAWNING = "steering_server.py"
 PROCESSES = SERVERS | {"stream.py"}
 
 
@@ -134,7 +135,7 @@ ENV = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
 @pytest.mark.parametrize("path", map(example, EXAMPLES), ids=lambda path: path.name)
 def test_example(path: Path, tmp_path: Path) -> None:
     if path.name in SERVERS:
-        env = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        env = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | ({} if path.name == SPAWNING else forking())
         done: Any = subprocess.run(
             [sys.executable, str(path)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=800, check=False
         )

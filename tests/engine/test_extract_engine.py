@@ -140,7 +140,7 @@ def test_no_process_of_the_engine_outlives_a_run_that_is_killed(whole: tuple[Pat
     assert engine, "the engine has processes of its own"
     process.kill()  # and nobody else
     process.wait()
-    _, alive = psutil.wait_procs(engine, timeout=20)
+    _, alive = psutil.wait_procs(engine, timeout=60)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -9,7 +9,7 @@ from tests.engine.common import assert_nothing_is_held, directory, prompts, samp
 from tests.support.engines import get_llm
 from vllm_weir.consumers.filesystem import Filesystem
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

@@ -110,7 +110,7 @@ def test_aborted_and_unmarked_requests_leave_nothing(llm, tmp_path):
     weir.flush(llm)
     assert len(load(str(tmp_path / "rows"))) == 1
     (ticket,) = weir.mark(held.request_id, llm=llm, why="odd")
-    (file,) = ticket.wait(20)
+    (file,) = ticket.wait(60)
     assert os.path.dirname(file) == str(tmp_path / "rows") and len(load(str(tmp_path / "rows"))) == 2
     assert os.path.exists(kept.receipt.files[0])
     del kept, held, ticket

@@ -34,7 +34,7 @@ class Notes(Consumer):
         self.label = label
 
     def take(self, rows):
-        Notes.gate.wait(20)
+        Notes.gate.wait(120)
         if rows.request.prompt_tokens in Notes.fail:
             raise OSError(28, "No space left on device")
         data = rows.data.clone()
@@ -187,7 +187,7 @@ def test_marks(llm):
     outs = llm.generate(prompts([6, 7, 8]), to("kept", keep="marked"), use_tqdm=False)
     assert not Notes.rows and all(o.receipt.sinks == {"kept": "held"} for o in outs)
     (ticket,) = weir.mark(outs[1].request_id, llm=llm, why="odd", score=0.5)
-    assert ticket.wait(10) == outs[1].receipt.files and len(ticket.files) == 1
+    assert ticket.wait(60) == outs[1].receipt.files and len(ticket.files) == 1
     assert [dict(r.metadata) for _, r in Notes.finished] == [{"why": "odd", "score": 0.5}]
     assert {rows[1].prompt_tokens for rows in Notes.rows} == {7}
     eventually(lambda last=outs[2]: last.receipt.sinks, {"kept": "evicted"}, 10)
@@ -232,7 +232,7 @@ def test_what_an_output_s_owner_does_to_its_rows_is_not_what_a_sink_gets(llm, po
         held.zero_()
     for request in ("mine", reference.request_id):
         for ticket in weir.mark(request, llm=llm):
-            ticket.wait(10)
+            ticket.wait(60)
     wanted = of(reference.request_id)
     got = of("mine")
     for layer in (1, 2, 3):

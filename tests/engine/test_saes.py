@@ -14,7 +14,7 @@ from tests.support.sae_reference import Reference, weights
 from tests.support.steered import check, directory, idle, prompt, sampling, truth, usage
 from vllm_weir.schema.positions import Positions
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 ENGINE: dict[str, Any] = {"block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
 ARCHITECTURES = ("standard", "gated", "jumprelu", "batchtopk")
 TOP_K = 8

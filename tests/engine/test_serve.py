@@ -608,7 +608,7 @@ def test_a_client_that_vanishes_leaves_nothing(client, path):
     for _ in range(10):  # not streamed: gone while it waits
         before, gone = ended(client), False
         try:
-            client.post(path, json=made | {"stream": False, "n": 24}, timeout=0.1)
+            client.post(path, json=made | {"stream": False, "n": 24}, timeout=httpx.Timeout(120, read=0.1))
         except httpx.ReadTimeout:
             gone = True
         eventually(lambda: held(client)["requests"], 0, 1.0)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 import vllm_weir as weir
 from tests.engine.serving import PLAIN, WEIR, running
 from tests.support.machine import engine_processes, needs
+from tests.support.zygote import forking
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500), needs(engine_processes)]
 CLOSE_OTHERS = True
@@ -109,7 +110,7 @@ def test_two_processes_share_results_and_serve_loras(tmp_path, lora):
 
 
 def test_plain_vllm_honours_keys_and_says_what_it_lacks(tmp_path, lora):
-    env = {"WEIR_SERVE_INLINE_BYTES": "20000", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    env = {"WEIR_SERVE_INLINE_BYTES": "20000", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} | forking()
     with running(tmp_path / "log", PLAIN, *LORA, env=env) as client:
         assert client.get("/v1/weir/info").status_code == 404
         small = ask(client, weir=WISH | {"response": {"inline_bytes": 0}})["choices"][0]["weir"]
@@ -128,7 +129,7 @@ def test_plain_vllm_honours_keys_and_says_what_it_lacks(tmp_path, lora):
 
 def test_a_killed_server_starts_again_clean(tmp_path):
     """Only what was under way is lost; what the dead server had kept for its clients is cleared up."""
-    env = {"WEIR_SERVE_DIRECTORY": str(tmp_path)}
+    env = {"WEIR_SERVE_DIRECTORY": str(tmp_path)} | forking()
     kept = WISH | {"response": {"inline_bytes": 0}}
     with contextlib.suppress(httpx.TransportError), running(tmp_path / "log", WEIR, env=env) as client:
         before = ask(client, weir=WISH)["choices"][0]

@@ -15,7 +15,7 @@ from tests.support.steered import directory, idle, sampling, tokens, truth, vect
 from vllm_weir.codec import decode, encode
 from vllm_weir.schema.compression import Compression
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 # Prompts of 100 tokens come in two chunks.
 ENGINE = {"block_size": 32, "max_num_batched_tokens": 64, "max_num_seqs": 16}
 LAYERS = 4

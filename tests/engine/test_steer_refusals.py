@@ -30,7 +30,7 @@ from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.steering.vector_fetch import VectorFetcher
 from vllm_weir.worker.transfer.notifier import Notifier
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 ROWS = 8
 # 8 vectors of 128 float32, blocks 1 and 2 only, and little patience.
 SMALL = {

@@ -12,7 +12,7 @@ from tests.support.engines import close_all, get_llm
 from tests.support.measure import rel_err
 from tests.support.steered import check, chunks, directory, idle, prompt, sampling, truth, vectors
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 ENGINE = {"block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
 EVERYTHING = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
 BLOCKS, D = 4, 128

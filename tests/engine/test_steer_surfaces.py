@@ -24,7 +24,7 @@ from tests.support.steered import (
     vectors,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 ENGINE = {"block_size": 32, "max_num_seqs": 128, "max_num_batched_tokens": 4096}
 EVERYTHING = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
 D = 128

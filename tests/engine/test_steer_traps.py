@@ -13,7 +13,7 @@ from tests.support.measure import rel_err
 from tests.support.steered import check, chunks, directory, prompt, sampling, scheduler, tokens, truth, vectors
 from vllm_weir.worker.planning.planner import Planner
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 ENGINE = {"block_size": 32, "max_num_seqs": 128, "max_num_batched_tokens": 4096}
 EVERYTHING = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
 D = 128

@@ -25,7 +25,7 @@ from tests.support.probe_reference import Act, GateCase
 from tests.support.steered import check, idle, prompt, truth
 from vllm_weir.schema.hooks import MODEL_HOOKS
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), needs(engine_processes, memory(3 * GIB))]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes, memory(3 * GIB))]
 CLOSE_OTHERS = True
 
 

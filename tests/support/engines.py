@@ -11,10 +11,12 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
 from tests.support.without import WITHOUT, block
+from tests.support.zygote import fork_instead_of_spawn, replace_kernels_once
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -78,7 +80,7 @@ def get_llm(
 
     while len(_alive) >= max(1, keep):
         _close(next(iter(_alive)))
-    with _environment(env), contextlib.nullcontext() if in_process else quick_processes():
+    with environment(env), quick_start(arguments["enforce_eager"]) if in_process else quick_processes():
         from vllm import LLM
 
         llm = LLM(**arguments)
@@ -106,16 +108,42 @@ def close_all() -> None:
 def _close(key: str) -> None:
     llm = _alive.pop(key)
     try:
-        llm.llm_engine.engine_core.shutdown(timeout=0)  # vLLM's processes do not end by themselves in its five seconds
+        shut_down(llm)
     finally:
         # The caller may still hold the engine; let go of what we can before the next one takes memory.
         del llm
         gc.collect()
 
 
+def shut_down(llm: LLM) -> None:
+    """End an engine; its memory is there for the next one once nobody holds it and garbage has been collected."""
+    # vLLM collects garbage while the engine is still held: half a second each time, in a process of tests.
+    with mock.patch.object(gc, "collect"):
+        # Its processes do not end by themselves in the five seconds that it gives them.
+        llm.llm_engine.engine_core.shutdown(timeout=0)
+
+
 def _settings() -> dict[str, str]:
     """What the environment says about the engine, beyond its arguments (vLLM itself writes to other `VLLM_*` names)."""
     return {k: v for k, v in os.environ.items() if k.startswith("WEIR_") or k == "VLLM_PLUGINS"}
+
+
+@contextlib.contextmanager
+def quick_start(eager: bool) -> Iterator[None]:
+    """While this holds, an engine that starts in this process passes over what was there before.
+
+    vLLM collects garbage five times during a start, and looks through all that has been imported for kernels that it
+    has to replace on CPU; in a process that has imported transformers and all tests, that takes longer than the rest.
+    """
+    if torch.version.cuda is None:
+        replace_kernels_once()
+    if eager:  # where a model is traced, Weir itself freezes the heap
+        gc.freeze()  # vLLM does so at the end, and undoes it when the engine is closed
+    try:
+        yield
+    except BaseException:
+        gc.unfreeze()
+        raise
 
 
 @contextlib.contextmanager
@@ -147,8 +175,6 @@ def quick_processes() -> Iterator[None]:
 
 
 def _with_environment(environment: Mapping[str, str], target: Any, *arguments: Any, **more: Any) -> None:
-    from tests.support.zygote import fork_instead_of_spawn
-
     os.environ.clear()
     os.environ.update(environment)
     fork_instead_of_spawn()
@@ -168,7 +194,7 @@ def async_llm(model_dir: str | Path, **kw: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set `values` for a while."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -175,7 +175,7 @@ def directory(family: str = "llama", shape: str = "a") -> Path:
     return make_model(family, shape)
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=8)
 def truth(model_dir: Path) -> SteeredOracle:
     """Its reference."""
     return SteeredOracle(model_dir)

@@ -129,6 +129,25 @@ def fork_instead_of_spawn() -> None:
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
+def forking() -> dict[str, str]:
+    """The environment in which a program does so from its start, whatever it starts itself."""
+    before = filter(None, [os.environ.get("PYTHONPATH")])  # first: a `sitecustomize` there is to be found
+    return {"PYTHONPATH": os.pathsep.join([*before, str(ROOT / "tests/support/forking"), str(ROOT)])}
+
+
+@cache
+def replace_kernels_once() -> None:
+    """Have vLLM replace kernels that CPUs lack for the first engine of this process alone.
+
+    It looks through all that has been imported, and for the next engine it would replace what it has put there itself.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    if hasattr(CpuPlatform, "register_triton_kernel_overrides"):
+        once = cache(CpuPlatform.register_triton_kernel_overrides)
+        CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
+
+
 def import_vllm() -> None:
     """What engines and servers import, without any plugin."""
     import uvicorn  # noqa: F401
@@ -142,8 +161,18 @@ def import_vllm() -> None:
 
     import vllm_weir  # noqa: F401
 
+    replace_kernels()
     gc.collect()
     gc.freeze()  # what is imported stays: no child's collections need look at it
+
+
+def replace_kernels() -> None:
+    """Before forks are made: none of them has to look for kernels then."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and hasattr(current_platform, "register_triton_kernel_overrides"):
+        replace_kernels_once()
+        current_platform.register_triton_kernel_overrides()
 
 
 def _serve() -> None:

@@ -49,8 +49,10 @@ pytest.importorskip("nothing_is_called_this")
 def run(*arguments: str, cwd: Path = ROOT, path: Path = ROOT, **env: str) -> list[str]:
     """The lines that a run of pytest prints; it has to succeed."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    environ |= {"PYTHONPATH": f"{path}:{ROOT / 'src'}:{ROOT}", **env}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    # Of the plugins that are installed those that a run needs: importing all takes longer than the run.
+    environ |= {"PYTHONPATH": f"{path}:{ROOT / 'src'}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **env}
+    plugins = ["-p", "xdist", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *plugins, *arguments]
     done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout.splitlines()

@@ -448,7 +448,7 @@ def test_trap_17_who_waits_for_a_worker_s_word_holds_up_nobody_in_the_event_loop
     """It is still on its way when a sequence finishes: the other requests' outputs go on being handed out."""
     from vllm_weir.patches.frontend import _VIEW, async_llm_generate
 
-    frontend, order = frontend_of(FACTS, timeout=5), []
+    frontend, order = frontend_of(FACTS, timeout=60), []
     site_request = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": [1]}]}}
     trackers = {name: frontend.admit(name, site_request, [1, 2, 3], 3, 1)[0] for name in ("late", "ready")}
 

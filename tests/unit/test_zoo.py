@@ -142,6 +142,7 @@ def test_what_dies_cannot_be_run_only_if_stock_vllm_dies_too(stock, verdict, tmp
 
     monkeypatch.setattr(pool, "_child", child)
     monkeypatch.setattr(pool, "_import_everything", lambda: None)
+    monkeypatch.setattr(pool, "set_environment", lambda: None)  # it is for a process that does nothing else
     told = []
     (found,) = pool.run_all([ZOO["LlamaForCausalLM"]], tmp_path, done=told.append)
     assert found.verdict == verdict and told == [found]

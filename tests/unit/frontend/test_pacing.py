@@ -28,7 +28,7 @@ def patient(monkeypatch):
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 10))
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 def test_who_came_before_goes_first_and_nobody_who_comes_later():
@@ -108,10 +108,10 @@ def test_who_waits_for_something_itself_holds_nobody_up(monkeypatch):
         pacing.enter()
         began = module.monotonic()
         await pacing.wait_to_enter()
-        assert 0.08 < module.monotonic() - began < 5
+        assert 0.08 < module.monotonic() - began < 30
         began = module.monotonic()
-        await asyncio.gather(*(pacing.wait_to_enter() for _ in range(60)))
-        assert module.monotonic() - began < 3, "each waited for it anew"
+        await asyncio.gather(*(pacing.wait_to_enter() for _ in range(600)))
+        assert module.monotonic() - began < 30, "each waited for it anew"
 
     run(go())
 
@@ -233,8 +233,8 @@ def test_nobody_is_held_back_for_longer_than_said(monkeypatch):
     async def go():
         pacing = paced(pace=0.05)
         began = module.monotonic()
-        await asyncio.gather(*(pacing.wait_to_enter() for _ in range(200)))
-        assert module.monotonic() - began < 5
+        await asyncio.gather(*(pacing.wait_to_enter() for _ in range(1000)))
+        assert module.monotonic() - began < 30  # one after the other: 100
 
     run(go())
 
@@ -301,7 +301,7 @@ def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_will(kin
         if kind == "cancelled":
             plain.cancel()
         serving.begins.set()
-        await asyncio.wait_for(asked, 10)
+        await asyncio.wait_for(asked, 60)
         assert serving.admitted == ([kind] if kind in ("plain", "slow") else [])
         assert plain.done() == (kind != "slow") or kind == "plain"
         serving.told.set()
@@ -329,7 +329,7 @@ def test_the_engine_says_when_it_has_a_request():
                 await called
         else:
             await called
-        await asyncio.wait_for(pacing.wait_to_enter(), 10)
+        await asyncio.wait_for(pacing.wait_to_enter(), 60)
 
     for fails in (False, True):
         asyncio.run(go(fails))

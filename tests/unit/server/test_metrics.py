@@ -112,7 +112,7 @@ def test_gauges_follow_the_workers_while_requests_live(frontend, monkeypatch, tm
         await becomes(lambda: [value(registry, n, **labels) for n, labels in names], [0.5, 0.125, 3, 0, 100], 5)
         assert not task.done()
         del tracker
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 60)
         assert all(value(registry, n, engine=e) == 0 for n in FILL_AND_WAIT for e in "01")
 
     asyncio.run(live())
@@ -143,7 +143,7 @@ def test_requests_that_are_held_back_are_told(frontend, monkeypatch):
         assert not meter._task.done() and not len(frontend.store)
         pacing.live = ()
         await asyncio.gather(*asked[:-1])
-        await asyncio.wait_for(meter._task, 5)
+        await asyncio.wait_for(meter._task, 60)
         assert value(registry, "weir_requests_held") == 0
 
     asyncio.run(live())

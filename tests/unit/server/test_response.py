@@ -126,13 +126,13 @@ def test_an_id_that_nobody_gets_is_freed_and_one_that_went_out_stays(server):
 def test_rows_that_come_too_late_are_freed(server):
     waits, go_on = threading.Event(), threading.Event()
     view = View()
-    view.wait = lambda: (waits.set(), go_on.wait(30))
+    view.wait = lambda: (waits.set(), go_on.wait(60))
     put, made = server.spool.put, []
     server.spool.put = lambda *what: made.append(put(*what)) or made[-1]
 
     async def go():
         task = asyncio.create_task(reply(server, view).weir_objects())
-        assert await asyncio.to_thread(waits.wait, 10)
+        assert await asyncio.to_thread(waits.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -281,7 +281,7 @@ def test_one_answer_at_a_time_is_made_and_none_waits_for_rows_of_another(server,
     monkeypatch.setattr(Activations, "pieces", make)
 
     async def go():
-        late = asyncio.create_task(reply(server, View(wait=lambda: arrive.wait(10))).weir_objects())
+        late = asyncio.create_task(reply(server, View(wait=lambda: arrive.wait(60))).weir_objects())
         await asyncio.gather(*(reply(server, View()).weir_objects() for _ in range(6)))
         assert not late.done()
         arrive.set()
@@ -298,8 +298,8 @@ def test_who_waits_for_another_processs_file_holds_no_other_answer_up(server):
     async def go():
         with locked(server.spool._lock):
             kept = asyncio.create_task(reply(server, View()).weir_objects())
-            assert await asyncio.to_thread(tries.wait, 10)
-            inline = (await asyncio.wait_for(reply(server, View(), 1 << 20).weir_objects(), 10))[0]["activations"]
+            assert await asyncio.to_thread(tries.wait, 60)
+            inline = (await asyncio.wait_for(reply(server, View(), 1 << 20).weir_objects(), 60))[0]["activations"]
             assert "b64" in inline and not kept.done()
         assert "id" in (await kept)[0]["activations"]
 

@@ -49,7 +49,7 @@ def s3() -> Iterator[dict[str, Any]]:
     fsspec.filesystem("s3", **options).mkdir("acts")
     yield options
     server.terminate()
-    server.wait(10)
+    server.wait(60)
 
 
 def wait_for(port: int, server: subprocess.Popen[bytes]) -> None:

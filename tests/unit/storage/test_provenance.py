@@ -100,7 +100,7 @@ def test_a_sinks_rows_say_what_they_are(layout: str, tmp_path: Path) -> None:
             name, [Looked(part, acts)], Finished(name, 0, name, 4, 1, "stop"),  # type: ignore[list-item]
             lambda: None, False,
         )  # fmt: skip
-        tickets[0].wait(10)
+        tickets[0].wait(60)
     manager.close()
     found = load(tmp_path)
     assert "capture" not in found.metadata("plain")

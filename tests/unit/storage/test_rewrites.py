@@ -181,7 +181,7 @@ def test_an_interrupted_wait_for_a_write_is_waited_for_again(tmp_path: Path, mon
     def slow(fd: int, data: memoryview, offset: int) -> int:
         if threading.current_thread() is not threading.main_thread():
             begun.set()
-            go.wait(10)
+            go.wait(60)
         return real(fd, data, offset)
 
     def interrupt(futures: list) -> None:
@@ -193,7 +193,7 @@ def test_an_interrupted_wait_for_a_write_is_waited_for_again(tmp_path: Path, mon
         patch.setattr(open_shard, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             write(writer, "a")
-    assert begun.wait(10)
+    assert begun.wait(60)
     go.set()
     writer.abandon("a")
     write(writer, "b")

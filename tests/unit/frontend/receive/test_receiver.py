@@ -60,7 +60,7 @@ def test_a_worker_that_ends_while_it_introduces_itself_stops_nobody(said, tmp_pa
             line.connect(arenas)
             line.sendall(said)
             line.shutdown(socket.SHUT_WR)
-            line.settimeout(10)
+            line.settimeout(60)
             assert line.recv(1) == b"", "turned away"
     thread.join(0.2)
     assert thread.is_alive()
@@ -79,7 +79,7 @@ def test_what_rings_while_the_thread_ends_rings_nothing_else(tmp_path, monkeypat
     (thread,) = set(threading.enumerate()) - before
 
     def late(fd, value):
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
         write(fd, value)
 
@@ -100,7 +100,7 @@ def test_files_of_strangers_are_closed(tmp_path, monkeypatch):
     with open(tmp_path / "theirs") as theirs, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.connect(arenas)
         socket.send_fds(line, [struct.pack("<I", len(said)) + said], [theirs.fileno()] * 2)
-        line.settimeout(10)
+        line.settimeout(60)
         assert line.recv(1) == b""
         receiver.close()  # and with it the thread
         held = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
@@ -113,7 +113,7 @@ def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_
     goes_on = threading.Event()
 
     def late(said, decode=messages.decode_hello):
-        goes_on.wait(10)
+        goes_on.wait(60)
         return decode(said)
 
     monkeypatch.setattr(messages, "decode_hello", late)

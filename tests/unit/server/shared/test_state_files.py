@@ -126,7 +126,7 @@ def test_every_user_sees_every_change(tmp_path):
 
 def _count(folder: str, name: str, times: int, start) -> None:
     shared = SharedState(folder)
-    start.wait(30)
+    start.wait(300)  # for all of them: who watches sees something
     for k in range(times):
         shared.change(
             lambda c: replace(
@@ -143,7 +143,7 @@ def _total(contents: RegistryContents) -> float:
 
 def _watch(folder: str, start, stop, errors) -> None:
     shared, last, looks = SharedState(folder), 0, 0
-    start.wait(30)
+    start.wait(300)  # for all of them: who watches sees something
     while not stop.is_set():
         contents = shared.read()
         looks += 1
@@ -161,14 +161,13 @@ def _watch(folder: str, start, stop, errors) -> None:
 def test_processes_lose_no_change_and_see_no_torn_one(tmp_path):
     """Three processes change the state at once, two watch: the parts of each state fit each other."""
     context, times = multiprocessing.get_context("spawn"), 40
-    start, stop, errors = context.Event(), context.Event(), context.Queue()
+    start, stop, errors = context.Barrier(5), context.Event(), context.Queue()
     writers = [context.Process(target=_count, args=(str(tmp_path), n, times, start)) for n in "abc"]
     watchers = [context.Process(target=_watch, args=(str(tmp_path), start, stop, errors)) for _ in range(2)]
     for process in (*writers, *watchers):
         process.start()
-    start.set()
     for process in writers:
-        process.join(120)
+        process.join(300)
         assert process.exitcode == 0
     stop.set()
     said = [errors.get(timeout=60) for _ in watchers]

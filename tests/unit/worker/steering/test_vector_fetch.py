@@ -66,7 +66,7 @@ class Caller:
         socket = self.context.socket(zmq.REQ)
         socket.connect(messages.ReaderEndpoint.parse(self.reply).vectors)
         socket.send(b"end")
-        self.thread.join(timeout=5)
+        self.thread.join(timeout=60)
         socket.close(0)
         self.socket.close(0)
         self.context.term()
@@ -164,7 +164,7 @@ def test_an_unknown_vector_fails_its_own_request(caller):
 
 def test_a_caller_that_is_silent_is_waited_for_once_in_a_step(caller, monkeypatch):
     monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 200)
-    digests, other = caller.use(*rows(20)), str(messages.ReaderEndpoint("", "ipc:///nowhere/at/all", "", "t"))
+    digests, other = caller.use(*rows(100)), str(messages.ReaderEndpoint("", "ipc:///nowhere/at/all", "", "t"))
     fetcher, caller.silent = VectorFetcher(), True
     before = time.monotonic()
     fetcher.prefetch({caller.reply: digests, other: digests})
@@ -172,11 +172,11 @@ def test_a_caller_that_is_silent_is_waited_for_once_in_a_step(caller, monkeypatc
         for digest in digests:
             with pytest.raises(ValueError, match="did not answer"):
                 fetcher.fetch(reply, [digest])
-    assert time.monotonic() - before < 4, "each was waited for anew"
+    assert time.monotonic() - before < 20, "each was waited for anew"
     fetcher.clear()
     caller.silent = False
     monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 5000)
-    assert len(fetcher.fetch(caller.reply, digests)) == 20, "asked anew, on a new socket"
+    assert len(fetcher.fetch(caller.reply, digests)) == 100, "asked anew, on a new socket"
 
 
 def test_sockets_are_kept_and_bounded(caller, monkeypatch):

@@ -71,7 +71,7 @@ class Worker:
         plan_, ranks, heads, ints = (x.to(self.device) for x in tables)
         floats, vectors = torch.zeros(1, 4, device=self.device), torch.zeros(1, self.width, device=self.device)
         for tap in range(TAPS):
-            rows = torch.stack([content(name, tap, p).repeat(times)[: self.width] for name, p in where])
+            rows = torch.stack([content(name, tap, p) for name, p in where]).repeat(1, times)[:, : self.width]
             hidden, number = rows.to(self.device, self.dtype), numbered(tap, device=self.device)
             self.launch(hidden, None, number, plan_, ranks, self.ring, heads, ints, floats, vectors)
         self.folder.settle(plan.reductions, start)

@@ -23,9 +23,12 @@ from vllm_weir.worker.tap.warmup import TapWarmup, stand_ins
 
 @pytest.fixture(autouse=True)
 def thawed():
+    frozen = gc.get_freeze_count()
     gc.unfreeze()
     yield
     gc.unfreeze()
+    if frozen:  # as tests/unit/conftest.py has it
+        gc.freeze()
 
 
 def holding(profile, seen):

@@ -22,7 +22,7 @@ inf, nan = float("inf"), float("nan")
 tried = 0
 for k in (4, 32, 64, 100, 512):
     for addends in (1, 2):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16) if k in (4, 100) else (torch.float32,):
             rows = torch.randn(40, addends * k) * torch.logspace(-30, 30, 40)[:, None]
             rows[0], rows[1] = 0, 2.5
             for row, value in enumerate((nan, inf, -inf, 1.6e38, -1.6e38), start=2):
@@ -46,7 +46,7 @@ print("packed", tried)
 def test_bytes_are_the_plain_codec_s():
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", CASES], capture_output=True, text=True, env=env, timeout=300)
-    assert done.stdout == "packed 33\n", done.stderr[-3000:]
+    assert done.stdout == "packed 21\n", done.stderr[-3000:]
 
 
 PROJECTIONS = """
@@ -62,8 +62,8 @@ multiply = numpy.matmul
 numpy.matmul = lambda a, b, dtype: multiply(a.astype(numpy.float64), b.astype(numpy.float64)).astype(dtype)
 
 torch.manual_seed(0)
-for d in (100, 512, 1200):
-    for k in (k for k in PROJECTED if k <= d):
+for d, some in ((100, (32, 64)), (512, (128,)), (1200, (32, 128))):
+    for k in (k for k in PROJECTED if k in some):
         matrix = codec.projection(3, k, d)
         high = matrix.half()  # the interpreter multiplies no bfloat16
         halves = torch.cat([high, (matrix - high.float()).half()])
