@@ -70,7 +70,7 @@ def stand_ins(
     hidden, residual, ring = torch.zeros(3, 1, d_model, dtype=dtype, device=device)
     none = torch.full((1, 4), -1, dtype=torch.int32, device=device)
     floats = torch.zeros(1, d_model, dtype=torch.float32, device=device)
-    tables = (numbered(0, device=device), none, none, ring, none, none, floats, floats)
+    tables = (numbered(0, device=device), none, none, ring, none, none, floats, floats, floats)
     # A kernel is compiled for a power of two, and for whether 16 divides the width.
     others = {((width - 1).bit_length(), width % 16 == 0): width for width in widths if width != d_model}
     rows = [torch.zeros(1, width, dtype=dtype, device=device) for width in others.values()]
