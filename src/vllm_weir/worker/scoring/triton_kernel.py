@@ -220,7 +220,10 @@ def _walk(
     score = tl.load(state + 1 + lanes, mask=inside, other=0.0)
     if fresh:
         number = 0
-        score = score * 0.0
+        score = tl.zeros_like(score)
+        size = 1 + outputs * (1 + window) + tl.where(kind == _ATTENTION, units * (2 + outputs), 0)
+        for k in range(0, size, BLOCK):
+            tl.store(state + k + lanes, 0.0, mask=k + lanes < size)
         _forget(gate, gates, states)
         tl.debug_barrier()
     kept = state + 1 + outputs

@@ -49,11 +49,11 @@ def random_step(seed: int) -> ScoreTensors:
         assert len(as_integers(plan.runs)) == len(plan.runs)
         writer.write(plan.runs)
         of_tokens[:, 2] = plan.programs
-    # Counts of scored positions are whole; what has been kept of attention are weights above 0.
+    # Counts of scored positions are whole, and windows are full; weights kept of attention are above 0.
     states = np.abs(draw.random.standard_normal(SIZES.states + 1)).astype(np.float32)
     for row in range(len(probes.probes)):
         if probes.probes[row, 0] >= 0:
-            states[probes.probes[row, 9]] = draw.random.integers(0, 6)
+            states[probes.probes[row, 9]] = draw.random.integers(4, 9)
     states[0] = 0
     cells = draw.random.standard_normal((tokens, SIZES.cells)).astype(np.float32)
     return ScoreTensors(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
@@ -55,3 +56,20 @@ def test_the_kernel_computes_what_the_cpu_s_does():
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", CASES], capture_output=True, text=True, env=env, timeout=500)
     assert done.stdout == "same True True\n", done.stdout + done.stderr[-3000:]
+
+
+def test_the_kernel_compiles_for_hopper():
+    from triton import compile as compiled
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vllm_weir.worker.scoring.tensors import ScoreTensors
+    from vllm_weir.worker.scoring.triton_kernel import _score
+
+    floats = {"vectors", "cells", "decays", "bounds", "biases", "states"}
+    types = {entry.name: "*fp32" if entry.name in floats else "*i32" for entry in fields(ScoreTensors)}
+    constants = {"BLOCK": 64, "PROGRAMS": 128}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in _score.arg_names}
+    places = {(_score.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=_score, signature=signature, constexprs=places)
+    assert compiled(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["cubin"]
