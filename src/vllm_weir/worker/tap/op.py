@@ -60,8 +60,10 @@ class TapTensors:
     cells: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
 
-ALL = -1
-"""Mask of every tap and its probes; bit t of a mask stands for tap t, bit SCORES + t for its probes."""
+ALL = (1 << SCORES) - 1
+"""Mask of every tap; bit t of a mask stands for tap t, and bit SCORES + t for the probes there."""
+EVERYTHING = -1
+"""Mask of every tap and all probes."""
 
 
 class TapSwitch:
@@ -118,15 +120,15 @@ class TapSwitch:
 
     def turn(self, mask: int) -> None:
         """Let the taps of `mask` act from the next forward pass on, and no others."""
-        self.mask = ALL if self.pinned else mask
+        self.mask = EVERYTHING if self.pinned else mask
 
     def pin(self) -> None:
         """Let all taps act for good."""
-        self.mask, self.pinned = ALL, True
+        self.mask, self.pinned = EVERYTHING, True
 
     def wants(self, tap: int) -> bool:
-        """Return whether a tap acts."""
-        return self.mask == ALL or bool(self.mask >> tap & 1)
+        """Return whether a tap acts; ``SCORES + tap`` stands for its probes."""
+        return bool(self.mask >> tap & 1)
 
 
 _switches: weakref.WeakValueDictionary[int, TapSwitch] = weakref.WeakValueDictionary()
