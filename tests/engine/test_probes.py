@@ -11,9 +11,9 @@ import vllm_weir as weir
 from tests.engine.common import asking, assert_nothing_is_held, directory, oracle, prompts, sampling, tokens, verify
 from tests.engine.probe_cases import (
     BOUND,
-    D,
     LAYERS,
     SMALL,
+    D,
     asked,
     check_scores,
     every_kind,
@@ -243,7 +243,7 @@ def one(weight, bias=0.0, hook="resid_post", layer=1, **more):
 
 
 def raw(probes):
-    return sampling(2, extra_args={"weir": {"probes": probes}})
+    return sampling(2, extra_args={"weir": {"v": 1, "probes": probes}})
 
 
 ROW = torch.ones(D)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.worker.scoring.bench import D, LAYERS, Bench, Draw, blocks
+from tests.unit.worker.scoring.bench import Bench, D, Draw, blocks
 from tests.unit.worker.scoring.plain_scores import PlainModel
 
 
