@@ -14,7 +14,7 @@ import msgspec
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec
-from vllm_weir.schema.resolved_probes import ResolvedGate, ResolvedProbe, Scoring, scoring_steps
+from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe, Scoring, scoring_steps
 from vllm_weir.util.lru import LruCache
 
 
@@ -39,6 +39,27 @@ class EngineSpec:
         """The distinct selectors of captures, interventions and probes."""
         moved, scored = (move.positions for move in self.moves), (probe.positions for probe in self.probes)
         return tuple(dict.fromkeys([*self.captures.positions, *moved, *scored]))
+
+    def gated_from(self, prompt_len: int) -> int | None:
+        """Return the first position at which a gated intervention may act; None if there is none.
+
+        Before its probe's first score a gate is shut. A selector by token counts as if it could
+        select any token.
+
+        Args:
+            prompt_len: tokens of the prompt.
+        """
+        factors = CellLayout.of(self.probes, self.gates).factors
+        firsts = []
+        for move in self.moves:
+            if not move.is_gated:
+                continue
+            gate = self.gates[factors.index(move.instructions[0].cell - 1)]
+            acts = move.positions.first(prompt_len)
+            scored = self.probes[gate.probe].positions.first(prompt_len)
+            if acts is not None and scored is not None:
+                firsts.append(max(acts, scored + gate.delay))
+        return min(firsts, default=None)
 
     @functools.cached_property
     def end(self) -> int:

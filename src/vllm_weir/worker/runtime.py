@@ -247,7 +247,8 @@ class WorkerRuntime:
                     engine_request.reader_endpoint, request_id, f"the worker could not serve the request: {e}"
                 )
                 if spec.moves:
-                    keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, engine_request.cache_salt)
+                    salt, gated_from = engine_request.cache_salt, spec.gated_from(prompt_len)
+                    keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, salt, gated_from)
                     self.planner.steering_planner.unsteered_kv.add(keys, cached)
         self._vectors.clear()
 
@@ -304,6 +305,7 @@ class WorkerRuntime:
                 fetch,
                 engine_request.cache_salt,
                 spec.scoring,
+                spec.gated_from(prompt_len),
             )
 
     def _grant(self, endpoint: str, start: int, rows: int) -> None:

@@ -151,6 +151,7 @@ class SteeringPlanner:
         fetch: Callable[[list[str]], dict[str, np.ndarray]],
         salt: str = "",
         scoring: Scoring | None = None,
+        gated_from: int | None = None,
     ) -> SteeredRequest:
         """Return a request's steering, which holds its vectors until it leaves.
 
@@ -163,6 +164,7 @@ class SteeringPlanner:
             fetch: returns missing vectors by digest.
             salt: of the request's keys in the prefix cache.
             scoring: its probes and gates.
+            gated_from: see `EngineSpec.gated_from`.
 
         Raises:
             WeirError: if the tables cannot hold it.
@@ -172,7 +174,7 @@ class SteeringPlanner:
         is_cached = sum(len(i.instructions) for i in steps) <= MOST_CACHED
         recipe = self._recipes[steps] if is_cached else SteeringRecipe(steps, self.table)
         selectors = recipe.choice.of(prompt_len, prompt_ids)
-        keys = SteeredKeys(interventions, prompt_len, prompt_ids, salt)
+        keys = SteeredKeys(interventions, prompt_len, prompt_ids, salt, gated_from)
         scores = None if scoring is None else self.scores.recipe(scoring, is_cached)
         vectors = recipe.vectors if scores is None else tuple({*recipe.vectors, *scores.vectors})
         self.table.hold_vectors(vectors, fetch)

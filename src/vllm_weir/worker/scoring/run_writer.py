@@ -23,7 +23,8 @@ class RunWriter:
     """
 
     def __init__(self, num_taps: int, most_runs: int, device: torch.device) -> None:
-        head, width = num_taps + 1, len(RUN_FIELDS)
+        width = len(RUN_FIELDS)
+        head = (num_taps + width) // width * width  # the runs are aligned, and there is an offset more than taps
         cuda = device.type == "cuda"
         self._memory = torch.zeros(head + most_runs * width, dtype=torch.int32, device=device)
         self.offsets, self.runs = self._memory[:head], self._memory[head:].view(-1, width)
@@ -47,12 +48,8 @@ class RunWriter:
         host, head = staging.numpy(), len(self._taps)
         host[:head] = np.searchsorted(runs["tap"], self._taps)
         end = head + len(runs) * len(RUN_FIELDS)
-<<<<<<< HEAD
-        host[head:end] = as_integers(runs)[:, 1:].reshape(-1)
-=======
         if len(runs):
             host[head:end] = as_integers(runs)[:, 1:].reshape(-1)
->>>>>>> h/PDEV
         self._memory[:end].copy_(staging[:end], non_blocking=True)
         if self._copied:
             self._copied[self._turn].record()
