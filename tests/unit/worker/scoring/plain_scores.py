@@ -145,9 +145,9 @@ class PlainModel:
                                 delta = delta + factor * added(one, h, self.vectors)
                             h = h + delta
                     for probe in self.probes:
-                        if (probe.probe.hook, probe.probe.layer) == (hook, there):
-                            if self.selects(probe.probe.positions, position):
-                                probe.read(position, h)
+                        is_here = (probe.probe.hook, probe.probe.layer) == (hook, there)
+                        if is_here and self.selects(probe.probe.positions, position):
+                            probe.read(position, h)
             for g in range(len(self.gates)):
                 self.factors[g][position] = self.factor(g, position)
             out.append(h)

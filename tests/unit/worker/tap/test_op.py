@@ -19,7 +19,7 @@ from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.discovery.anchors import AddedTerm, Anchor, TensorKey
 from vllm_weir.worker.planning.site_sets import SiteSets
 from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, LAST
-from vllm_weir.worker.tap import cpu_kernel, install
+from vllm_weir.worker.tap import cpu_chains, install
 from vllm_weir.worker.tap import op as tap_module
 from vllm_weir.worker.tap.install import place
 from vllm_weir.worker.tap.op import TapSwitch, TapTensors, numbered
@@ -437,10 +437,10 @@ def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(see
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for few in (0, programs):
-            patch.setattr(cpu_kernel, "MAX_SEPARATE_CHAINS", few)
+            patch.setattr(cpu_chains, "MAX_SEPARATE_CHAINS", few)
             own_cells = cells.clone()
-            of_tokens = cpu_kernel._Cells(own_cells, torch.arange(tokens), torch.float32)
-            chains = cpu_kernel._Chains(ints.numpy(), floats, vectors, of_tokens, tokens)
+            of_tokens = cpu_chains.Cells(own_cells, torch.arange(tokens), torch.float32)
+            chains = cpu_chains.Chains(ints.numpy(), floats, vectors, of_tokens, tokens)
             found.append((*chains.follow(nodes.numpy(), h, past_post), chains.changed, own_cells))
     (stopped, rows, changed, written), (same_stop, same_rows, same_changed, same_written) = found
     assert (stopped == same_stop).all() and torch.equal(rows, same_rows)
@@ -545,7 +545,7 @@ def test_rows_of_any_width_are_read_and_steered_in_any_of_their_columns(
     tables = [torch.from_numpy(x) for x in (heads, ints, floats, vectors)]
     switch = live(TapTensors(torch.from_numpy(plan), torch.from_numpy(ranks), ring, *tables))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernel, "MAX_SEPARATE_CHAINS", 9 if separate else 0)
+        patch.setattr(cpu_chains, "MAX_SEPARATE_CHAINS", 9 if separate else 0)
         for tap in range(taps):
             number, before = numbered(tap), whole.clone()
             switch.enrol(number, tap, (around[0], around[0] + width))
