@@ -16,13 +16,13 @@ import vllm_weir as weir
 from tests.engine.common import tokens
 from tests.engine.probe_cases import (
     ACTIVATIONS,
-    D,
     HEADS,
     LAYERS,
     POSITIONS,
     SITES,
     SMOOTHINGS,
     WIDTHS,
+    D,
     random_probe,
 )
 from tests.support.probe_reference import Act, GateCase, GatedOracle, ProbeCase, comes_first

@@ -13,8 +13,8 @@ from tests.engine.common import assert_nothing_is_held, directory, frontend, pro
 from tests.engine.gated_programs import FORMS, intervention, make_program
 from tests.engine.probe_cases import (
     BOUND,
-    D,
     SMALL,
+    D,
     asked,
     check_gated,
     preemptions,
@@ -416,7 +416,7 @@ BAD = [
     (
         lambda: sampling(
             2,
-            extra_args={"weir": {"interventions": [
+            extra_args={"weir": {"v": 1, "interventions": [
                 {"op": "add", "vector": [1.0] * D, "layers": [2], "when": {"probe": "p", "over": 1}}
             ]}},
         ),

@@ -11,9 +11,9 @@ import vllm_weir as weir
 from tests.engine.common import asking, assert_nothing_is_held, directory, oracle, prompts, sampling, tokens, verify
 from tests.engine.probe_cases import (
     BOUND,
-    D,
     LAYERS,
     SMALL,
+    D,
     asked,
     check_scores,
     every_kind,
@@ -84,7 +84,7 @@ def test_several_samples_of_one_prompt(llm, truth):
         random_probe("mean", "linear", ("resid_post", 1), 4, 3, smooth=("ema", 0.2)),
         random_probe("attends", "attention", ("resid_post", 3), 5, positions="sampled"),
     ]
-    params = asked(sampling(7, temperature=1.0, seed=5, n=3), probes)
+    params = asked(sampling(7, temperature=1.0, n=3), probes)
     for size in (None, 16):
         with chunks(llm, size):
             (out,) = llm.generate(prompts([37]), params, use_tqdm=False)
@@ -243,7 +243,7 @@ def one(weight, bias=0.0, hook="resid_post", layer=1, **more):
 
 
 def raw(probes):
-    return sampling(2, extra_args={"weir": {"probes": probes}})
+    return sampling(2, extra_args={"weir": {"v": 1, "probes": probes}})
 
 
 ROW = torch.ones(D)

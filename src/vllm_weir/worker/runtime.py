@@ -304,8 +304,8 @@ class WorkerRuntime:
                 prompt_ids,
                 fetch,
                 engine_request.cache_salt,
-                spec.gated_from(prompt_len),
                 spec.scoring,
+                spec.gated_from(prompt_len),
             )
 
     def _grant(self, endpoint: str, start: int, rows: int) -> None:

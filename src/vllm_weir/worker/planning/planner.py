@@ -145,13 +145,13 @@ class Planner:
         prompt_ids: Sequence[int] | None,
         fetch: Callable[[list[str]], dict[str, np.ndarray]],
         salt: str = "",
-        gated_from: int | None = None,
         scoring: Scoring | None = None,
+        gated_from: int | None = None,
     ) -> None:
         """Start steering or scoring a request; arguments and errors as for `SteeringPlanner.join`."""
         self._end_repetition()
         self.steered[request_id] = self.steering_planner.join(
-            request_id, endpoint, interventions, prompt_len, prompt_ids, fetch, salt, gated_from, scoring
+            request_id, endpoint, interventions, prompt_len, prompt_ids, fetch, salt, scoring, gated_from
         )
         self.steady_state.add_request(request_id, endpoint)
 

@@ -150,8 +150,8 @@ class SteeringPlanner:
         prompt_ids: Sequence[int] | None,
         fetch: Callable[[list[str]], dict[str, np.ndarray]],
         salt: str = "",
-        gated_from: int | None = None,
         scoring: Scoring | None = None,
+        gated_from: int | None = None,
     ) -> SteeredRequest:
         """Return a request's steering, which holds its vectors until it leaves.
 
@@ -163,8 +163,8 @@ class SteeringPlanner:
             prompt_ids: their ids, None if only the device knows them.
             fetch: returns missing vectors by digest.
             salt: of the request's keys in the prefix cache.
-            gated_from: see `EngineSpec.gated_from`.
             scoring: its probes and gates.
+            gated_from: see `EngineSpec.gated_from`.
 
         Raises:
             WeirError: if the tables cannot hold it.
