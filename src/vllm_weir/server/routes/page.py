@@ -14,6 +14,7 @@ FILES = {
     "/weir/weir.js": ("weir.js", "text/javascript"),
     "/weir/rows.js": ("rows.js", "text/javascript"),
     "/weir/heatmap.js": ("heatmap.js", "text/javascript"),
+    "/weir/probes.js": ("probes.js", "text/javascript"),
     "/weir/inside.js": ("inside.js", "text/javascript"),
 }
 """Path -> file and media type; nothing else is served."""

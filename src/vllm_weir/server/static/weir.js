@@ -2,6 +2,7 @@
 
 import { colour, fillTable, format, magnitude } from "./heatmap.js";
 import { bodyOf, fillHeads, fillNeurons, read, servedBlocks } from "./inside.js";
+import { addProbeScores, askProbe, chosenProbe, gateNote, paintProbe, showProbes, ungated } from "./probes.js";
 import { encode, events, fromBase64, safetensors } from "./rows.js";
 
 const base = location.pathname.replace(/\/weir\/?$/, "");
@@ -49,6 +50,7 @@ async function connect() {
       else if (shape.length === 1) addVector(name, () => ({ ref: name }));
     }
     showVectors();
+    showProbes((await (await call("/v1/probes")).json()).probes);
   } catch (error) {
     $("model").textContent = "not connected";
     showError(error);
@@ -103,35 +105,35 @@ function interventions() {
   });
 }
 
-/** Return the request's `weir` object. */
-function weirFields() {
+/** Return the request's `weir` object, with what a probe of the server asks. */
+function weirFields(byProbe) {
   const probe = state.vectors.get($("probe").value);
   const weir = { v: 1, interventions: interventions() };
   if (probe) {
     weir.capture = [{ hook: "resid_post", layers: state.layers, positions: "sampled", project: probe.wire(Number($("probe-layer").value)) }];
     weir.response = { stream: true };
   }
-  return weir;
+  return askProbe(weir, byProbe);
 }
 
 /** Return the route and the body of the next request. */
-function request() {
+function request(byProbe) {
   const common = {
     model: state.model, stream: true, return_token_ids: true, temperature: Number($("temperature").value),
-    max_tokens: Number($("max-tokens").value), weir: weirFields(),
+    max_tokens: Number($("max-tokens").value), weir: weirFields(byProbe),
   };
   const messages = state.messages.map(({ role, text }) => ({ role, content: text }));
   if (state.chat) return ["/v1/chat/completions", { ...common, messages, logprobs: true, top_logprobs: 0 }];
   return ["/v1/completions", { ...common, prompt: messages.map((m) => m.content).join(""), logprobs: 0 }];
 }
 
-async function openStream(signal) {
+async function openStream(byProbe, signal) {
   try {
-    return await call(...request(), "POST", signal);
+    return await call(...request(byProbe), "POST", signal);
   } catch (error) {
     if (!state.chat || !/chat.template/i.test(error.message)) throw error;
     state.chat = false; // a base model without a chat template continues the text
-    return call(...request(), "POST", signal);
+    return call(...request(byProbe), "POST", signal);
   }
 }
 
@@ -141,10 +143,10 @@ async function send(text) {
   state.messages.push(message);
   showMessage(message);
   const control = new AbortController();
-  const reply = { role: "assistant", text: "", tokens: [], ids: [], promptIds: [], scored: 0, probe: $("probe").value, steer: interventions() };
+  const reply = { role: "assistant", text: "", tokens: [], ids: [], promptIds: [], scored: 0, probe: $("probe").value, steer: interventions(), byProbe: chosenProbe() };
   setBusy(control);
   try {
-    const response = await openStream(control.signal);
+    const response = await openStream(reply.byProbe, control.signal);
     state.messages.push(reply);
     showMessage(reply);
     for await (const event of events(response)) addEvent(reply, event);
@@ -168,7 +170,9 @@ function addEvent(reply, event) {
     const delta = choice.delta?.content ?? choice.text ?? "";
     reply.text += delta;
     for (const [i, text] of visibleParts(texts ?? (delta ? [delta] : []), delta).entries()) addToken(reply, text, texts?.[i] ?? text);
-    if (choice.weir?.scores) addScores(reply, choice.weir.scores, Boolean(choice.weir.receipt));
+    if (choice.weir?.scores?.sites) addScores(reply, choice.weir.scores, Boolean(choice.weir.receipt));
+    if (choice.weir?.scores && reply.byProbe) addProbeScores(reply.byProbe, choice.weir.scores);
+    if (reply.byProbe) paint(reply);
     if (choice.weir?.receipt) finish(reply, choice.weir.receipt);
   }
   $("messages").scrollTop = $("messages").scrollHeight;
@@ -210,12 +214,16 @@ function finish(reply, receipt) {
   const steered = reply.steer.map((s) => `${s.vector.ref ?? "a vector made on this page"} × ${s.scale} at block ${s.layers[0]}`);
   const note = document.createElement("span");
   note.className = "note";
-  note.textContent = `${reply.tokens.length} tokens` + (steered.length ? `, steered by ${steered.join(", ")}` : "");
+  note.textContent = `${reply.tokens.length} tokens` + (steered.length ? `, steered by ${steered.join(", ")}` : "") + gateNote(reply.byProbe, receipt);
   note.title = JSON.stringify(receipt, null, 1);
   reply.element.append(note);
 }
 
 function paint(reply) {
+  if (reply.byProbe) {
+    [$("low").textContent, $("high").textContent] = paintProbe(reply.byProbe, reply.tokens, reply.promptIds.length);
+    return;
+  }
   if (!reply.probe) return;
   const layer = Number($("probe-layer").value);
   const max = magnitude(reply.tokens.map((t) => t.scores[layer]));
@@ -262,7 +270,7 @@ async function showInside() {
   const asked = (state.asked = {}); // what is read for another token or block is not shown
   if (!hooks.length) return;
   try {
-    const body = bodyOf(state.model, ids, hooks, layer, open.reply.steer);
+    const body = bodyOf(state.model, ids, hooks, layer, ungated(open.reply.steer, open.reply.byProbe, ids.length));
     const { choices } = await (await call("/v1/completions", body)).json();
     const found = await read(choices[0], ids.length, async (url) => (await call(url)).arrayBuffer());
     if (state.asked === asked) show(found);

@@ -1,0 +1,136 @@
+"""The page's script for probes: what it asks, the colours of scores, and where a gate fired, run by Node.js."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.support import machine
+from tests.unit.server.test_page_scripts import run
+
+pytestmark = machine.needs(machine.node)
+PAGE = """
+const controls = { "by-probe": { value: "", replaceChildren(...some) { this.options = some; } },
+  "gate-side": { value: "" }, "gate-threshold": { value: "0.5" }, probes: { hidden: true } };
+document.getElementById = (id) => controls[id];
+globalThis.Option = class { constructor(label, value) { Object.assign(this, { label, value }); } };
+const span = () => ({ style: {}, dataset: {}, classes: {}, classList: { toggle(name, on) { this.on = on; } } });
+const { addProbeScores, askProbe, chosenProbe, firedAt, gateNote, paintProbe, showProbes, ungated } = await import("./probes.js");
+"""
+PROBES = [
+    {"name": "mood", "outputs": 1, "activation": "sigmoid"},
+    {"name": "topic", "outputs": 3, "activation": "none"},
+]
+
+
+def page(tmp_path, script: str):
+    return run(tmp_path, f"{PAGE}\nshowProbes({json.dumps(PROBES)});\n{script}")
+
+
+def test_each_output_can_be_chosen(tmp_path):
+    labels, chosen = page(tmp_path, """
+        controls["by-probe"].value = "topic[2]";
+        const { name, output, share, gate } = chosenProbe();
+        console.log(JSON.stringify([controls["by-probe"].options.map((o) => o.value), { name, output, share, gate }]));
+    """)  # fmt: skip
+    assert labels == ["", "mood", "topic[0]", "topic[1]", "topic[2]"]
+    assert chosen == {"name": "topic", "output": 2, "share": False, "gate": None}
+
+
+ADD = {"op": "add", "vector": {"ref": "v"}, "layers": [2], "scale": 3}
+
+
+@pytest.mark.parametrize(
+    ("label", "side", "when"),
+    [
+        ("", "above", None),
+        ("mood", "", None),
+        ("mood", "above", {"probe": "mood", "above": 0.5}),
+        ("topic[2]", "below", {"probe": "topic", "below": 0.5, "output": 2}),
+    ],
+)
+def test_what_is_asked(tmp_path, label, side, when):
+    asked = page(tmp_path, f"""
+        controls["by-probe"].value = "{label}";
+        controls["gate-side"].value = "{side}";
+        const weir = {{ v: 1, interventions: [{json.dumps(ADD)}, {json.dumps(ADD)}] }};
+        console.log(JSON.stringify(askProbe(weir, chosenProbe())));
+    """)  # fmt: skip
+    gated = ADD if when is None else ADD | {"when": when}
+    probes = {"probes": [label.split("[")[0]], "response": {"stream": True}} if label else {}
+    assert asked == {"v": 1, "interventions": [gated, gated]} | probes
+
+
+@pytest.mark.parametrize("side", ["above", "below"])
+def test_a_gate_fires_where_the_last_score_says_so(tmp_path, side):
+    """By the rule of `resolved_probes`: where there is no score, the last one counts, and none before the first."""
+    scores = {3: 0.5, 4: 0.75, 5: 0.25, 8: 0.625, 9: 0.125}
+    threshold = 0.3
+    found, steps, note = page(tmp_path, f"""
+        controls["by-probe"].value = "mood";
+        controls["gate-side"].value = "{side}";
+        controls["gate-threshold"].value = "{threshold}";
+        const probe = chosenProbe();
+        addProbeScores(probe, {{ mood: {{ positions: [3, 4, 5], values: [[0.5], [0.75], [0.25]] }}, other: null }});
+        addProbeScores(probe, {{ mood: {{ positions: [8, 9], values: [[0.625], [0.125]] }} }});
+        addProbeScores(probe, {{}});
+        const receipt = {{ gates: [null, {{ probe: "mood", fired: 4, of: 12 }}] }};
+        console.log(JSON.stringify([firedAt(probe, 12), ungated([{json.dumps(ADD)}], probe, 12), gateNote(probe, receipt)]));
+    """)  # fmt: skip
+    wanted, last = [], None
+    for position in range(12):
+        last = scores.get(position, last)
+        if last is not None and (last > threshold if side == "above" else last < threshold):
+            wanted.append(position)
+    assert found == wanted and 0 < len(wanted) < 9
+    assert steps == [ADD | {"positions": wanted}]
+    assert note == f", mood {side} {threshold} at 4 of 12 positions"
+
+
+def test_a_threshold_is_compared_as_the_device_compares_it(tmp_path):
+    """A score that is 0.7 in float32 is above 0.7 in double precision only."""
+    score = float(np.float32(0.7))
+    assert score != 0.7
+    found = page(tmp_path, f"""
+        controls["by-probe"].value = "mood";
+        const fired = ["above", "below"].map((side) => {{
+          controls["gate-side"].value = side;
+          controls["gate-threshold"].value = "0.7";
+          const probe = chosenProbe();
+          probe.scores.set(0, {score});
+          return firedAt(probe, 1);
+        }});
+        console.log(JSON.stringify(fired));
+    """)  # fmt: skip
+    assert found == [[], []]
+
+
+def test_tokens_are_coloured_by_their_own_position(tmp_path):
+    spans, scale = page(tmp_path, """
+        controls["by-probe"].value = "mood";
+        controls["gate-side"].value = "above";
+        const probe = chosenProbe(), tokens = [span(), span(), span()].map((span) => ({ span }));
+        addProbeScores(probe, { mood: { positions: [4, 5, 6], values: [[0.9], [0.25], [0.75]] } });
+        const scale = paintProbe(probe, tokens, 5);
+        console.log(JSON.stringify([tokens.map((t) => [t.span.style.backgroundColor, t.span.dataset.score, t.span.classList.on]), scale]));
+    """)  # fmt: skip
+    assert spans == [
+        ["rgba(29, 99, 184, 0.375)", 0.25, False],
+        ["rgba(214, 40, 40, 0.375)", 0.75, True],
+        ["transparent", None, False],
+    ]
+    assert scale == ["0", "1"]
+
+
+def test_raw_scores_are_coloured_by_the_largest(tmp_path):
+    colours, scale = page(tmp_path, """
+        controls["by-probe"].value = "topic[1]";
+        const probe = chosenProbe(), tokens = [span(), span()].map((span) => ({ span }));
+        addProbeScores(probe, { topic: { positions: [2, 3], values: [[9, -4, 9], [9, 2, null]] } });
+        const scale = paintProbe(probe, tokens, 2);
+        console.log(JSON.stringify([tokens.map((t) => t.span.style.backgroundColor), scale]));
+    """)  # fmt: skip
+    assert colours == ["rgba(29, 99, 184, 0.750)", "rgba(214, 40, 40, 0.375)"]
+    assert scale == ["-4.000", "4.000"]
