@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 
 from tests.support import machine
@@ -17,7 +16,7 @@ const controls = { "by-probe": { value: "", replaceChildren(...some) { this.opti
 document.getElementById = (id) => controls[id];
 globalThis.Option = class { constructor(label, value) { Object.assign(this, { label, value }); } };
 const span = () => ({ style: {}, dataset: {}, classes: {}, classList: { toggle(name, on) { this.on = on; } } });
-const { addProbeScores, askProbe, chosenProbe, firedAt, gateNote, paintProbe, showProbes, ungated } = await import("./probes.js");
+const { addGate, addProbeScores, askProbe, chosenProbe, paintProbe, showProbes, ungated } = await import("./probes.js");
 """
 PROBES = [
     {"name": "mood", "outputs": 1, "activation": "sigmoid"},
@@ -63,48 +62,19 @@ def test_what_is_asked(tmp_path, label, side, when):
     assert asked == {"v": 1, "interventions": [gated, gated]} | probes
 
 
-@pytest.mark.parametrize("side", ["above", "below"])
-def test_a_gate_fires_where_the_last_score_says_so(tmp_path, side):
-    """By the rule of `resolved_probes`: where there is no score, the last one counts, and none before the first."""
-    scores = {3: 0.5, 4: 0.75, 5: 0.25, 8: 0.625, 9: 0.125}
-    threshold = 0.3
-    found, steps, note = page(tmp_path, f"""
+def test_the_receipt_says_where_a_gate_fired(tmp_path):
+    """For a token's attention and neurons, the text is computed again and steered at the same positions."""
+    gate = {"probe": "mood", "fired": 4, "of": 12, "spans": [[3, 6], [8, 9]]}
+    note, none, again, before, plain = page(tmp_path, f"""
         controls["by-probe"].value = "mood";
-        controls["gate-side"].value = "{side}";
-        controls["gate-threshold"].value = "{threshold}";
-        const probe = chosenProbe();
-        addProbeScores(probe, {{ mood: {{ positions: [3, 4, 5], values: [[0.5], [0.75], [0.25]] }}, other: null }});
-        addProbeScores(probe, {{ mood: {{ positions: [8, 9], values: [[0.625], [0.125]] }} }});
-        addProbeScores(probe, {{}});
-        const receipt = {{ gates: [null, {{ probe: "mood", fired: 4, of: 12 }}] }};
-        console.log(JSON.stringify([firedAt(probe, 12), ungated([{json.dumps(ADD)}], probe, 12), gateNote(probe, receipt)]));
+        const without = chosenProbe();
+        controls["gate-side"].value = "below";
+        const probe = chosenProbe(), add = {json.dumps(ADD)}, receipt = {{ gates: [null, {json.dumps(gate)}] }};
+        const found = [addGate(probe, receipt), addGate(without, receipt), ungated([add], probe, 5), ungated([add], probe, 3)];
+        console.log(JSON.stringify([...found, ungated([add], without, 5)]));
     """)  # fmt: skip
-    wanted, last = [], None
-    for position in range(12):
-        last = scores.get(position, last)
-        if last is not None and (last > threshold if side == "above" else last < threshold):
-            wanted.append(position)
-    assert found == wanted and 0 < len(wanted) < 9
-    assert steps == [ADD | {"positions": wanted}]
-    assert note == f", mood {side} {threshold} at 4 of 12 positions"
-
-
-def test_a_threshold_is_compared_as_the_device_compares_it(tmp_path):
-    """A score that is 0.7 in float32 is above 0.7 in double precision only."""
-    score = float(np.float32(0.7))
-    assert score != 0.7
-    found = page(tmp_path, f"""
-        controls["by-probe"].value = "mood";
-        const fired = ["above", "below"].map((side) => {{
-          controls["gate-side"].value = side;
-          controls["gate-threshold"].value = "0.7";
-          const probe = chosenProbe();
-          probe.scores.set(0, {score});
-          return firedAt(probe, 1);
-        }});
-        console.log(JSON.stringify(fired));
-    """)  # fmt: skip
-    assert found == [[], []]
+    assert note == ", mood below 0.5 at 4 of 12 positions" and none == ""
+    assert again == [ADD | {"positions": [3, 4]}] and before == [] and plain == [ADD]
 
 
 def test_tokens_are_coloured_by_their_own_position(tmp_path):
@@ -113,6 +83,7 @@ def test_tokens_are_coloured_by_their_own_position(tmp_path):
         controls["gate-side"].value = "above";
         const probe = chosenProbe(), tokens = [span(), span(), span()].map((span) => ({ span }));
         addProbeScores(probe, { mood: { positions: [4, 5, 6], values: [[0.9], [0.25], [0.75]] } });
+        addGate(probe, { gates: [{ fired: 2, of: 9, spans: [[4, 5], [6, 7]] }] });
         const scale = paintProbe(probe, tokens, 5);
         console.log(JSON.stringify([tokens.map((t) => [t.span.style.backgroundColor, t.span.dataset.score, t.span.classList.on]), scale]));
     """)  # fmt: skip

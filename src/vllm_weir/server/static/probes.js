@@ -19,7 +19,7 @@ export function showProbes(probes) {
 export function chosenProbe() {
   const probe = choices.find(({ label }) => label === $("by-probe").value);
   const side = $("gate-side").value, threshold = Number($("gate-threshold").value);
-  return probe ? { ...probe, gate: side ? { side, threshold } : null, scores: new Map() } : null;
+  return probe ? { ...probe, gate: side ? { side, threshold } : null, scores: new Map(), fired: [] } : null;
 }
 
 /** Add what a probe asks to a request's `weir` object: its scores, and the gate of every intervention. */
@@ -36,23 +36,19 @@ export function addProbeScores(probe, scores) {
   found?.positions.forEach((position, i) => probe.scores.set(position, found.values[i][probe.output] ?? NaN));
 }
 
-/** Return the first `count` positions at which the gate fired; where there is no score, the last one counts. */
-export function firedAt(probe, count) {
-  if (!probe.gate) return [];
-  const threshold = Math.fround(probe.gate.threshold), fired = [];
-  let last = NaN;
-  for (let position = 0; position < count; position++) {
-    last = probe.scores.get(position) ?? last;
-    if (probe.gate.side === "above" ? last > threshold : last < threshold) fired.push(position);
-  }
-  return fired;
+/** Take in where the gate fired, from a reply's receipt, and return what its note says of it. */
+export function addGate(probe, receipt) {
+  const gate = probe?.gate && receipt.gates?.find(Boolean);
+  if (!gate) return "";
+  probe.fired = gate.spans.flatMap(([first, end]) => Array.from({ length: end - first }, (_, i) => first + i));
+  return `, ${probe.label} ${probe.gate.side} ${probe.gate.threshold} at ${gate.fired} of ${gate.of} positions`;
 }
 
 /** Colour a reply's tokens by the scores of their own positions, and underline those at which the gate fired. */
 export function paintProbe(probe, tokens, promptLength) {
   const own = tokens.map((_, i) => probe.scores.get(promptLength + i));
   const max = probe.share ? 1 : magnitude(own);
-  const fired = new Set(firedAt(probe, promptLength + tokens.length - 1)); // the last token has no row
+  const fired = new Set(probe.fired);
   tokens.forEach(({ span }, i) => {
     const score = own[i], open = fired.has(promptLength + i);
     span.style.backgroundColor = colour(probe.share ? 2 * score - 1 : score, max);
@@ -64,15 +60,9 @@ export function paintProbe(probe, tokens, promptLength) {
   return probe.share ? ["0", "1"] : max ? [format(-max), format(max)] : ["", ""];
 }
 
-/** Return what a receipt says of a gated reply, for its note. */
-export function gateNote(probe, receipt) {
-  const gate = receipt.gates?.find(Boolean);
-  return probe?.gate && gate ? `, ${probe.label} ${probe.gate.side} ${probe.gate.threshold} at ${gate.fired} of ${gate.of} positions` : "";
-}
-
 /** Return a reply's interventions for its tokens computed again: where the gate fired, without the gate. */
 export function ungated(interventions, probe, count) {
   if (!probe?.gate) return interventions;
-  const positions = firedAt(probe, count);
+  const positions = probe.fired.filter((position) => position < count);
   return positions.length ? interventions.map((one) => ({ ...one, positions })) : [];
 }

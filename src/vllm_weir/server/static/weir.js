@@ -2,7 +2,7 @@
 
 import { colour, fillTable, format, magnitude } from "./heatmap.js";
 import { bodyOf, fillHeads, fillNeurons, read, servedBlocks } from "./inside.js";
-import { addProbeScores, askProbe, chosenProbe, gateNote, paintProbe, showProbes, ungated } from "./probes.js";
+import { addGate, addProbeScores, askProbe, chosenProbe, paintProbe, showProbes, ungated } from "./probes.js";
 import { encode, events, fromBase64, safetensors } from "./rows.js";
 
 const base = location.pathname.replace(/\/weir\/?$/, "");
@@ -172,8 +172,8 @@ function addEvent(reply, event) {
     for (const [i, text] of visibleParts(texts ?? (delta ? [delta] : []), delta).entries()) addToken(reply, text, texts?.[i] ?? text);
     if (choice.weir?.scores?.sites) addScores(reply, choice.weir.scores, Boolean(choice.weir.receipt));
     if (choice.weir?.scores && reply.byProbe) addProbeScores(reply.byProbe, choice.weir.scores);
-    if (reply.byProbe) paint(reply);
     if (choice.weir?.receipt) finish(reply, choice.weir.receipt);
+    if (reply.byProbe) paint(reply);
   }
   $("messages").scrollTop = $("messages").scrollHeight;
 }
@@ -214,7 +214,7 @@ function finish(reply, receipt) {
   const steered = reply.steer.map((s) => `${s.vector.ref ?? "a vector made on this page"} × ${s.scale} at block ${s.layers[0]}`);
   const note = document.createElement("span");
   note.className = "note";
-  note.textContent = `${reply.tokens.length} tokens` + (steered.length ? `, steered by ${steered.join(", ")}` : "") + gateNote(reply.byProbe, receipt);
+  note.textContent = `${reply.tokens.length} tokens` + (steered.length ? `, steered by ${steered.join(", ")}` : "") + addGate(reply.byProbe, receipt);
   note.title = JSON.stringify(receipt, null, 1);
   reply.element.append(note);
 }
