@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.registry import Collector
 
+from vllm_weir.frontend.admission.watches import Watch
+
 NAME, TEXT = "weir_probe_score", "Scores of the probes that score every request, by output"
-SHARES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-"""Default buckets of scores between 0 and 1, those of sigmoid and softmax."""
-LOGITS = (-16.0, -8.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Default buckets of other scores."""
-
-
-class Watch(NamedTuple):
-    """What is counted of a probe that scores every request.
-
-    Attributes:
-        name: of the probe, the metrics' label ``probe``.
-        buckets: upper bounds of the histogram, ascending, without infinity.
-        alert: a sequence counts as an alert if a score is above it; None for none.
-    """
-
-    name: str
-    buckets: tuple[float, ...]
-    alert: float | None = None
 
 
 class ProbeMetrics:
@@ -55,7 +38,7 @@ class ProbeMetrics:
         """Show the counters of probes from now on, at 0 until something is counted."""
         for watch in watches:
             self._sequences.labels(self._model, watch.name)
-            if watch.alert is not None:
+            if watch.alerts:
                 self._alerts.labels(self._model, watch.name)
 
     def observe(self, watch: Watch, scores: np.ndarray) -> None:
@@ -72,7 +55,8 @@ class ProbeMetrics:
             for score in column[np.isfinite(column)].tolist():
                 child.observe(score)
         self._sequences.labels(self._model, watch.name).inc()
-        if watch.alert is not None and bool((scores > watch.alert).any()):
+        thresholds = [np.inf if one is None else one for one in watch.alerts]
+        if thresholds and bool((scores > np.array(thresholds, scores.dtype)).any()):
             self._alerts.labels(self._model, watch.name).inc()
 
 

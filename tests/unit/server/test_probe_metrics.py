@@ -7,7 +7,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_weir.server.probe_metrics import LOGITS, SHARES, ProbeMetrics, Watch
+from vllm_weir.frontend.admission.watches import Watch
+from vllm_weir.server.probe_metrics import ProbeMetrics
+from vllm_weir.server.probes import LOGITS, SHARES
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def test_probes_have_buckets_of_their_own(meter, registry):
 
 
 def test_an_alert_is_a_sequence_with_a_score_above_the_threshold(meter, registry):
-    watch = Watch("p", SHARES, alert=0.9)
+    watch = Watch("p", SHARES, alerts=(0.9,))
     meter.watch([watch, Watch("quiet", SHARES)])
     assert value(registry, "weir_probe_alerts_total") == value(registry, "weir_probe_sequences_total") == 0
     assert value(registry, "weir_probe_alerts_total", "quiet") is None
@@ -73,6 +75,14 @@ def test_an_alert_is_a_sequence_with_a_score_above_the_threshold(meter, registry
     assert value(registry, "weir_probe_sequences_total") == 6
 
 
+def test_each_output_has_a_threshold_of_its_own(meter, registry):
+    watch = Watch("p", SHARES, alerts=(None, 0.5, 0.8))
+    for scores in ([[1, 0.5, 0.8]], [[0, 0.51, 0]], [[0, 0, 0.7], [0, 0, 0.81]], [[np.inf, 0, 0]]):
+        meter.observe(watch, np.array(scores, np.float32))
+    assert value(registry, "weir_probe_alerts_total") == 2
+    assert value(registry, "weir_probe_sequences_total") == 4
+
+
 def test_only_finite_scores_are_in_the_histogram(meter, registry):
     meter.observe(Watch("p", (0.5,)), np.array([[np.nan], [np.inf], [-np.inf], [0.25]]))
     assert buckets(registry) == {0.5: 1, float("inf"): 1}
@@ -80,5 +90,5 @@ def test_only_finite_scores_are_in_the_histogram(meter, registry):
 
 
 def test_without_rows_nothing_is_counted(meter, registry):
-    meter.observe(Watch("p", (0.5,), alert=0.1), np.zeros((0, 3)))
+    meter.observe(Watch("p", (0.5,), alerts=(0.1, None, None)), np.zeros((0, 3)))
     assert value(registry, "weir_probe_sequences_total") is None

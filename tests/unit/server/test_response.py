@@ -17,7 +17,7 @@ import zstandard
 from tests.support import machine
 from tests.support.measure import becomes
 from tests.unit.stored import shaped_rows
-from vllm_weir.client.results import activations_of
+from vllm_weir.client.response_fields import activations_of
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.pacing import Pacing
 from vllm_weir.results.activations import Activations

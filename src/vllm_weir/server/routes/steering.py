@@ -24,7 +24,7 @@ from vllm_weir.server.errors import declared, error
 from vllm_weir.server.routes import steering_schemas as bodies
 from vllm_weir.server.routes.auth import require_admin
 from vllm_weir.server.routes.router import weir_router
-from vllm_weir.server.routes.vectors import check_room
+from vllm_weir.server.room import check_room
 from vllm_weir.server.state import ServerState, server_state
 
 State = Annotated[ServerState, Depends(server_state)]

@@ -1,0 +1,224 @@
+"""The probes of a server: kept under names for requests, and scoring every request."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.frontend.admission.vector_registry import RegistryContents, VectorRegistry
+from vllm_weir.frontend.admission.watches import Watch
+from vllm_weir.schema.json_text import loads
+from vllm_weir.schema.keys import PROJECTED_KEYS
+from vllm_weir.schema.probe_files import read_probe
+from vllm_weir.schema.probes import AnyProbe, Probe, parse_probe
+from vllm_weir.server.names import check_name
+from vllm_weir.server.room import check_room
+from vllm_weir.server.state import ServerState
+
+EVERYONE_POSITIONS = "sampled"
+"""Where a probe scores every request unless it says so itself: the last prompt token and all later ones.
+
+The prefix cache goes on working, for it never holds the last token of a prompt.
+"""
+SHARES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+"""Default buckets of scores between 0 and 1, those of sigmoid and softmax."""
+LOGITS = (-16.0, -8.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Default buckets of other scores."""
+MAX_BUCKETS = 64
+SETTINGS = ("everyone", "alert", "buckets")
+"""Fields of an upload beside the probe's own."""
+DESCRIPTION = ("name", "outputs", "bytes")
+"""Fields of what the server says of a probe that an upload may repeat."""
+_PATH = "probe"
+
+
+class Upload(NamedTuple):
+    """What a client has sent.
+
+    Attributes:
+        probe: the probe, with the name that it is kept under.
+        settings: values of `SETTINGS`.
+    """
+
+    probe: AnyProbe
+    settings: Mapping[str, Any]
+
+
+class KeptProbe(NamedTuple):
+    """A probe that the server keeps.
+
+    Attributes:
+        probe: with its numbers.
+        watch: what is counted of it if it scores every request; None if it does not.
+    """
+
+    probe: AnyProbe
+    watch: Watch | None
+
+
+def read_json(name: str, data: bytes) -> Upload:
+    """Read a JSON upload: a probe's wire form, whose `kind` may be left out, with `SETTINGS`.
+
+    Raises:
+        WeirError: naming the field.
+    """
+    body = loads(data, "body")
+    if not isinstance(body, Mapping):
+        raise WeirError(f"a probe is an object, got {type(body).__name__}", "body")
+    if body.get("name", name) != name:
+        raise WeirError(f"the route names {name!r}; leave it out of the body", "name")
+    fields = {key: value for key, value in body.items() if key not in (*SETTINGS, *DESCRIPTION) and value is not None}
+    settings = {key: body[key] for key in SETTINGS if body.get(key) is not None}
+    if settings.get("everyone"):
+        fields.setdefault("positions", EVERYONE_POSITIONS)
+    with _fields_as_sent():
+        probe = parse_probe({"kind": Probe.kind, **fields, "name": name}, _PATH)
+    return Upload(probe, settings)
+
+
+def read_file(name: str, data: bytes, settings: Mapping[str, Any]) -> Upload:
+    """Read a safetensors upload, a file that a probe's ``save`` wrote.
+
+    Args:
+        name: under which it will be kept.
+        data: the file.
+        settings: values of `SETTINGS`, which come beside a file.
+
+    Raises:
+        WeirError: naming the field.
+    """
+    with _fields_as_sent():
+        probe = read_probe(data, _PATH, name=name)
+        if settings.get("everyone") and probe.positions.kind == "all":  # what a file leaves out, too
+            probe = replace(probe, positions=EVERYONE_POSITIONS)
+    return Upload(probe, settings)
+
+
+def keep(state: ServerState, upload: Upload) -> KeptProbe:
+    """Keep a probe under its name for all processes of the server, replacing an earlier one.
+
+    Raises:
+        WeirError: naming the field, if the engine cannot score it.
+    """
+    name = upload.probe.name
+    kept: list[KeptProbe] = []
+    state.frontend.refresh()
+
+    def edit(contents: RegistryContents) -> RegistryContents:
+        registry = VectorRegistry()
+        registry.load(contents)
+        with _fields_as_sent():
+            probe = upload.probe.with_arrays(registry.find)
+            watch = _watch(probe, upload.settings)
+            probes = {**contents.probes, name: probe}
+            watches = {other: one for other, one in contents.watches.items() if other != name}
+            state.frontend.check_probes([probe])
+            if watch is not None:
+                _check_everyone(probe)
+                watches[name] = watch
+                state.frontend.check_probes([probes[other] for other in watches])  # together they must fit, too
+        kept[:] = [KeptProbe(probe, watch)]
+        after = replace(contents, probes=probes, watches=watches)
+        check_room(after, state.limits)
+        return after
+
+    state.names.change(edit)
+    return kept[0]
+
+
+def find(contents: RegistryContents, name: str) -> KeptProbe | None:
+    """Return the probe under a name, None if there is none."""
+    probe = contents.probes.get(name)
+    return None if probe is None else KeptProbe(probe, contents.watches.get(name))
+
+
+def forget(state: ServerState, name: str) -> bool:
+    """Delete a name; return whether there was a probe under it. It scores nobody's requests any more."""
+    found = False
+
+    def edit(contents: RegistryContents) -> RegistryContents:
+        nonlocal found
+        found = name in contents.probes
+        probes = {other: probe for other, probe in contents.probes.items() if other != name}
+        watches = {other: watch for other, watch in contents.watches.items() if other != name}
+        return replace(contents, probes=probes, watches=watches)
+
+    if name in state.names.read().probes:
+        state.names.change(edit)
+    return found
+
+
+def check_probe_name(name: str) -> None:
+    """Raise WeirError if a probe cannot be kept under this name."""
+    check_name(name)
+    if name in PROJECTED_KEYS:
+        raise WeirError(f"{name!r} is a key of responses; choose another name", "name")
+
+
+def _watch(probe: AnyProbe, settings: Mapping[str, Any]) -> Watch | None:
+    everyone = settings.get("everyone", False)
+    if not isinstance(everyone, bool):
+        raise WeirError("expected true or false", "everyone")
+    if not everyone:
+        for name in ("alert", "buckets"):
+            if settings.get(name) is not None:
+                raise WeirError('is for probes with "everyone": true, whose scores are counted', name)
+        return None
+    buckets = settings.get("buckets")
+    if buckets is None:
+        bounds = LOGITS if probe.activation == "none" else SHARES
+    else:
+        bounds = tuple(_number(bound, f"buckets[{i}]") for i, bound in enumerate(_list(buckets, "buckets")))
+        if not 0 < len(bounds) <= MAX_BUCKETS or any(a >= b for a, b in itertools.pairwise(bounds)):
+            raise WeirError(f"expected 1 to {MAX_BUCKETS} upper bounds, ascending", "buckets")
+    return Watch(probe.name, bounds, _alerts(probe.outputs, settings.get("alert")))
+
+
+def _alerts(outputs: int, alert: Any) -> tuple[float | None, ...]:
+    """Return a threshold for each output, empty for none."""
+    if alert is None:
+        return ()
+    if not isinstance(alert, list):
+        if outputs != 1:
+            raise WeirError("the probe has several outputs: give a list with a threshold, or null, for each", "alert")
+        return (_number(alert, "alert"),)
+    if len(alert) != outputs:
+        raise WeirError(f"{len(alert)} thresholds for {outputs} outputs", "alert")
+    return tuple(None if one is None else _number(one, f"alert[{i}]") for i, one in enumerate(alert))
+
+
+def _list(value: Any, field: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise WeirError(f"expected a list of numbers, got {type(value).__name__}", field)
+    return value
+
+
+def _number(value: Any, field: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise WeirError(f"expected a number, got {brief(value)}", field)
+    return float(value)
+
+
+def _check_everyone(probe: AnyProbe) -> None:
+    """Raise WeirError unless every request can have a probe, whatever its prompt."""
+    if probe.positions.needs_token_ids:
+        raise WeirError("not every prompt has token ids; choose positions by their place", f"{_PATH}.positions")
+    if probe.hook == "embed":
+        raise WeirError(
+            "prompts given as embeddings do not pass it; resid_pre at layer 0 is what enters the first block",
+            f"{_PATH}.hook",
+        )
+
+
+@contextmanager
+def _fields_as_sent() -> Iterator[None]:
+    """Name fields in errors as they stand at the top of a body."""
+    try:
+        yield
+    except WeirError as e:
+        raise WeirError(e.message, e.field.removeprefix(f"{_PATH}.")) from None
