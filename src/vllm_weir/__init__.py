@@ -16,12 +16,14 @@ if TYPE_CHECKING:
         demo_model,
         demo_sae,
         flush,
+        list_probes,
         list_vectors,
         load_sae,
         load_sae_async,
         mark,
         params,
         register,
+        register_probe,
         saes,
         set_global,
         sinks,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         unload_sae,
         unload_sae_async,
         unregister,
+        unregister_probe,
     )
     from vllm_weir.api import list_vectors as list
     from vllm_weir.client.async_client import AsyncClient
@@ -45,8 +48,11 @@ if TYPE_CHECKING:
     from vllm_weir.schema.compat.three_tier import from_tiers
     from vllm_weir.schema.compat.vllm_lens import SteeringVector
     from vllm_weir.schema.features import Features, Lens, SetFeature
+    from vllm_weir.schema.gates import When
     from vllm_weir.schema.hooks import Site
     from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
+    from vllm_weir.schema.probe_files import load_probe
+    from vllm_weir.schema.probes import AttentionProbe, MLPProbe, Probe
     from vllm_weir.schema.site_verdict import SiteVerdict
     from vllm_weir.storage.dataset import ActivationDataset
     from vllm_weir.storage.loading import load, open_writer
@@ -61,6 +67,7 @@ __all__ = [
     "Add",
     "AsyncClient",
     "AsyncLLM",
+    "AttentionProbe",
     "AuthError",
     "Capture",
     "Clamp",
@@ -68,7 +75,9 @@ __all__ = [
     "Features",
     "Lens",
     "LowRank",
+    "MLPProbe",
     "NotFound",
+    "Probe",
     "Receipt",
     "Replace",
     "RequestOutput",
@@ -80,6 +89,7 @@ __all__ = [
     "SteeringVector",
     "TooLarge",
     "WeirError",
+    "When",
     "__version__",
     "clear_global",
     "demo_model",
@@ -88,14 +98,17 @@ __all__ = [
     "flush",
     "from_tiers",
     "list",
+    "list_probes",
     "list_vectors",
     "load",
+    "load_probe",
     "load_sae",
     "load_sae_async",
     "mark",
     "open_writer",
     "params",
     "register",
+    "register_probe",
     "saes",
     "set_global",
     "sinks",
@@ -104,6 +117,7 @@ __all__ = [
     "unload_sae",
     "unload_sae_async",
     "unregister",
+    "unregister_probe",
 ]
 
 _guard.install()
@@ -120,6 +134,7 @@ __getattr__, __dir__ = lazy_names(
         "Add": "vllm_weir.schema.interventions",
         "AsyncClient": "vllm_weir.client.async_client",
         "AsyncLLM": "vllm_weir.integrations.probe_hook",
+        "AttentionProbe": "vllm_weir.schema.probes",
         "AuthError": "vllm_weir.client.errors",
         "Capture": "vllm_weir.schema.capture",
         "Clamp": "vllm_weir.schema.interventions",
@@ -128,12 +143,14 @@ __getattr__, __dir__ = lazy_names(
         "LLM": "vllm_weir.integrations.probe_hook",
         "Lens": "vllm_weir.schema.features",
         "LowRank": "vllm_weir.schema.interventions",
+        "MLPProbe": "vllm_weir.schema.probes",
         "NotFound": "vllm_weir.client.errors",
+        "Probe": "vllm_weir.schema.probes",
         "Receipt": "vllm_weir.results.receipt",
         "Replace": "vllm_weir.schema.interventions",
         "RequestOutput": "vllm",  # with the drop-in classes, so that a script can import all that it needs from here
-        "SamplingParams": "vllm",
         "SAE": "vllm_weir.sae.autoencoder",
+        "SamplingParams": "vllm",
         "ServerError": "vllm_weir.client.errors",
         "SetFeature": "vllm_weir.schema.features",
         "Site": "vllm_weir.schema.hooks",
@@ -141,6 +158,7 @@ __getattr__, __dir__ = lazy_names(
         "SteeringVector": "vllm_weir.schema.compat.vllm_lens",
         "TooLarge": "vllm_weir.client.errors",
         "WeirError": "vllm_weir.errors",
+        "When": "vllm_weir.schema.gates",
         "clear_global": "vllm_weir.api",
         "demo_model": "vllm_weir.api",
         "demo_sae": "vllm_weir.api",
@@ -148,14 +166,17 @@ __getattr__, __dir__ = lazy_names(
         "flush": "vllm_weir.api",
         "from_tiers": "vllm_weir.schema.compat.three_tier",
         "list": "vllm_weir.api:list_vectors",
+        "list_probes": "vllm_weir.api",
         "list_vectors": "vllm_weir.api",
         "load": "vllm_weir.storage.loading",
+        "load_probe": "vllm_weir.schema.probe_files",
         "load_sae": "vllm_weir.api",
         "load_sae_async": "vllm_weir.api",
         "mark": "vllm_weir.api",
         "open_writer": "vllm_weir.storage.loading",
         "params": "vllm_weir.api",
         "register": "vllm_weir.api",
+        "register_probe": "vllm_weir.api",
         "saes": "vllm_weir.api",
         "set_global": "vllm_weir.api",
         "sinks": "vllm_weir.api",
@@ -164,5 +185,6 @@ __getattr__, __dir__ = lazy_names(
         "unload_sae": "vllm_weir.api",
         "unload_sae_async": "vllm_weir.api",
         "unregister": "vllm_weir.api",
+        "unregister_probe": "vllm_weir.api",
     },
 )

@@ -21,9 +21,11 @@ from vllm_weir.schema.features import Features, Lens
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.json_text import dumps
 from vllm_weir.schema.keys import WIRE_KEY, refuse_slips
+from vllm_weir.schema.probes import AnyProbe, parse_probes
 from vllm_weir.schema.request import RequestSpec, parse_captures, parse_features, parse_interventions, parse_lens
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.schema.site_verdict import SiteVerdict
+from vllm_weir.schema.stop_rules import parse_stop_when
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -39,6 +41,8 @@ def params(
     interventions: AnyIntervention | Mapping[str, Any] | Sequence[AnyIntervention | Mapping[str, Any]] | None = None,
     features: Features | Mapping[str, Any] | Sequence[Features | Mapping[str, Any]] | None = None,
     lens: Lens | Mapping[str, Any] | None = None,
+    probes: AnyProbe | str | Mapping[str, Any] | Sequence[AnyProbe | str | Mapping[str, Any]] | None = None,
+    stop_when: str | Sequence[str] | None = None,
 ) -> SamplingParams:
     """Return a copy of `sampling_params` that carries what is asked of Weir.
 
@@ -49,6 +53,11 @@ def params(
             given.
         features: one `Features` or a list of them (or their wire form).
         lens: a `Lens` (or its wire form).
+        probes: one `Probe`, `MLPProbe` or `AttentionProbe`, the name of a registered one, or a list
+            of these (or their wire form); their scores come back as ``out.scores``.
+        stop_when: a rule such as ``"name > 0.9"`` (``"name[1] > 0.9"`` of a probe with several
+            scores), or a list of rules, any of which ends generation with the token whose score
+            says so.
 
     If `sampling_params` is the result of an earlier call, an argument replaces what that call set,
     and one left out keeps it.
@@ -80,6 +89,10 @@ def params(
         spec = replace(spec, features=parse_features(features, "features"))
     if lens is not None:
         spec = replace(spec, lens=parse_lens(lens, "lens"))
+    if probes is not None:
+        spec = replace(spec, probes=parse_probes(probes, "probes"))
+    if stop_when is not None:
+        spec = replace(spec, stop_when=parse_stop_when(stop_when, "stop_when"))
     out = copy.copy(sampling_params)
     out.extra_args = {**carried, WIRE_KEY: spec.to_json()}
     return out

@@ -27,6 +27,8 @@ from vllm_weir.schema.table_sizes import TableSizes
 
 STEP_SHARE = 8
 """A step records at most 1 / `STEP_SHARE` of the rows that the host buffer holds."""
+STATES_PER_PROBE = 64
+"""Numbers that a probe may keep from step to step, on average."""
 OTHER_VARIABLES = ("DISABLE", "ADMIN_KEY", "API_KEY", "BASE_URL", "END_WITH_PARENT")
 """``WEIR_*`` variables that are not settings of an engine."""
 TAP_VERSION = 8
@@ -51,6 +53,9 @@ class Settings(BaseModel):
             whatever is free when one is loaded.
         max_programs: distinct combinations of interventions that the tokens of live requests can have.
         max_instructions: instructions of all those combinations together.
+        probe_cells: numbers that probes and gates of one request may have on the device for each token.
+        max_probes: probes of live requests, and gates of live requests; requests wait in the queue while there are as
+            many.
         ship: which ranks of a tensor-parallel group send rows: the ``"first"`` (all hold the same stream), or each
             rank its share of the taps (``"split"``), over its own bus.
         graphs: when CUDA graphs with live taps are captured: ``"lazy"``, a few sizes at start-up and others once steps
@@ -79,6 +84,8 @@ class Settings(BaseModel):
     sae_bytes: Annotated[int | None, Field(ge=0, le=1 << 44)] = None
     max_programs: Annotated[int, Field(ge=1, le=1 << 20)] = 8192
     max_instructions: Annotated[int, Field(ge=1, le=1 << 24)] = 65_536
+    probe_cells: Annotated[int, Field(ge=1, le=1 << 16)] = 64
+    max_probes: Annotated[int, Field(ge=1, le=1 << 20)] = 4096
     ship: Literal["first", "split"] = "first"
     graphs: Literal["lazy", "eager"] = "lazy"
     timeout: Annotated[float, Field(gt=0, le=86_400)] = 120.0
@@ -136,7 +143,15 @@ class Settings(BaseModel):
 
     def table_sizes(self, d_model: int) -> TableSizes:
         """Return the number of rows of each device table."""
-        return TableSizes(max(1, self.vector_bytes // (4 * d_model)), self.max_programs, self.max_instructions)
+        return TableSizes(
+            max(1, self.vector_bytes // (4 * d_model)),
+            self.max_programs,
+            self.max_instructions,
+            self.max_probes,
+            self.max_probes,
+            STATES_PER_PROBE * self.max_probes,
+            self.probe_cells,
+        )
 
     def ring_rows(self, d_model: int, itemsize: int) -> int:
         """Return how many rows the ring holds."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.fields import refuse_unknown_keys, set_fields
+from vllm_weir.schema.gates import When
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import number
@@ -78,19 +79,21 @@ class SetFeature:
         scale: factor of the activation.
         add: what is added to the activation.
         positions: selector, as for `Capture`.
+        when: a `When`, the condition under which it is set; None: always.
 
     Raises:
         WeirError: naming the field.
     """
 
     op: ClassVar[str] = "set_feature"
-    wire_fields: ClassVar[tuple[str, ...]] = ("op", "name", "feature", "value", "scale", "add", "positions")
+    wire_fields: ClassVar[tuple[str, ...]] = ("op", "name", "feature", "value", "scale", "add", "positions", "when")
     name: str
     feature: int
     value: float | None = field(default=None, kw_only=True)
     scale: float | None = field(default=None, kw_only=True)
     add: float | None = field(default=None, kw_only=True)
     positions: Any = field(default="all", kw_only=True)
+    when: Any = field(default=None, kw_only=True)
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -105,6 +108,7 @@ class SetFeature:
             name=_name(self.name, f"{self.path}.name"),
             feature=_feature(self.feature, f"{self.path}.feature"),
             positions=Positions.parse(self.positions, f"{self.path}.positions"),
+            when=When.parse(self.when, f"{self.path}.when"),
             **parsed,
         )
 
@@ -127,6 +131,8 @@ class SetFeature:
         for name in ("value", "scale", "add"):
             if getattr(self, name) is not None:
                 out[name] = getattr(self, name)
+        if self.when is not None:
+            out["when"] = self.when.to_json()
         return _with_positions(out, self.positions)
 
 

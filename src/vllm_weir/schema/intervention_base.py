@@ -14,6 +14,7 @@ from vllm_weir.schema.by_layer import VectorsByLayer, is_by_layer
 from vllm_weir.schema.by_position import PER_LAYER, ByPosition
 from vllm_weir.schema.capture import parse_place
 from vllm_weir.schema.fields import parse_flag, set_fields, with_fields
+from vllm_weir.schema.gates import When
 from vllm_weir.schema.hooks import HEAD_HOOKS, layers_of, refuse_read_only
 from vllm_weir.schema.instructions import LoweredIntervention
 from vllm_weir.schema.positions import Positions
@@ -42,6 +43,7 @@ class Intervention:
         heads: heads to change, at hook points with a row for each head: an int, or several in a
             list, range, array or tensor; None: the whole row. Vectors are [d_head] then.
         neurons: likewise entries of the rows of `mlp_post`; vectors are [neurons picked].
+        when: a `When`, the condition under which it acts; None: always.
 
     Wherever one vector is expected, [1, d_model] is the same as [d_model]. A vector may also be
     given for each layer, as ``{layer: vector}``; then `layers` is left out. For a whole row with
@@ -66,6 +68,7 @@ class Intervention:
     per_layer: bool
     heads: Any
     neurons: Any
+    when: Any
     path: str
     where = ""
     """The layer, appended to the vectors' fields in errors; set by `by_layer`."""
@@ -76,7 +79,10 @@ class Intervention:
         refuse_read_only(hook, f"{self.path}.hook")
         part = RowPart.parse(hook, self.heads, self.neurons, self.path)
         positions = Positions.parse(self.positions, f"{self.path}.positions")
-        set_fields(self, hook=hook, layers=layers, positions=positions, heads=part.heads, neurons=part.neurons)
+        when = When.parse(self.when, f"{self.path}.when")
+        set_fields(
+            self, hook=hook, layers=layers, positions=positions, heads=part.heads, neurons=part.neurons, when=when
+        )
         for name in self.vectors:
             set_fields(self, **{name: self._parse_vectors(name, self._ndim(name))})
         self._parse_numbers()
@@ -179,7 +185,7 @@ class Intervention:
             value = getattr(self, name)
             if value is None or (name in _ONLY_IF_SET and not value):
                 continue
-            if isinstance(value, (Vector, VectorsByLayer)):
+            if isinstance(value, (Vector, VectorsByLayer, When)):
                 value = value.to_json()
             out[name] = list(value) if isinstance(value, tuple) else value
         return out

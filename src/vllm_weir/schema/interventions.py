@@ -60,6 +60,7 @@ class Add(Intervention):
     per_layer: bool = False
     heads: Any = field(default=None, kw_only=True)
     neurons: Any = field(default=None, kw_only=True)
+    when: Any = field(default=None, kw_only=True)
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
     def _parse_numbers(self) -> None:
@@ -116,6 +117,7 @@ class Ablate(Intervention):
     per_layer: bool = False
     heads: Any = field(default=None, kw_only=True)
     neurons: Any = field(default=None, kw_only=True)
+    when: Any = field(default=None, kw_only=True)
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
     def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
@@ -159,6 +161,7 @@ class Clamp(Intervention):
     per_layer: bool = False
     heads: Any = field(default=None, kw_only=True)
     neurons: Any = field(default=None, kw_only=True)
+    when: Any = field(default=None, kw_only=True)
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
     def _parse_numbers(self) -> None:
@@ -214,6 +217,7 @@ class Replace(Intervention):
     per_layer: bool = False
     heads: Any = field(default=None, kw_only=True)
     neurons: Any = field(default=None, kw_only=True)
+    when: Any = field(default=None, kw_only=True)
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
     def _parse_numbers(self) -> None:
@@ -254,6 +258,7 @@ class LowRank(Intervention):
     per_layer: bool = False
     heads: Any = field(default=None, kw_only=True)
     neurons: Any = field(default=None, kw_only=True)
+    when: Any = field(default=None, kw_only=True)
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
     def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:

@@ -20,10 +20,14 @@ from vllm_weir.schema.intervention_kinds import AnyIntervention, parse_intervent
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import WIRE_KEY
 from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.probes import AnyProbe, parse_probes
 from vllm_weir.schema.read_outs import ReadOut
+from vllm_weir.schema.stop_rules import StopText, parse_stop_when
 from vllm_weir.schema.vectors import number
 
 WIRE_VERSION = 1
+KEYS = ("v", "capture", "interventions", "modules", "features", "lens", "probes", "stop_when")
+"""Keys of a request's wire form."""
 MAX_CAPTURES = 62
 """With the one of vllm-lens's key, as many selectors as `Selectors` can tell apart (63)."""
 MAX_INTERVENTIONS = 1024
@@ -104,6 +108,8 @@ class RequestSpec:
         modules: interventions kept by the server, applied before its own.
         features: the features of sparse autoencoders that it wants back.
         lens: the next-token distributions inside the model that it wants back.
+        probes: what scores its rows; a text is the name of a registered one.
+        stop_when: rules about the scores, any of which ends generation.
     """
 
     capture: tuple[Capture, ...] = ()
@@ -111,6 +117,8 @@ class RequestSpec:
     modules: tuple[Module, ...] = ()
     features: tuple[Features, ...] = ()
     lens: Lens | None = None
+    probes: tuple[AnyProbe | str, ...] = ()
+    stop_when: tuple[StopText, ...] = ()
 
     @classmethod
     def parse(cls, data: object, path: str = WIRE_KEY) -> RequestSpec:
@@ -122,7 +130,7 @@ class RequestSpec:
             data = _loads(data, path)
         if not isinstance(data, Mapping):
             raise WeirError(f"expected an object, got {type(data).__name__}", path)
-        refuse_unknown_keys(data, ("v", "capture", "interventions", "modules", "features", "lens"), path)
+        refuse_unknown_keys(data, KEYS, path)
         version = data.get("v")
         if version != WIRE_VERSION or isinstance(version, bool):
             problem = "missing" if version is None else f"got {brief(version)}"
@@ -141,7 +149,9 @@ class RequestSpec:
         if is_text and lens is not None and lens.path is not None:
             raise WeirError("a request given as text may only ask for the logit lens, which has no path", "lens.path")
         features = parse_features(data.get("features", ()), "features")
-        return cls(captures, interventions, modules, features, lens)
+        probes = parse_probes(data.get("probes", ()), "probes")
+        stop_when = parse_stop_when(data.get("stop_when"), "stop_when")
+        return cls(captures, interventions, modules, features, lens, probes, stop_when)
 
     def to_json(self) -> dict[str, Any]:
         """Return the wire form."""
@@ -158,6 +168,10 @@ class RequestSpec:
             out["features"] = [one.to_json() for one in self.features]
         if self.lens is not None:
             out["lens"] = self.lens.to_json()
+        if self.probes:
+            out["probes"] = [one if isinstance(one, str) else one.to_json() for one in self.probes]
+        if self.stop_when:
+            out["stop_when"] = [str(rule) for rule in self.stop_when]
         return out
 
 

@@ -46,6 +46,7 @@ class SetActivation(Intervention):
     per_layer: bool = field(default=False, kw_only=True)
     heads: Any = field(default=None, kw_only=True)
     neurons: Any = field(default=None, kw_only=True)
+    when: Any = field(default=None, kw_only=True)
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
     def _parse_numbers(self) -> None:

@@ -151,6 +151,7 @@ class SAERegistry:
                 add=asked.add,
                 positions=asked.positions,
                 heads=sae.head,
+                when=asked.when,
                 path=asked.path,
             )
         except WeirError as e:

@@ -1,0 +1,104 @@
+"""`When`: the condition under which an intervention acts, a comparison with a probe's score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, set_fields, with_fields
+from vllm_weir.schema.probe_base import parse_name
+from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.vectors import number
+
+MAX_OUTPUT = 2**20
+
+
+@dataclass(frozen=True)
+class When:
+    """Let an intervention act only where a probe's score says so.
+
+    Args:
+        probe: name of one of the request's probes, or of a registered one.
+        above: the intervention acts where the score is above this.
+        below: or where it is below this; exactly one of the two.
+        latch: once it has acted, it acts at every later position too.
+        delay: 0: the score at a position decides on that position, for which the probe has to read
+            before the intervention acts; 1: the score at the position before it does.
+        sharpness: instead of switching, multiply what the intervention adds by
+            ``sigmoid(sharpness * (score - above))``, or by ``sigmoid(sharpness * (below - score))``.
+        output: which of the probe's scores; may be left out if it has one.
+
+    Where the probe scores no row, its last score counts; before the first one nothing happens.
+
+    Raises:
+        WeirError: naming the field.
+    """
+
+    wire_fields: ClassVar[tuple[str, ...]] = ("probe", "above", "below", "latch", "delay", "sharpness", "output")
+    probe: str
+    above: float | None = None
+    below: float | None = None
+    latch: bool = False
+    delay: int = 0
+    sharpness: float | None = None
+    output: int | None = None
+    path: str = field(default="when", repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        parse_name(self.probe, f"{self.path}.probe")
+        if (self.above is None) == (self.below is None):
+            given = "neither" if self.above is None else "both"
+            raise WeirError(f"give above or below, got {given}", f"{self.path}.above")
+        side = "below" if self.above is None else "above"
+        set_fields(self, **{side: number(getattr(self, side), f"{self.path}.{side}")})
+        parse_flag(self.latch, "latch", self.path)
+        delay = plain(self.delay)
+        if not is_int(delay) or delay not in (0, 1):
+            raise WeirError(f"delay is 0 or 1 tokens, got {brief(delay)}", f"{self.path}.delay")
+        set_fields(self, delay=int(delay))
+        if self.sharpness is not None:
+            self._parse_sharpness()
+        if self.output is not None:
+            output = plain(self.output)
+            if not is_int(output) or not 0 <= output <= MAX_OUTPUT:
+                raise WeirError(f"outputs are ints from 0, got {brief(output)}", f"{self.path}.output")
+            set_fields(self, output=int(output))
+
+    def _parse_sharpness(self) -> None:
+        at = f"{self.path}.sharpness"
+        sharpness = number(self.sharpness, at)
+        if sharpness <= 0:
+            raise WeirError("sharpness is above 0; use below instead of above to turn the gate round", at)
+        if self.latch:
+            raise WeirError("a latch switches, and a sigmoid does not; leave latch or sharpness out", at)
+        set_fields(self, sharpness=sharpness)
+
+    @classmethod
+    def parse(cls, data: object, path: str) -> When | None:
+        """Parse a `When`, its wire form, or None; raise WeirError for unknown keys."""
+        if data is None:
+            return None
+        if isinstance(data, When):
+            return data if data.path == path else with_fields(data, path=path)
+        if not isinstance(data, Mapping):
+            raise WeirError(f"expected weir.When(...) or an object, got {type(data).__name__}", path)
+        refuse_unknown_keys(data, cls.wire_fields, path)
+        if "probe" not in data:
+            raise WeirError("missing", f"{path}.probe")
+        return cls(**data, path=path)
+
+    @property
+    def threshold(self) -> float:
+        """The score that decides."""
+        return self.above if self.above is not None else self.below  # type: ignore[return-value]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the wire form, defaults left out."""
+        values = {name: getattr(self, name) for name in self.wire_fields}
+        if not self.latch:
+            del values["latch"]
+        if not self.delay:
+            del values["delay"]
+        return {name: value for name, value in values.items() if value is not None}
