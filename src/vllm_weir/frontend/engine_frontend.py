@@ -19,6 +19,7 @@ from vllm_weir.frontend.admission.inline_vectors import InlineVectors
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, check_reached, max_generated
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.vector_registry import RegistryBackend, RegistryContents, VectorRegistry
+from vllm_weir.frontend.outputs.output_holder import OutputHolder
 from vllm_weir.frontend.outputs.preslicer import presliceable_kind
 from vllm_weir.frontend.outputs.prompt_slicer import captures_only_prompt
 from vllm_weir.frontend.outputs.view import OutputView
@@ -76,6 +77,7 @@ class EngineFrontend:
             `saes` and `always`; None if there is none.
         observer: told what becomes of requests; None unless a server has set it.
         always: interventions of every request, before its own.
+        holder: holds outputs back until their tokens have scores.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class EngineFrontend:
         self.settings = settings
         self.refusal = refusal
         self.store = RowStore()
+        self.holder = OutputHolder(self.store, settings.timeout)
         self.pacing = Pacing()
         self.registry = VectorRegistry()
         self.saes = SAERegistry()
@@ -219,8 +222,11 @@ class EngineFrontend:
             pending.expected_end = prompt_len + generated - 1
         first = engine_request.first_position if engine_request is not None else None
         asked = carries_keys(extra_args)
+        # In a stream, a token's score comes with the token.
+        holds = admitted.stops or (streams and asked and admitted.probes)
+        held = self.holder.open(pending) if holds else None
         return Tracker(
-            pending, first, capabilities.d_model, self.settings.timeout, self.manager, asked, self._hold
+            pending, first, capabilities.d_model, self.settings.timeout, self.manager, asked, self._hold, held
         ), engine_request
 
     def _admitted(

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from vllm_weir.consumers.base import Finished
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
+from vllm_weir.frontend.outputs.held_outputs import HeldOutputs
 from vllm_weir.frontend.outputs.ticket import Ticket
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
@@ -28,6 +29,7 @@ class Tracker:
         manager: the engine's sinks.
         asked: whether the request itself asked for anything; others only have rows for sinks.
         hold: whether `view` may block while a sink has no room.
+        held: what holds the sequence's outputs back until their tokens have scores; None if nothing does.
     """
 
     def __init__(
@@ -39,14 +41,15 @@ class Tracker:
         manager: SinkManager | None = None,
         asked: bool = True,
         hold: bool = False,
+        held: HeldOutputs | None = None,
     ) -> None:
-        self.pending = pending
+        self.pending, self.held = pending, held
         self._first = first
         self._d_model = d_model
         self._timeout = timeout
         self._manager, self._asked, self._hold = manager, asked, hold
         self._caller, self._index = pending.request_id, 0
-        self._seen = 0
+        self._seen = self._seen_scores = 0
 
     def name(self, request_id: str, index: int) -> None:
         """Set the id by which the caller knows the request, and which of its sequences this is."""
@@ -78,8 +81,10 @@ class Tracker:
             d_model=self._d_model,
             timeout=self._timeout,
             asked=self._asked,
+            scored_start=self._seen_scores if delta else 0,
+            judged=0 if self.held is None else min(self.held.judged, len(generated)),
         )
-        self._seen = view.end
+        self._seen, self._seen_scores = view.end, view.scored_end
         if self._manager is not None and others and reason is not None and not view.aborted:
             view.tickets = self._deliver(self._manager, view, others, reason)
         return view

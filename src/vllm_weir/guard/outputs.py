@@ -1,6 +1,6 @@
-"""The properties ``.activations``, ``.features``, ``.lens`` and ``.receipt`` that Weir adds to vLLM's outputs.
+"""The properties ``.activations``, ``.features``, ``.lens``, ``.scores`` and ``.receipt`` of vLLM's outputs.
 
-Importing `vllm_weir` is enough to have them in any process: outputs are pickled and read where no
+Weir adds them. Importing `vllm_weir` is enough to have them in any process: outputs are pickled and read where no
 engine runs.
 """
 
@@ -18,6 +18,7 @@ _PROPERTIES = {
     "activations": "Rows captured for this sequence (index 0's for a request), or None; see `weir.Activations`.",
     "features": "Features of autoencoders by name (index 0's for a request), or None; see `weir.Features`.",
     "lens": "Likeliest next tokens by block (index 0's for a request), or None; see `weir.Lens`.",
+    "scores": "Scores of probes by name (index 0's for a request), or None without probes; see `weir.Probe`.",
     "receipt": "What Weir did for this sequence (index 0's for a request), or None; see `weir.Receipt`.",
 }
 

@@ -21,6 +21,7 @@ from vllm_weir.frontend.sinks.manager import check_sinks
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.guard.outputs import VIEW as _VIEW
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
+from vllm_weir.patches.held_outputs import READER, OutputReader, StoppableDetokenizer
 from vllm_weir.patches.unsupported import refusal_of
 from vllm_weir.schema.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
 
@@ -58,6 +59,8 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
             if observer is not None:
                 observer.admitted()
             setattr(state, TRACKER, tracker)
+            if tracker.held is not None:
+                state.detokenizer = StoppableDetokenizer(state.detokenizer, tracker.held)
             frontend.pacing.add_own(state)
 
     return wrapper
@@ -162,6 +165,7 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     vocabulary = Vocabulary(model.get_vocab_size(), engine.output_processor.tokenizer)
     frontend = EngineFrontend(settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len)
     setattr(engine.output_processor, FRONTEND, frontend)
+    setattr(engine.engine_core, READER, OutputReader(frontend.holder))
     frontend.pacing.live = engine.output_processor.request_states
     return frontend
 

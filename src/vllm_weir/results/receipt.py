@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict
 
 from vllm_weir.schema.hooks import Site
+
+
+class GateCount(TypedDict):
+    """How often the gate of one intervention let it act.
+
+    Attributes:
+        probe: whose scores the gate looks at.
+        fired: positions at which the intervention acted, that is, at which the gate's factor was not 0.
+        of: positions that it was asked for.
+        spans: where it acted: ranges [first, end] of positions, `end` not included.
+    """
+
+    probe: str
+    fired: int
+    of: int
+    spans: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -18,7 +34,8 @@ class Receipt:
         dropped: site -> rows that were asked for, here or for a sink, and are missing because the
             worker's host buffer was full (only with the setting ``overflow="drop"``).
         steered: for each intervention, in the order in which they apply (global ones first): site
-            -> rows changed there. Empty for one that changes nothing (a zero vector, a scale of 0).
+            -> rows changed there. Empty for one that changes nothing (a zero vector, a scale of 0). Where a gate
+            was closed, nothing was changed.
         shared: for each intervention, prompt positions whose steered KV came from the prefix cache
             instead.
         prompt_tokens: tokens of the prompt.
@@ -32,6 +49,7 @@ class Receipt:
         files: files to which sinks have written the rows.
         sinks: sink -> state of the rows there: ``"queued"``, ``"written"``, ``"dropped"``,
             ``"held"`` (until they are marked), ``"evicted"``, or ``"failed: <why>"``.
+        gates: for each intervention, as in `steered`, how often its gate let it act; None for one without a gate.
     """
 
     captured: dict[Site, int] = field(default_factory=dict)
@@ -46,11 +64,12 @@ class Receipt:
     compression: dict[str, Any] | None = None
     files: tuple[str, ...] = ()
     sinks: dict[str, str] = field(default_factory=dict)
+    gates: tuple[GateCount | None, ...] = ()
 
     def to_dict(self) -> dict:
         """Return plain JSON data, with sites as ``"resid_post.10"``."""
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("compression", "sinks"):
+        for name in ("compression", "sinks", "gates"):
             out[name] = deepcopy(out[name])
         for name in ("captured", "dropped"):
             out[name] = {f"{s.hook}.{s.layer}": n for s, n in getattr(self, name).items()}

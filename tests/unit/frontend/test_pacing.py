@@ -205,7 +205,7 @@ def test_which_requests_in_the_engine_are_plain():
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
         model_config=SimpleNamespace(model="m", get_vocab_size=lambda: 9, max_model_len=8),
     )
-    vllm = SimpleNamespace(vllm_config=config, output_processor=Processor())
+    vllm = SimpleNamespace(vllm_config=config, output_processor=Processor(), engine_core=SimpleNamespace())
     frontend = engine._make_frontend(vllm, SimpleNamespace(refusal="none of it is served"), hold=False)
     frontend.admit = lambda *asked: (SimpleNamespace(name=lambda caller, index: None), None)
     frontend.pacing.pace = 1.0

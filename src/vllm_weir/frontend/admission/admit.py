@@ -91,6 +91,13 @@ class AdmittedRequest:
         return CellLayout.of(self.probes, self.gates)
 
     @functools.cached_property
+    def gate_of_moves(self) -> tuple[int, ...]:
+        """For each of `moves`, the index of its gate, or -1."""
+        if not self.gates:
+            return (-1,) * len(self.moves)
+        return tuple(gate for gate, count in zip(self.gate_of, self.parted, strict=True) for _ in range(count))
+
+    @functools.cached_property
     def columns(self) -> dict[Site | RowShard, int]:
         """The column of the plan in which workers record each site, and what they call each part's."""
         columns: dict[Site | RowShard, int] = {}

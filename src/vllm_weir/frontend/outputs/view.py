@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,13 +14,15 @@ from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.outputs.host_postprocess import apply_postprocess, reduce_rows
 from vllm_weir.frontend.outputs.read_outs import collect, from_records, from_rows
+from vllm_weir.frontend.outputs.scored_rows import ScoredRows
 from vllm_weir.frontend.outputs.ticket import Ticket
 from vllm_weir.frontend.receive.joined_shards import join_shards, pick_values, sources_of
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence, TakenRows
 from vllm_weir.frontend.receive.tokens import SequenceTokens, TokenIds
 from vllm_weir.results.activations import Activations, CompressedRows
 from vllm_weir.results.read_outs import ReadValues
-from vllm_weir.results.receipt import Receipt
+from vllm_weir.results.receipt import GateCount, Receipt
+from vllm_weir.results.scores import Scores
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
@@ -36,6 +38,7 @@ class ViewSnapshot:
     saved_activations: Activations
     saved_receipt: Receipt
     saved_read_values: ReadValues
+    saved_scores: Scores | None = None
 
     def activations(self) -> Activations:
         """Return the rows, see `OutputView.activations`."""
@@ -48,6 +51,28 @@ class ViewSnapshot:
     def read_values(self) -> ReadValues:
         """Return features and lens, see `OutputView.read_values`."""
         return self.saved_read_values
+
+    def scores(self) -> Scores | None:
+        """Return the probes' scores, see `OutputView.scores`."""
+        return self.saved_scores
+
+
+class Verified(NamedTuple):
+    """What has become of one resolved intervention.
+
+    Attributes:
+        intervention: None for one that changes nothing.
+        changed: how many positions it has changed.
+        cached: how many were changed when their KV was computed, by another request.
+        gate: index of its gate, or -1.
+        asked: how many positions it was asked for; 0 without a gate.
+    """
+
+    intervention: ResolvedIntervention | None
+    changed: int = 0
+    cached: int = 0
+    gate: int = -1
+    asked: int = 0
 
 
 @dataclass
@@ -62,6 +87,9 @@ class OutputView:
         part: which of its captures.
         tokens: its tokens so far.
         start: first position; only outputs that hold new rows alone have one other than 0.
+        scored_start: first position with a score, likewise; None for `start`.
+        judged: how many of the generated tokens are known to have their own scores; one more than have rows where
+            outputs wait for the scores of their tokens, see `HeldOutputs`.
         finished, aborted: whether the sequence has ended, and whether before its time.
         cached_tokens: prompt tokens whose KV came from the prefix cache.
         hit_limit: first wanted position, which a prefix-cache hit was not allowed to pass; None for
@@ -84,28 +112,50 @@ class OutputView:
     timeout: float
     asked: bool = True
     tickets: Sequence[Ticket] = ()
+    scored_start: int | None = None
+    judged: int = 0
     _cached_activations: Activations | None = None
     _cached_read_values: ReadValues | None = None
-    _verified: list[tuple[ResolvedIntervention | None, int, int]] | None = None
+    _cached_scores: Scores | None = None
+    _verified: list[Verified] | None = None
     """The result of `verify` for a finished sequence."""
 
     def __reduce__(self) -> tuple[type, tuple]:
-        return ViewSnapshot, (self.asked, self.activations(), self.receipt(), self.read_values())
+        return ViewSnapshot, (self.asked, self.activations(), self.receipt(), self.read_values(), self.scores())
 
     @property
     def end(self) -> int:
         """First position without a row."""
         return len(self.tokens)
 
-    def with_start(self, start: int, part: CaptureGroup | None = None) -> OutputView:
-        """Return a view from position `start` on, of the same captures or of another part."""
-        return replace(self, start=start, part=part or self.part, _cached_activations=None, _cached_read_values=None)
+    @property
+    def scored_end(self) -> int:
+        """First position without a score."""
+        return max(self.end, self.tokens.prompt_len + self.judged)
+
+    def with_start(self, start: int, part: CaptureGroup | None = None, scored_start: int | None = None) -> OutputView:
+        """Return a view from position `start` on, of the same captures or of another part.
+
+        Args:
+            start: first position of the rows.
+            part: which captures; None for the same.
+            scored_start: first position of the scores; None for `start`.
+        """
+        return replace(
+            self,
+            start=start,
+            part=part or self.part,
+            scored_start=scored_start,
+            _cached_activations=None,
+            _cached_read_values=None,
+            _cached_scores=None,
+        )
 
     def extend(self, later: OutputView) -> None:
         """Cover a later output of the same sequence that was merged into this one."""
         self.tokens, self.finished, self.aborted = later.tokens, later.finished, later.aborted
-        self.tickets = later.tickets
-        self._cached_activations = self._cached_read_values = self._verified = None
+        self.tickets, self.judged = later.tickets, later.judged
+        self._cached_activations = self._cached_read_values = self._cached_scores = self._verified = None
 
     def activations(self) -> Activations:
         """Return the rows, waiting for those on their way; raise WeirError if they were lost."""
@@ -132,6 +182,20 @@ class OutputView:
                 values = from_records(part.read_outs, self._read_at, self._take_records)
             self._cached_read_values = collect(values)
         return self._cached_read_values
+
+    def scores(self) -> Scores | None:
+        """Return the probes' scores, waiting for those on their way; None without probes.
+
+        Raises:
+            WeirError: if the request has failed, or scores do not come in time.
+        """
+        if self._cached_scores is None:
+            self._cached_scores = self._scored_rows().scores()
+        return self._cached_scores
+
+    def _scored_rows(self) -> ScoredRows:
+        start = self.start if self.scored_start is None else self.scored_start
+        return ScoredRows(self.pending, self.tokens, start, self.scored_end, self.aborted, self.timeout)
 
     def _read_at(self, asked: AskedReadOut) -> np.ndarray:
         return self._wanted((asked.positions,), None)[0]
@@ -169,7 +233,7 @@ class OutputView:
 
     def drop(self) -> None:
         """Drop the assembled rows; they can be assembled again while their request is held."""
-        self._cached_activations = self._cached_read_values = None
+        self._cached_activations = self._cached_read_values = self._cached_scores = None
 
     def arrived(self) -> bool:
         """Return whether every row, or the reduction of the prompt's, is among the arrivals read.
@@ -200,10 +264,10 @@ class OutputView:
         span = None if intervention.per_position else self._span((intervention.positions,))
         return self.changed_positions(intervention) if span is None else span
 
-    def verify(self) -> list[tuple[ResolvedIntervention | None, int, int]]:
+    def verify(self) -> list[Verified]:
         """Return how many positions each intervention has changed, and how many were cached.
 
-        Wait until the workers have confirmed them.
+        Wait until the workers have confirmed them, and for the factors of gates.
 
         Raises:
             WeirError: if a position was not changed as asked.
@@ -213,11 +277,11 @@ class OutputView:
             self.pending.check()
         if self._verified is not None:
             return self._verified
-        out: list[tuple[ResolvedIntervention | None, int, int]] = []
+        out: list[Verified] = []
         index = 0
-        for intervention in interventions:
+        for intervention, gate in zip(interventions, self.pending.admitted.gate_of_moves, strict=True):
             if intervention is None:
-                out.append((None, 0, 0))
+                out.append(Verified(None, gate=gate))
                 continue
             positions = self._changed(intervention)
             if isinstance(positions, tuple):
@@ -230,14 +294,20 @@ class OutputView:
                 # steered.
                 self.pending.await_steered(index, positions, self.timeout)
             index += 1
-            out.append((intervention, count - cached, cached))
+            changed = count - cached if gate < 0 else len(self._acted(gate, intervention, self.cached_tokens))
+            out.append(Verified(intervention, changed, cached, gate, count if gate >= 0 else 0))
         if self.finished and not self.aborted:
             self._verified = out
         return out
 
+    def _acted(self, gate: int, intervention: ResolvedIntervention, start: int = 0) -> np.ndarray:
+        """Return the positions from `start` on at which an intervention with a gate has changed rows."""
+        positions = self.changed_positions(intervention)
+        return self._scored_rows().acted(gate, positions[positions >= start])
+
     def concluded(self) -> bool:
-        """Return whether `verify` and `settle` would return at once."""
-        if self.tickets:
+        """Return whether `verify`, `settle` and `scores` would return at once."""
+        if self.tickets or (self.pending.admitted.probes and not self._scored_rows().arrived()):
             return False
         interventions = self.pending.admitted.effective
         if self.aborted or not interventions or self._verified is not None:
@@ -246,11 +316,14 @@ class OutputView:
 
     @property
     def steered(self) -> int:
-        """Positions from `cached_tokens` on that interventions are for, each counted once."""
+        """Positions from `cached_tokens` on that interventions have changed, each counted once."""
         spans: list[tuple[int, int]] = []
         others: list[np.ndarray] = []
-        for intervention in self.pending.admitted.effective:
-            positions = self._changed(intervention)
+        admitted = self.pending.admitted
+        for intervention, gate in zip(admitted.moves, admitted.gate_of_moves, strict=True):
+            if intervention is None:
+                continue
+            positions = self._changed(intervention) if gate < 0 else self._acted(gate, intervention)
             if isinstance(positions, tuple):
                 spans.append(positions)
             else:
@@ -272,13 +345,15 @@ class OutputView:
         self.settle()
         self.activations()
         self.read_values()
+        self.scores()
         self.verify()
 
     def receipt(self) -> Receipt:
         """Return what was done for this sequence up to this output, waiting as `wait` does."""
         self.settle()
         activations = self.activations()
-        changed = self._by_intervention(self.verify())
+        verified = self.verify()
+        changed = self._by_intervention(verified)
         return Receipt(
             captured={site: activations.count(site) for site in activations.sites},
             dropped=self._dropped(activations),
@@ -292,11 +367,26 @@ class OutputView:
             compression=self._compression(),
             files=tuple(file for ticket in self.tickets for file in ticket.files),
             sinks={ticket.sink: ticket.state for ticket in self.tickets},
+            gates=self._gates(verified),
         )
 
-    def _by_intervention(
-        self, verified: Sequence[tuple[ResolvedIntervention | None, int, int]]
-    ) -> list[tuple[dict[Site, int], int]]:
+    def _gates(self, verified: Sequence[Verified]) -> tuple[GateCount | None, ...]:
+        """Return what became of the gate of each intervention asked for."""
+        admitted, remaining = self.pending.admitted, iter(verified)
+        out: list[GateCount | None] = []
+        for count in admitted.parted:
+            resolved = list(itertools.islice(remaining, count))
+            gate = resolved[0].gate
+            if gate < 0:
+                out.append(None)
+                continue
+            most = max(resolved, key=lambda one: one.asked)
+            acted = _NOWHERE if most.intervention is None else self._acted(gate, most.intervention)
+            probe = admitted.probes[admitted.gates[gate].probe].name
+            out.append({"probe": probe, "fired": len(acted), "of": most.asked, "spans": _spans(acted)})
+        return tuple(out)
+
+    def _by_intervention(self, verified: Sequence[Verified]) -> list[tuple[dict[Site, int], int]]:
         """Return site -> rows changed, and shared positions, of each intervention asked for.
 
         An intervention that was asked for can have become several, one of them for each of its
@@ -306,15 +396,16 @@ class OutputView:
         for count in self.pending.admitted.parted:
             resolved = list(itertools.islice(remaining, count))
             sites = {
-                Site(intervention.hook, layer): changed
-                for intervention, changed, _ in resolved
-                if intervention
-                for layer in intervention.layers
+                Site(one.intervention.hook, layer): one.changed
+                for one in resolved
+                if one.intervention
+                for layer in one.intervention.layers
             }
-            shared = max(cached for _, _, cached in resolved)
-            if shared and count > 1 and any(i and i.per_position for i, _, _ in resolved):
+            shared = max(one.cached for one in resolved)
+            moves = [one.intervention for one in resolved if one.intervention]
+            if shared and count > 1 and any(move.per_position for move in moves):
                 # A term whose vector is zero at its layer is not among that layer's positions.
-                positions = np.unique(np.concatenate([self.changed_positions(i) for i, _, _ in resolved if i]))
+                positions = np.unique(np.concatenate([self.changed_positions(move) for move in moves]))
                 shared = int(np.searchsorted(positions, self.cached_tokens))
             out.append((dict(sorted(sites.items())), shared))
         return out
@@ -503,6 +594,15 @@ class OutputView:
         if not self.part.picks:
             return taken
         return [pick_values(rows, self.part.picks) for rows in join_shards(taken)]
+
+
+def _spans(positions: np.ndarray) -> list[list[int]]:
+    """Return the ranges that ascending positions form, as [first, end]."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1) if len(positions) else []
+    return [[int(run[0]), int(run[-1]) + 1] for run in runs]
+
+
+_NOWHERE = np.zeros(0, np.int64)
 
 
 def _join(parts: Sequence[Mapping[Site, torch.Tensor]]) -> Mapping[Site, torch.Tensor]:

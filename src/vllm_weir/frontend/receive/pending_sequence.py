@@ -15,6 +15,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import AdmittedRequest
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.receive.row_sequence_view import RowSequenceView, SlicedRows
+from vllm_weir.frontend.receive.score_table import ScoreTable
 from vllm_weir.frontend.receive.tokens import PromptTokens
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.site_slices import SiteSlices
@@ -73,6 +74,7 @@ class PendingSequence:
         row_views: rows that have arrived; where views overlap, the later one counts.
         groups: groups of interventions that the worker has named.
         steered: of each intervention, bool by position: whether it was applied there.
+        scores: the scores of its probes and the factors of its gates.
         failure: why the worker could not serve the request, if so.
         expected_end: positions that have rows if the sequence generates all tokens that it may; 0
             if its rows are not presliced.
@@ -88,6 +90,7 @@ class PendingSequence:
         self.row_views: list[RowSequenceView] = []
         self.groups: list[InterventionGroup] = []
         self.steered: list[np.ndarray] = [_NOWHERE] * len(admitted.effective)
+        self.scores = ScoreTable(admitted.cells.reported)
         self.failure: str | None = None
         self.expected_end = 0
         self.early_activations: Activations | None = None
@@ -127,6 +130,7 @@ class PendingSequence:
             return False
         self.failure = self.failure or "its rows were released, as nobody waited for its answer any more"
         self.row_views, self.early_activations = [], None
+        self.scores = ScoreTable(0)
         return True
 
     def await_steered(self, index: int, positions: np.ndarray | tuple[int, int], timeout: float) -> None:
@@ -162,6 +166,24 @@ class PendingSequence:
             return self.failure is not None or all(map(_covers, self.steered, positions))
 
         return done() or self._store.wait(done, 0.0)
+
+    def await_scores(self, positions: np.ndarray, timeout: float) -> None:
+        """Wait for the scores at all of `positions`, ascending; `timeout` in seconds.
+
+        Raises:
+            WeirError: if the worker reported a failure, or the scores do not come in time.
+        """
+
+        def done() -> bool:
+            return self.failure is not None or bool(self.scores.known(positions).all())
+
+        if not done() and not self._store.wait(done, timeout):
+            missing = positions[~self.scores.known(positions)]
+            raise WeirError(
+                f"the scores at {len(missing)} of {len(positions)} positions did not arrive within {timeout:g} s "
+                f"(first missing position {missing[0]}); see the worker's log for the cause"
+            )
+        self.check()
 
     def check(self) -> None:
         """Raise WeirError if the worker reported a failure."""

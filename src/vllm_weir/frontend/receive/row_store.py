@@ -22,6 +22,7 @@ from vllm_weir.frontend.outputs.prompt_slicer import PromptSlicer
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.frontend.receive.pending_sequence import InterventionGroup, PendingSequence
 from vllm_weir.frontend.receive.row_sequence_view import Extent, RowSequenceView
+from vllm_weir.frontend.receive.score_table import ScoreSeries
 
 MAX_UNREAD = 64
 """Messages whose arrivals are kept unread: reading many at once costs little more than one."""
@@ -59,6 +60,7 @@ class RowStore:
         self._pending: WeakValueDictionary[str, PendingSequence] = WeakValueDictionary()
         self._row_views: WeakValueDictionary[tuple[str, int], RowSequenceView] = WeakValueDictionary()
         self._groups: WeakValueDictionary[tuple[str, int], InterventionGroup] = WeakValueDictionary()
+        self._series = ScoreSeries()
         self._rank_bytes: dict[tuple[str, int], int] = {}
         """Bytes of a rank of open row sequences whose rows come in messages."""
         self._unread: list[tuple[str, np.ndarray, np.ndarray]] = []
@@ -148,6 +150,8 @@ class RowStore:
         with self._changed:
             self._fail_requests(header)
             self._open_layout(header, mapped)
+            if header.scored:
+                self._series.record(worker, header.scored, header.scores)
             if len(payload):
                 self._unpack(worker, arrivals, torch.frombuffer(payload, dtype=torch.uint8))
             self._queue_arrivals(worker, arrivals, steered)
@@ -172,7 +176,7 @@ class RowStore:
                 pending.failure = pending.failure or header.broken
 
     def _open_layout(self, header: messages.MessageHeader, mapped: MappedBuffer) -> None:
-        """Enter the row sequences, extents and intervention groups that a message introduces."""
+        """Enter the row sequences, extents, intervention groups and series that a message introduces."""
         worker, layout = header.worker, header.layout_updates
         for opened in layout.opened:
             self._open_row_sequence(header, opened, mapped)
@@ -188,6 +192,9 @@ class RowStore:
                 group = InterventionGroup(pending.steered, defined.moves)
                 self._groups[worker, defined.group] = group
                 pending.groups.append(group)
+        for series in layout.series:
+            pending = self.get(series.request_id)
+            self._series.open(worker, series, None if pending is None else pending.scores)
 
     def _open_row_sequence(
         self, header: messages.MessageHeader, opened: messages.SequenceOpened, mapped: MappedBuffer

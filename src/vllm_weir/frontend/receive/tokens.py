@@ -54,10 +54,14 @@ class SequenceTokens:
     @functools.cached_property
     def array(self) -> np.ndarray:
         """int64, token at each position."""
-        if self.generated < 2:
-            return self._prompt.array
-        generated = np.asarray(self._generated_ids[: self.generated - 1], np.int64)
-        return np.concatenate([self._prompt.array, generated])
+        return self.up_to(len(self))
+
+    def up_to(self, end: int) -> np.ndarray:
+        """Return the tokens at the positions before `end`, int64; one after the prompt may be the last token's."""
+        count = end - self.prompt_len
+        if count < 1:
+            return self._prompt.array[:end]
+        return np.concatenate([self._prompt.array, np.asarray(self._generated_ids[:count], np.int64)])
 
 
 class TokenIds(Mapping):

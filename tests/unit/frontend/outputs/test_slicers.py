@@ -29,6 +29,7 @@ from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import selected
+from vllm_weir.schema.resolved_probes import CellLayout
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.row_sequences import RowSequences
 
@@ -163,12 +164,13 @@ def test_every_position_that_is_meant_must_have_been_steered(selector, P, G, cac
     told = []
     move = SimpleNamespace(per_position=False, positions=Positions.parse(selector))
     pending = SimpleNamespace(
-        admitted=SimpleNamespace(moves=[move]), await_steered=lambda number, own, timeout: told.append(own)
+        admitted=SimpleNamespace(moves=[move], gate_of_moves=[-1]),
+        await_steered=lambda number, own, timeout: told.append(own),
     )
     ids = list(range(P + G))
     tokens = SequenceTokens(PromptTokens(ids[:P]), ids[P:])
     view = OutputView(pending, None, tokens, 0, True, False, cached, None, 4, 1.0)
-    ((_, changed, shared),) = view.verify()
+    ((_, changed, shared, *_),) = view.verify()
     (own,) = told
     own = np.arange(*own) if isinstance(own, tuple) else own
     wanted = selected((Positions.parse(selector),), P, np.array(ids[: P + G - 1]))
@@ -190,7 +192,13 @@ def test_whoever_has_nothing_to_wait_for_is_not_made_to():
         return done()
 
     moves = [SimpleNamespace(per_position=False, positions=Positions.parse(p)) for p in ("prompt", "generated")]
-    admitted = SimpleNamespace(effective=moves, moves=[moves[0], None, moves[1]])
+    admitted = SimpleNamespace(
+        effective=moves,
+        moves=[moves[0], None, moves[1]],
+        gate_of_moves=[-1] * 3,
+        probes=(),
+        cells=CellLayout.of((), ()),
+    )
     pending = PendingSequence("r", admitted, [1, 2, 3], SimpleNamespace(wait=wait))
     view = OutputView(pending, None, SequenceTokens(PromptTokens([1, 2, 3]), [4, 5]), 0, True, False, 0, None, 4, 9.0)
     steered = np.array([True, True, False])

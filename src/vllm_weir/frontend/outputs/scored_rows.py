@@ -1,0 +1,91 @@
+"""`ScoredRows`: what probes and gates said of the tokens of one output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_weir.frontend.receive.pending_sequence import PendingSequence
+from vllm_weir.frontend.receive.tokens import SequenceTokens
+from vllm_weir.results.scores import Scores
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import selected
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """The scores and factors of a sequence at the positions from `start` to `end` (not included).
+
+    Attributes:
+        pending: the sequence.
+        tokens: its tokens.
+        start, end: of the positions whose scores are wanted.
+        aborted: whether the sequence ended before its time; then there is what has arrived.
+        timeout: seconds to wait for scores.
+    """
+
+    pending: PendingSequence
+    tokens: SequenceTokens
+    start: int
+    end: int
+    aborted: bool
+    timeout: float
+
+    def scores(self) -> Scores | None:
+        """Return the probes' scores, waiting for those on their way; None if there are no probes.
+
+        Raises:
+            WeirError: if the request has failed, or scores do not come in time.
+        """
+        admitted = self.pending.admitted
+        if not admitted.probes:
+            return None
+        self.pending.check()
+        values, positions = {}, {}
+        for probe, first in zip(admitted.probes, admitted.cells.scores, strict=True):
+            at = self._arrived(self._selected(probe.positions))
+            values[probe.name] = torch.from_numpy(
+                np.ascontiguousarray(self.pending.scores.take(at)[:, first : first + probe.outputs])
+            )
+            positions[probe.name] = torch.from_numpy(at)
+        return Scores(values, positions)
+
+    def acted(self, gate: int, positions: np.ndarray) -> np.ndarray:
+        """Return those of `positions` at which a gate's factor is not 0, waiting for it where it is on its way.
+
+        Args:
+            gate: index of the gate.
+            positions: ascending, those at which its interventions were asked for.
+
+        Raises:
+            WeirError: if the request has failed, or factors do not come in time.
+        """
+        positions = self._arrived(positions)
+        return positions[self.pending.scores.take(positions)[:, self.pending.admitted.cells.factors[gate]] != 0]
+
+    def arrived(self) -> bool:
+        """Return whether `scores` would return at once."""
+        table = self.pending.scores
+        return self.aborted or self.pending.failure is not None or all(table.known(at).all() for at in self._wanted())
+
+    def _wanted(self) -> Iterator[np.ndarray]:
+        for selector in dict.fromkeys(probe.positions for probe in self.pending.admitted.probes):
+            yield self._selected(selector)
+
+    def _arrived(self, positions: np.ndarray) -> np.ndarray:
+        """Return the positions once they have scores; of an aborted sequence, those that have some."""
+        if self.aborted:
+            return positions[self.pending.scores.known(positions)]
+        self.pending.await_scores(positions, self.timeout)
+        return positions
+
+    def _selected(self, selector: Positions) -> np.ndarray:
+        bounds = selector.bounds(self.tokens.prompt_len)
+        if bounds is not None:
+            first, end = max(bounds[0], self.start), min(bounds[1], self.end)
+            return np.arange(first, max(first, end))
+        positions = selected((selector,), self.tokens.prompt_len, self.tokens.up_to(self.end))
+        return positions[positions >= self.start]

@@ -1,0 +1,236 @@
+"""Outputs that wait for the scores of their tokens: none too early, none too many, none lost."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.scored import Worker, admitted, opened, probe, rule
+from vllm_weir.frontend.outputs.held_outputs import COMPARE, FAILED, HeldOutputs, Release
+from vllm_weir.frontend.outputs.output_holder import OutputHolder
+from vllm_weir.frontend.receive.row_store import RowStore
+
+P = 3
+POSITIONS = ("all", "generated", "prompt", "4:", "::2", [4, 6], {"token_ids": [1]})
+
+
+def made(stops=(rule(),), positions="all", prompt=range(P), store=None):
+    pending = opened(store or RowStore(), admitted([probe(positions=positions)], stops), prompt)
+    return HeldOutputs(pending, stops)
+
+
+def score(held, first, *values):
+    """The scores of generated tokens from `first` on arrive."""
+    held.pending.scores.record(P + first, np.array(values, np.float32)[:, None])
+
+
+def test_a_token_goes_out_with_the_step_that_scores_it():
+    held = made()
+    held.add("a", [7], False)
+    assert held.release() == [] and not held.behind, "nothing is on its way yet"
+    held.add("b", [8], False)
+    assert held.release() == [] and held.behind and held.awaited == P
+    score(held, 0, 0.1)
+    assert held.release() == [Release("a", 1)] and not held.behind and held.judged == 1
+    held.add("c", [9], True)
+    score(held, 1, 0.2)
+    assert held.release() == [Release("b", 1), Release("c", 1)], "the last one has no score"
+    assert held.judged == 2 and held.ends_at is None and held.release() == []
+
+
+def test_a_token_whose_score_says_so_is_the_last():
+    held = made()
+    held.add("a", [7], False)
+    held.add("b", [8], False)
+    score(held, 0, 0.1)
+    assert held.release() == [Release("a", 1)]
+    held.add("c", [9], False)
+    score(held, 1, 0.9)
+    assert held.release() == [Release("b", 1)]
+    assert (held.ends_at, held.stop_reason, held.judged) == (2, "probe:p", 2)
+    held.add("d", [9], True)
+    score(held, 2, 0.9)
+    assert held.release() == [] and not held.behind
+
+
+def test_the_engine_ends_a_sequence_that_a_probe_ends_one_token_earlier():
+    held = made()
+    held.add("a", [7], False)
+    held.add("b", [8], True)
+    assert held.release() == []
+    score(held, 0, 0.9)
+    assert held.release() == [Release("a", 1)] and held.ends_at == 1
+
+
+def test_an_abort_in_the_engine_has_no_token_and_so_needs_no_score():
+    held = made()
+    held.add("a", [7], False)
+    held.add("abort", [], True)
+    assert held.release() == [Release("a", 1), Release("abort", 0)]
+
+
+def test_one_token_in_all():
+    held = made()
+    held.add("a", [7], True)
+    assert held.release() == [Release("a", 1)] and held.judged == 0
+
+
+def test_several_tokens_in_one_output_are_cut_after_the_one_that_ends():
+    held = made()
+    held.add("a", [1, 2, 3, 4], False)
+    score(held, 0, 0.1, 0.9, 0.1)
+    assert held.release() == [Release("a", 2, cut=True)] and held.ends_at == 2
+    whole = made()
+    whole.add("a", [1, 2], False)
+    score(whole, 0, 0.1)
+    whole.add("b", [3], False)
+    score(whole, 1, 0.9)
+    assert whole.release() == [Release("a", 2)]
+
+
+def test_the_first_rule_that_holds_names_the_reason():
+    probes, stops = [probe("p", outputs=2), probe("q")], [rule("p", "<=", -1.0, 0, 1), rule("q", ">=", 0.1, 1)]
+    held = HeldOutputs(opened(RowStore(), admitted(probes, stops)), stops)
+    held.add("a", [7], False)
+    held.add("b", [8], False)
+    held.pending.scores.record(P, np.array([[5.0, -1.0, 0.1]], np.float32))
+    held.release()
+    assert held.stop_reason == "probe:p"
+
+
+def test_thresholds_are_compared_in_float32():
+    held = made([rule(op=">=", threshold=0.9)])
+    held.add("a", [7], False)
+    held.add("b", [8], False)
+    score(held, 0, 0.9)  # as float64 it is less than 0.9
+    assert held.release() == [Release("a", 1)] and held.ends_at == 1
+
+
+def test_not_a_number_ends_nothing():
+    held = made([rule(op=op) for op in COMPARE])
+    held.add("a", [7], False)
+    held.add("b", [8], False)
+    score(held, 0, float("nan"))
+    assert held.release() == [Release("a", 1)] and held.ends_at is None
+
+
+@given(
+    sizes=st.lists(st.integers(0, 3), min_size=1, max_size=8),
+    ends=st.booleans(),
+    positions=st.sampled_from(POSITIONS),
+    has_rule=st.booleans(),
+    data=st.data(),
+)
+def test_whenever_outputs_and_scores_come_the_same_tokens_go_out(sizes, ends, positions, has_rule, data):
+    """Against a reading of the whole sequence afterwards; scores lag behind outputs by anything."""
+    total = sum(sizes)
+    tokens = data.draw(st.lists(st.integers(0, 2), min_size=total, max_size=total))
+    scores = data.draw(st.lists(st.sampled_from([0.0, 0.2, 0.9]), min_size=total, max_size=total))
+    stops = (rule(),) if has_rule else ()
+    held = made(stops, positions)
+    out, sent, seen = [], 0, 0
+    selector = held.pending.admitted.probes[0].positions
+    chosen = selector.mask(np.arange(P, P + total), P, np.array(tokens, int))
+
+    def look():
+        for one in held.release():
+            first = one.output
+            assert one.tokens == 0 or first + one.tokens - 1 < max(seen - 1, sent) or (ends and finished)
+            out.extend(tokens[first : first + one.tokens])
+
+    finished = False
+    for k, size in enumerate(sizes):
+        finished = k == len(sizes) - 1
+        held.add(seen, tokens[seen : seen + size], ends and finished)
+        seen += size
+        look()
+        computed = seen - 1 if seen else 0
+        arrived = data.draw(st.integers(sent, max(sent, computed)))
+        if arrived > sent:
+            score(held, sent, *scores[sent:arrived])
+            sent = arrived
+        look()
+    if total > 1 and sent < total - 1:
+        score(held, sent, *scores[sent : total - 1])
+    look()
+    fired = [j for j in range(total - 1) if has_rule and chosen[j] and scores[j] > 0.5]
+    if fired:
+        assert out == tokens[: fired[0] + 1] and held.ends_at == len(out)
+    elif ends:
+        assert out == tokens and held.ends_at is None
+    else:
+        assert tokens[: len(out)] == out and len(out) < max(total, 1)
+
+
+def holder(timeout=30.0):
+    store = RowStore()
+    return store, OutputHolder(store, timeout), Worker(store)
+
+
+def sequence(store, holding, name, stops=(rule(),)):
+    held = holding.open(opened(store, admitted([probe()], stops), range(P), name))
+    held.add(f"{name}0", [1], False)
+    held.add(f"{name}1", [2], False)
+    return held
+
+
+def test_one_sequence_does_not_wait_for_another():
+    store, holding, worker = holder()
+    a, b = (sequence(store, holding, name) for name in "ab")
+    worker.send(("b", P, [0.1]))
+    assert holding.release([a, b]) == [Release("b0", 1)] and holding.behind
+    pauses = [holding.pause for _ in range(9)]
+    assert pauses == sorted(pauses) and pauses[0] < 0.001 and pauses[-1] == 0.02
+    worker.send(("a", P, [0.1]))
+    assert holding.release() == [Release("a0", 1)] and not holding.behind and holding.pause is None
+
+
+def test_scores_that_never_come_fail_their_request_alone():
+    store, holding, worker = holder(0.05)
+    a, b = (sequence(store, holding, name) for name in "ab")
+    assert holding.release([a, b]) == []
+    worker.send(("b", P, [0.1]))
+    assert holding.release() == [Release("b0", 1)]
+    time.sleep(0.06)
+    assert holding.release() == [Release("a0", 1)] and not holding.behind
+    assert a.stop_reason == FAILED and a.ends_at == 1
+    assert "the scores at position 3 did not arrive within 0.05 s" in a.pending.failure
+    assert b.pending.failure is None
+
+
+def test_a_failed_request_ends_at_once():
+    store, holding, worker = holder()
+    held = sequence(store, holding, "a")
+    assert holding.release([held]) == []
+    worker.send(failures={"a": "it broke"})
+    assert holding.release() == [Release("a0", 1)] and held.stop_reason == FAILED
+    held.add("a2", [3], True)
+    assert holding.release([held]) == []
+
+
+def test_waiting_ends_with_the_scores_a_failure_or_the_timeout():
+    store, holding, worker = holder()
+    a, b = (sequence(store, holding, name) for name in "ab")
+    threading.Timer(0.03, lambda: worker.send(("a", P, [0.9]))).start()
+    threading.Timer(0.06, lambda: worker.send(failures={"b": "it broke"})).start()
+    holding.wait([a, b])
+    assert {one.output for one in holding.release([a, b])} == {"a0", "b0"} and a.stop_reason == "probe:p"
+    store, holding, worker = holder(0.05)
+    a = sequence(store, holding, "a")
+    holding.wait([a])
+    assert holding.release([a], expired=True) == [Release("a0", 1)] and "did not arrive" in a.pending.failure
+
+
+def test_whoever_drops_a_sequence_drops_its_outputs():
+    store, holding, _ = holder()
+    held = sequence(store, holding, "a")
+    assert holding.release([held]) == [] and holding.behind and len(holding) == 1
+    assert holding.find("a") is held
+    del held
+    gc.collect()
+    assert not holding.behind and not len(holding) and holding.find("a") is None and holding.release() == []
