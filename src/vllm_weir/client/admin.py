@@ -15,6 +15,8 @@ from vllm_weir.client.effects import SendRequest
 from vllm_weir.client.results import Chunk, Completion
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.json_text import dumps
+from vllm_weir.schema.probe_files import load_probe
+from vllm_weir.schema.probes import parse_probe
 from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.vectors import KEPT, Vector
 
@@ -120,7 +122,7 @@ class ProbeAdmin:
         probe: Any,
         *,
         everyone: bool = False,
-        alert: float | None = None,
+        alert: float | Sequence[float | None] | None = None,
         buckets: Sequence[float] | None = None,
     ) -> Any:
         """Keep a probe under a name, replacing an earlier one. Needs the admin key.
@@ -131,17 +133,16 @@ class ProbeAdmin:
                 file that its `save` wrote.
             everyone: Whether it scores every request from now on; its scores go to the server's
                 metrics.
-            alert: A sequence with a score above this counts as an alert; with `everyone`.
+            alert: A sequence with a score above this counts as an alert; a list for a probe with
+                several outputs, None for those that do not count. With `everyone`.
             buckets: Upper bounds of the histogram of scores; with `everyone`.
 
         Returns:
             What the server keeps, without the weights.
         """
-        settings = {"everyone": everyone or None, "alert": alert, "buckets": buckets and list(buckets)}
+        settings = to_json_data({"everyone": everyone or None, "alert": alert, "buckets": buckets})
         given = {key: value for key, value in settings.items() if value is not None}
-        parsed = load_probe(probe) if isinstance(probe, Path) else parse_probe(probe, "probe")
-        if isinstance(parsed, str):
-            raise WeirError("expected a probe, got a name", "probe")
+        parsed = load_probe(probe, name=name) if isinstance(probe, Path) else parse_probe(probe, "probe")
         body = {key: value for key, value in parsed.to_json().items() if key != "name"} | given
         return self._request_json(SendRequest("PUT", _path("/v1/probes", name), json=body, admin=True))
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.keys import WIRE_KEY, misplaced
+from vllm_weir.schema.probes import parse_probes
 from vllm_weir.schema.request import (
     RequestSpec,
     parse_captures,
@@ -15,9 +16,8 @@ from vllm_weir.schema.request import (
     parse_interventions,
     parse_lens,
     parse_modules,
-    parse_probes,
-    parse_stop_when,
 )
+from vllm_weir.schema.stop_rules import parse_stop_when
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSE_KEY, MODULES_KEY = "response", "modules"
@@ -37,6 +37,9 @@ class Asked(NamedTuple):
     lens: Any = None
     probes: Any = ()
     stop_when: Any = ()
+
+
+NOTHING = Asked()
 
 
 def weir_object(asked: Asked, inline_bytes: int | None, stream: bool) -> dict[str, Any] | None:
@@ -74,7 +77,7 @@ def body_of(
     prompt: Mapping[str, Any],
     model: str,
     *,
-    asked: Asked = Asked(),
+    asked: Asked = NOTHING,
     inline_bytes: int | None = None,
     stream: bool = False,
     fields: Mapping[str, Any],

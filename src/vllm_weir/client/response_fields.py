@@ -38,7 +38,7 @@ def receipt_of(data: Mapping[str, Any]) -> Receipt:
     for name in ("captured", "dropped"):
         fields[name] = _site_counts(fields.get(name, {}))
     fields["steered"] = tuple(_site_counts(counts) for counts in fields.get("steered", ()))
-    for name in ("shared", "files"):
+    for name in ("shared", "files", "gates"):
         fields[name] = tuple(fields.get(name, ()))
     return Receipt(**fields)
 

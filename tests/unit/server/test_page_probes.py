@@ -70,8 +70,9 @@ def test_the_receipt_says_where_a_gate_fired(tmp_path):
         const without = chosenProbe();
         controls["gate-side"].value = "below";
         const probe = chosenProbe(), add = {json.dumps(ADD)}, receipt = {{ gates: [null, {json.dumps(gate)}] }};
-        const found = [addGate(probe, receipt), addGate(without, receipt), ungated([add], probe, 5), ungated([add], probe, 3)];
-        console.log(JSON.stringify([...found, ungated([add], without, 5)]));
+        const notes = [addGate(probe, receipt), addGate(without, receipt)];
+        const again = [[probe, 5], [probe, 3], [without, 5]].map(([one, count]) => ungated([add], one, count));
+        console.log(JSON.stringify([...notes, ...again]));
     """)  # fmt: skip
     assert note == ", mood below 0.5 at 4 of 12 positions" and none == ""
     assert again == [ADD | {"positions": [3, 4]}] and before == [] and plain == [ADD]
@@ -85,7 +86,8 @@ def test_tokens_are_coloured_by_their_own_position(tmp_path):
         addProbeScores(probe, { mood: { positions: [4, 5, 6], values: [[0.9], [0.25], [0.75]] } });
         addGate(probe, { gates: [{ fired: 2, of: 9, spans: [[4, 5], [6, 7]] }] });
         const scale = paintProbe(probe, tokens, 5);
-        console.log(JSON.stringify([tokens.map((t) => [t.span.style.backgroundColor, t.span.dataset.score, t.span.classList.on]), scale]));
+        const shown = tokens.map(({ span: s }) => [s.style.backgroundColor, s.dataset.score, s.classList.on]);
+        console.log(JSON.stringify([shown, scale]));
     """)  # fmt: skip
     assert spans == [
         ["rgba(29, 99, 184, 0.375)", 0.25, False],
