@@ -18,10 +18,11 @@ from vllm_weir.errors import WeirError
 from vllm_weir.guard import refuse
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.features import Features, Lens
+from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.json_text import dumps
 from vllm_weir.schema.keys import WIRE_KEY, refuse_slips
-from vllm_weir.schema.probes import AnyProbe, parse_probes
+from vllm_weir.schema.probes import AnyProbe, parse_probe, parse_probes
 from vllm_weir.schema.request import RequestSpec, parse_captures, parse_features, parse_interventions, parse_lens
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.schema.site_verdict import SiteVerdict
@@ -142,6 +143,37 @@ def set_global(llm: Any, interventions: Any) -> None:
 def clear_global(llm: Any) -> None:
     """Remove the global interventions from requests admitted from now on."""
     _frontend(llm).set_always(())
+
+
+def register_probe(llm: Any, probe: AnyProbe | Mapping[str, Any], *, everyone: bool = False) -> None:
+    """Register a probe under its name for requests to this engine, replacing any other of that name.
+
+    Requests then list its name in `probes`, and gates name it. A request uses the probe that the
+    name stands for when the request is admitted.
+
+    Args:
+        llm: ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in class.
+        probe: the probe, or its wire form.
+        everyone: whether it scores every request, besides those that name it.
+
+    Raises:
+        WeirError: if the engine cannot serve it.
+    """
+    _frontend(llm).register_probe(parse_probe(probe, "probe"), parse_flag(everyone, "everyone", "register_probe"))
+
+
+def unregister_probe(llm: Any, name: str) -> None:
+    """Forget a registered probe; requests that were admitted keep it.
+
+    Raises:
+        WeirError: if there is no such name, or a global intervention is gated by it.
+    """
+    _frontend(llm).unregister_probe(name)
+
+
+def list_probes(llm: Any) -> dict[str, dict[str, Any]]:
+    """Return the registered probes: name -> {"kind", "outputs", "hook", "layer", ...}, without their vectors."""
+    return _frontend(llm).probes.infos()
 
 
 def load_sae(llm: Any, name: str, sae: SAE | str | os.PathLike) -> None:

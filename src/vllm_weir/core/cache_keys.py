@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import secrets
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,16 +26,26 @@ class CacheKeys:
     first steered position keep their plain keys; and requests whose interventions do the same to
     the same positions share blocks, however they are written.
 
+    What a gated intervention does follows from scores that only the device knows, so blocks with
+    positions from the first on at which one may act get a key that no other request has. What only
+    scores rows adds nothing.
+
     Args:
-        interventions: those that change something, in order.
+        interventions: those that change something, in order; steps that score are passed over.
         prompt_len: tokens of the prompt.
+        gated_from: see `EngineSpec.gated_from`.
     """
 
-    def __init__(self, interventions: Sequence[ResolvedIntervention], prompt_len: int) -> None:
-        self._bounded = [(m, None if m.per_position else m.positions.bounds(prompt_len)) for m in interventions]
+    def __init__(
+        self, interventions: Sequence[ResolvedIntervention], prompt_len: int, gated_from: int | None = None
+    ) -> None:
+        ungated = (m for m in interventions if not m.scores and not m.is_gated)
+        self._bounded = [(m, None if m.per_position else m.positions.bounds(prompt_len)) for m in ungated]
         """Interventions with their first position and the one after their last; None where they are
         not contiguous."""
-        self._prompt_len = prompt_len
+        self._prompt_len, self._gated_from = prompt_len, gated_from
+        self._own = "" if gated_from is None else secrets.token_hex(16)
+        """Stands for what gated interventions do."""
 
     def of_block(self, start: int, token_ids: Sequence[int]) -> str | None:
         """Return the digest for the block of `token_ids` from position `start`.
@@ -42,6 +53,8 @@ class CacheKeys:
         The result is None if nothing is done in it.
         """
         effects: list[str] = []
+        if self._gated_from is not None and start + len(token_ids) > self._gated_from:
+            effects.append(self._own)
         for intervention, bounds in self._bounded:
             if bounds is None:
                 effect = self._scattered(intervention, start, token_ids)

@@ -1,4 +1,4 @@
-"""`WaitingQueue`: steered requests that wait until the device tables have room for them."""
+"""`WaitingQueue`: steered and scored requests that wait until the device tables have room for them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from vllm_weir.schema.table_sizes import TableSizes
 
 
 class WaitingQueue:
-    """Steered requests, held back until the device tables have room: first come, first served."""
+    """Steered and scored requests, held back until the device tables have room: first come, first served."""
 
     def __init__(self, sizes: TableSizes) -> None:
         self._sizes = sizes
         self._vector_users: dict[str, int] = {}
         """Digest -> admitted requests that use the vector."""
         self._vector_rows = self._programs = self._instructions = 0
+        self._probes = self._gates = self._states = 0
         self._admitted: dict[str, TableNeeds] = {}
         self._waiting: OrderedDict[str, tuple[Any, TableNeeds]] = OrderedDict()
 
@@ -65,6 +66,9 @@ class WaitingQueue:
             self._vector_rows + added <= self._sizes.vectors
             and self._programs + needs.programs <= self._sizes.programs
             and self._instructions + needs.instructions <= self._sizes.nodes
+            and self._probes + needs.probes <= self._sizes.probes
+            and self._gates + needs.gates <= self._sizes.gates
+            and self._states + needs.states <= self._sizes.states
         )
 
     def _free(self, needs: TableNeeds) -> None:
@@ -73,8 +77,7 @@ class WaitingQueue:
             if not self._vector_users[digest]:
                 del self._vector_users[digest]
                 self._vector_rows -= needs.wide.get(digest, 1)
-        self._programs -= needs.programs
-        self._instructions -= needs.instructions
+        self._count(needs, -1)
 
     def _reserve(self, request_id: str, needs: TableNeeds) -> None:
         for digest in needs.vectors:
@@ -82,6 +85,13 @@ class WaitingQueue:
             self._vector_users[digest] = users + 1
             if not users:
                 self._vector_rows += needs.wide.get(digest, 1)
-        self._programs += needs.programs
-        self._instructions += needs.instructions
+        self._count(needs, 1)
         self._admitted[request_id] = needs
+
+    def _count(self, needs: TableNeeds, sign: int) -> None:
+        """Add (1) or subtract (-1) what no two requests share."""
+        self._programs += sign * needs.programs
+        self._instructions += sign * needs.instructions
+        self._probes += sign * needs.probes
+        self._gates += sign * needs.gates
+        self._states += sign * needs.states

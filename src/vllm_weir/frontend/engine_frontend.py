@@ -16,6 +16,7 @@ from vllm_weir.frontend.admission.cache import CACHE_BYTES, MAX_KEY_BYTES, admis
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.frontend.admission.inline_vectors import InlineVectors
+from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, check_reached, max_generated
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.vector_registry import RegistryBackend, RegistryContents, VectorRegistry
@@ -34,9 +35,13 @@ from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import carries_keys
-from vllm_weir.schema.request import WIRE_KEY, selected
+from vllm_weir.schema.probes import AnyProbe
+from vllm_weir.schema.request import WIRE_KEY, WIRE_VERSION, selected
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.util.lru import LruCache
+
+SCORES_PER_ROW = 16
+"""Scores that an output may have where it may have one row."""
 
 
 class RequestObserver(Protocol):
@@ -73,8 +78,9 @@ class EngineFrontend:
         capabilities: what the workers serve; None until they have reported.
         registry: vectors and modules by name.
         saes: sparse autoencoders by name.
+        probes: by name.
         source: the store, shared by a server's processes, from which `refresh` loads `registry`,
-            `saes` and `always`; None if there is none.
+            `saes`, `probes` and `always`; None if there is none.
         observer: told what becomes of requests; None unless a server has set it.
         always: interventions of every request, before its own.
         holder: holds outputs back until their tokens have scores.
@@ -98,6 +104,7 @@ class EngineFrontend:
         self.pacing = Pacing()
         self.registry = VectorRegistry()
         self.saes = SAERegistry()
+        self.probes = ProbeRegistry()
         self.source: RegistryBackend | None = None
         self.observer: RequestObserver | None = None
         self.always: tuple[Intervention, ...] = ()
@@ -138,9 +145,9 @@ class EngineFrontend:
 
     @property
     def universal(self) -> bool:
-        """Whether requests without Weir's keys, too, are steered or have rows for sinks."""
+        """Whether requests without Weir's keys, too, are steered or scored, or have rows for sinks."""
         self.refresh()
-        return bool(self.always or self.manager.everyone)
+        return bool(self.always or self.manager.everyone or self.probes.everyone)
 
     def refresh(self) -> None:
         """Load what other processes of the server have changed."""
@@ -149,6 +156,7 @@ class EngineFrontend:
         self._contents = contents
         self.registry.load(contents)
         self.saes.load(contents.saes)
+        self.probes.load(contents.probes)
         self._replace_always(contents.always)
 
     def _replace_always(self, interventions: Sequence[Intervention]) -> None:
@@ -233,7 +241,7 @@ class EngineFrontend:
         self, extra_args: Mapping[str, Any], has_token_ids: bool, has_embeddings: bool = False
     ) -> AdmittedRequest:
         """Check and resolve a request, or return the cached result for an equal one."""
-        names = self.registry.version, self.saes.version
+        names = self.registry.version, self.saes.version, self.probes.version
         key = admission_key(extra_args, has_token_ids, names, has_embeddings)
         if key is not None and (cached := self._cache.get(key.key)) is not None:
             return cached
@@ -249,6 +257,7 @@ class EngineFrontend:
             self._vocabulary,
             has_embeddings,
             self.saes,
+            self.probes,
         )
         if key is not None and key.cacheable:
             self._cache.put(key.key, admitted, key.size)
@@ -262,22 +271,71 @@ class EngineFrontend:
         """
         self._replace_always(self.settled(interventions, everyone=True))
 
+    def register_probe(self, probe: AnyProbe, everyone: bool = False, alert: float | None = None) -> None:
+        """Register a probe under its name, replacing any other; see `vllm_weir.api.register_probe`.
+
+        Args:
+            probe: its vectors may be registered ones.
+            everyone: whether it scores every request.
+            alert: see `RegisteredProbe`.
+
+        Raises:
+            WeirError: if the engine cannot serve it, or what gates interventions of every request.
+        """
+        probes = ProbeRegistry(self.probes.registered)
+        probes.put(RegisteredProbe(probe.at("probe").with_arrays(self.registry.find), everyone, alert))
+        if self.capabilities is not None and self.refusal is None:
+            self.check_probe(probe.name, probes)
+            self.settled(self.always, everyone=True, probes=probes)
+        self.probes.put(probes.registered[probe.name])
+
+    def check_probe(self, name: str, probes: ProbeRegistry) -> None:
+        """Raise WeirError unless the engine can serve a probe of a registry."""
+        capabilities, sizes = self.require_capabilities(), self._sizes
+        admitted = admit(
+            {WIRE_KEY: {"v": WIRE_VERSION, "probes": [name]}},
+            capabilities,
+            lookup=self.registry.find,
+            vocabulary=self._vocabulary,
+            probes=probes,
+        )
+        sizes = sizes or self.settings.table_sizes(capabilities.d_model)
+        make_engine_request(admitted, "", None, 1, 1, capabilities, self._chunked, sizes)
+
+    def unregister_probe(self, name: str) -> None:
+        """Unregister a probe; requests admitted with it keep it.
+
+        Raises:
+            WeirError: if there is no such name, or an intervention of every request is gated by it.
+        """
+        refuse_gating(name, self.always)
+        self.probes.remove(name)
+
     def settled(
-        self, interventions: Sequence[AnyIntervention], registry: VectorRegistry | None = None, everyone: bool = False
+        self,
+        interventions: Sequence[AnyIntervention],
+        registry: VectorRegistry | None = None,
+        everyone: bool = False,
+        probes: ProbeRegistry | None = None,
     ) -> tuple[Intervention, ...]:
         """Return interventions with names replaced by what they stand for now.
+
+        The probes that gate them keep their names: a request is gated by what is registered when it
+        is admitted.
 
         Args:
             interventions: as they were given.
             registry: where names are looked up; default: this frontend's.
             everyone: whether every request undergoes them, whatever its prompt.
+            probes: where the probes that gate them are looked up; default: this frontend's.
 
         Raises:
             WeirError: if the engine cannot do them.
         """
         capabilities, find = self.require_capabilities(), (registry or self.registry).find
         settled = [self.saes.resolve(one) if isinstance(one, SetFeature) else one for one in interventions]
-        admitted = admit({}, capabilities, True, find, settled, vocabulary=self._vocabulary)
+        gating = self.probes if probes is None else probes
+        admitted = admit({}, capabilities, True, find, settled, vocabulary=self._vocabulary, probes=gating)
         for rows in admitted.by_position:
             if everyone:
                 rows.check_everyone()
@@ -303,8 +361,18 @@ def frontends() -> list[EngineFrontend]:
     return list(_frontends)
 
 
+def refuse_gating(name: str, always: Sequence[Intervention]) -> None:
+    """Raise WeirError if an intervention of every request is gated by the probe of this name."""
+    if any(one.when is not None and one.when.probe == name for one in always):
+        raise WeirError(
+            f"an intervention of every request is gated by {name!r}; replace that (weir.set_global) or clear it first",
+            "name",
+        )
+
+
 def _check_rows(admitted: AdmittedRequest, prompt_len: int, generated: int, max_rows: int) -> None:
-    """Raise WeirError if the output can have more than `max_rows` rows."""
+    """Raise WeirError if the output can have more than `max_rows` rows, or too many scores for so many."""
+    _check_scores(admitted, prompt_len + generated - 1, prompt_len, max_rows)
     spec = admitted.parts[0].spec
     if not spec.site_requests or (spec.postprocess is not None and spec.postprocess.reduce is not None):
         return
@@ -320,4 +388,21 @@ def _check_rows(admitted: AdmittedRequest, prompt_len: int, generated: int, max_
             f"up to {rows} rows would come back, the server allows {max_rows} (WEIR_SERVE_ROWS); "
             "ask for fewer blocks or positions, reduce them, name a sink, or lower max_tokens",
             "capture",
+        )
+
+
+def _check_scores(admitted: AdmittedRequest, positions: int, prompt_len: int, max_rows: int) -> None:
+    """Raise WeirError if the output can have more scores than a server with this limit of rows returns."""
+    most = SCORES_PER_ROW * max_rows
+    if sum(probe.outputs for probe in admitted.probes) * positions <= most:
+        return
+    scores = 0
+    for probe in admitted.probes:
+        chosen = selected((probe.positions,), prompt_len, np.full(positions, -1))
+        scores += probe.outputs * (positions if probe.positions.needs_token_ids else len(chosen))
+    if scores > most:
+        raise WeirError(
+            f"up to {scores} scores would come back, the server allows {most} ({SCORES_PER_ROW} for each of "
+            "WEIR_SERVE_ROWS); ask for fewer probes or positions, or lower max_tokens",
+            "probes",
         )

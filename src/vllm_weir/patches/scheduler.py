@@ -154,8 +154,8 @@ def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) ->
         if engine_request is None or engine_request.table_needs is None:
             return keys, *rest
         if request not in _cache_keys:
-            moves = EngineSpec.from_wire(engine_request.spec).moves
-            _cache_keys[request] = CacheKeys(moves, request.num_prompt_tokens)
+            spec, prompt_len = EngineSpec.from_wire(engine_request.spec), request.num_prompt_tokens
+            _cache_keys[request] = CacheKeys(spec.moves, prompt_len, spec.gated_from(prompt_len))
         tokens = request.all_token_ids[start_token_idx:end_token_idx]
         digest = _cache_keys[request].of_block(start_token_idx, tokens)
         if digest is not None:

@@ -14,7 +14,7 @@ import msgspec
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec
-from vllm_weir.schema.resolved_probes import ResolvedGate, ResolvedProbe
+from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.util.lru import LruCache
 
 
@@ -37,8 +37,29 @@ class EngineSpec:
     @functools.cached_property
     def selectors(self) -> tuple[Positions, ...]:
         """The distinct selectors of captures, interventions and probes."""
-        others = (one.positions for one in (*self.moves, *self.probes))
-        return tuple(dict.fromkeys([*self.captures.positions, *others]))
+        selectors = [*self.captures.positions, *(move.positions for move in self.moves)]
+        return tuple(dict.fromkeys([*selectors, *(probe.positions for probe in self.probes)]))
+
+    def gated_from(self, prompt_len: int) -> int | None:
+        """Return the first position at which a gated intervention may act; None if there is none.
+
+        Before its probe's first score a gate is shut. A selector by token counts as if it could
+        select any token.
+
+        Args:
+            prompt_len: tokens of the prompt.
+        """
+        factors = CellLayout.of(self.probes, self.gates).factors
+        firsts = []
+        for move in self.moves:
+            if not move.is_gated:
+                continue
+            gate = self.gates[factors.index(move.instructions[0].cell - 1)]
+            acts = move.positions.first(prompt_len)
+            scored = self.probes[gate.probe].positions.first(prompt_len)
+            if acts is not None and scored is not None:
+                firsts.append(max(acts, scored + gate.delay))
+        return min(firsts, default=None)
 
     @functools.cached_property
     def end(self) -> int:

@@ -156,6 +156,11 @@ class ResolvedIntervention:
         """Whether a gate decides how much of it is done."""
         return bool(self.instructions) and self.instructions[0].cell > 0 and self.instructions[0].kind != SCORE
 
+    @property
+    def scores(self) -> bool:
+        """Whether it scores rows for a probe, and changes none."""
+        return bool(self.instructions) and self.instructions[0].kind == SCORE
+
     @functools.cached_property
     def digest(self) -> str:
         """Content address of what is done to a row at these sites, whatever the positions."""

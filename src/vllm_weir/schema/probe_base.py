@@ -267,7 +267,7 @@ class ProbeBase:
         for name in cls.required_fields():
             if name not in values:
                 raise WeirError("missing", f"{path}.{name}")
-        return cls(**values, path=path)
+        return cls(**values, path=path)  # type: ignore[call-arg]
 
     @classmethod
     def wire_fields(cls) -> list[str]:

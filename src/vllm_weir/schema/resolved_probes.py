@@ -119,7 +119,7 @@ class ResolvedProbe:
     @classmethod
     def from_wire(cls, data: Sequence[Any]) -> ResolvedProbe:
         """Parse what `to_wire` returns."""
-        values = [tuple(value) if isinstance(value, list) else value for value in data]
+        values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in data]
         values[3] = Positions.parse(data[3])
         return cls(*values)
 

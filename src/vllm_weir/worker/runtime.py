@@ -240,7 +240,8 @@ class WorkerRuntime:
                     engine_request.reader_endpoint, request_id, f"the worker could not serve the request: {e}"
                 )
                 if spec.moves:
-                    keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, engine_request.cache_salt)
+                    salt, gated_from = engine_request.cache_salt, spec.gated_from(prompt_len)
+                    keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, salt, gated_from)
                     self.planner.steering_planner.unsteered_kv.add(keys, cached)
         self._vectors.clear()
 
@@ -286,9 +287,8 @@ class WorkerRuntime:
             )
         if spec.moves:
             fetch = functools.partial(self._vectors.fetch, endpoint)
-            self.planner.add_steering(
-                request_id, endpoint, spec.moves, prompt_len, prompt_ids, fetch, engine_request.cache_salt
-            )
+            salt, gated_from = engine_request.cache_salt, spec.gated_from(prompt_len)
+            self.planner.add_steering(request_id, endpoint, spec.moves, prompt_len, prompt_ids, fetch, salt, gated_from)
 
     def _grant(self, endpoint: str, start: int, rows: int) -> None:
         self.host.prepare(start, rows)

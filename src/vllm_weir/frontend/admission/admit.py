@@ -21,9 +21,11 @@ from vllm_weir.frontend.admission.capture_groups import (
 )
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.postprocesses import postprocesses_of
+from vllm_weir.frontend.admission.probe_registry import ProbeRegistry
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Asked, Vocabulary, asked_of, resolve_tokens
 from vllm_weir.frontend.admission.read_outs import on_device, read_outs_of
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
+from vllm_weir.frontend.admission.scoring import ProbeResolver
 from vllm_weir.frontend.derived.sources import DerivedPoints
 from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.capture import Capture
@@ -37,9 +39,10 @@ from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
-from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
+from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe, scoring_steps
 from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.row_shards import RowShard, ShardWidths
+from vllm_weir.schema.selectors import MAX_SELECTORS
 from vllm_weir.schema.stop_rules import StopRule
 from vllm_weir.schema.taps import STAGES, column_of, shard_column
 
@@ -56,8 +59,8 @@ class AdmittedRequest:
         dtype: the model's.
         moves: its interventions, resolved. None stands for one that changes nothing (a zero vector,
             a scale of 0); one with different vectors at different layers is several.
-        rows: the vectors [d_model] that these use, and the directions that captures project on, by
-            digest.
+        rows: the vectors that these and the probes use, and the directions that captures project
+            on, by digest.
         parted: for each intervention as it was given, how many of `moves` it became.
         by_position: rows that are for one selected position each, to be counted against the
             positions of each request.
@@ -135,9 +138,19 @@ class AdmittedRequest:
         return frozenset(memory).intersection(itertools.chain.from_iterable(others))
 
     @functools.cached_property
+    def engine_spec(self) -> EngineSpec:
+        """What the engine does."""
+        return EngineSpec(self.spec, tuple(self.effective), self.probes, self.gates)
+
+    @property
     def wire(self) -> bytes:
         """The bytes of its `EngineSpec`."""
-        return EngineSpec(self.spec, tuple(self.effective), self.probes, self.gates).wire
+        return self.engine_spec.wire
+
+    @functools.cached_property
+    def steps(self) -> list[ResolvedIntervention]:
+        """What has instructions in the device tables: interventions, and what scores."""
+        return [*self.effective, *scoring_steps(self.probes, self.gates)]
 
     @functools.cached_property
     def max_rows_per_tap(self) -> int:
@@ -149,8 +162,8 @@ class AdmittedRequest:
 
     @functools.cached_property
     def one_program_needs(self) -> tuple[int, int] | None:
-        """(programs, instructions) if all steered positions share one program, else None."""
-        moves = self.effective
+        """(programs, instructions) if all positions that need one share one program, else None."""
+        moves = self.steps
         if any(m.per_position or m.positions.needs_token_ids for m in moves):
             return None
         if any(m.positions != moves[0].positions for m in moves):
@@ -159,11 +172,12 @@ class AdmittedRequest:
 
     @functools.cached_property
     def digests(self) -> list[str]:
-        """Digests of the vectors that its interventions use, sorted.
+        """Digests of the vectors that its interventions and probes use, sorted.
 
         Directions of captures are not in the table.
         """
-        return sorted(frozenset().union(*(move.vectors for move in self.effective)))
+        used = [move.vectors for move in self.effective] + [probe.vectors for probe in self.probes]
+        return sorted(frozenset().union(*used))
 
 
 def unknown_reference(ref: str, field: str) -> np.ndarray:
@@ -188,6 +202,7 @@ def admit(
     vocabulary: Vocabulary = UNKNOWN,
     has_embeddings: bool = False,
     saes: SAERegistry | None = None,
+    probes: ProbeRegistry | None = None,
 ) -> AdmittedRequest:
     """Check and resolve a request's keys.
 
@@ -204,6 +219,7 @@ def admit(
         module: (name, field) -> the interventions registered under a name, or raises WeirError.
         vocabulary: the engine's.
         saes: the sparse autoencoders that the workers hold; None for none.
+        probes: the registered probes; None for none.
 
     Raises:
         WeirError: naming the field, for anything that cannot be done exactly as asked.
@@ -221,6 +237,7 @@ def admit(
             vocabulary,
             has_embeddings,
             saes or SAERegistry(),
+            probes or ProbeRegistry(),
         )
     except WeirError as e:
         raise in_lens_words(e) from None
@@ -238,6 +255,7 @@ def _admit(
     vocabulary: Vocabulary,
     has_embeddings: bool,
     saes: SAERegistry,
+    registered: ProbeRegistry,
 ) -> AdmittedRequest:
     check = functools.partial(_check_site, capabilities, has_embeddings)
     refuse_lens(extra_args)
@@ -257,7 +275,11 @@ def _admit(
     settled = (saes.resolve(one) if isinstance(one, SetFeature) else one for one in (*always, *from_modules, *own))
     interventions = tuple(resolve_tokens(one, vocabulary) for one in settled)
     lowered = _lower(interventions, capabilities, lookup, has_token_ids, check)
-    rows = lowered.rows
+    scoring = ProbeResolver(capabilities, lookup, registered, vocabulary, has_token_ids, check).resolve(
+        spec.probes, spec.stop_when, interventions, len(interventions) - len(own)
+    )
+    asked += tuple(one for one in scoring.asked if one not in asked)
+    rows = {**lowered.rows, **scoring.rows}
     captures = tuple(resolve_tokens(one, vocabulary) for one in (*captures, *everyone))
     for capture in captures:
         if not capture.sink.memory and capture.sink.own is None and capture.sink.name not in sinks:
@@ -294,18 +316,29 @@ def _admit(
         if read_on_device:
             device = Postprocess(None, read_outs=tuple(dict.fromkeys(one.read_out for one in read_outs)))
     resolved = ResolvedSpec(_site_requests(parts), device)
-    return AdmittedRequest(
+    admitted = AdmittedRequest(
         resolved,
         parts,
         capabilities.dtype,
-        tuple(lowered.moves),
+        scoring.gated(lowered.moves, lowered.parted),
         rows,
         tuple(lowered.parted),
         tuple(dict.fromkeys(lowered.by_position)),
         asked,
         capabilities.shard_widths,
         capabilities.num_layers,
+        scoring.probes,
+        scoring.gates,
+        scoring.gate_of,
+        scoring.stops,
     )
+    if admitted.probes and (selectors := len(admitted.engine_spec.selectors)) > MAX_SELECTORS:
+        raise WeirError(
+            f"{selectors} different choices of positions in captures, interventions and probes, more than the limit of "
+            f"{MAX_SELECTORS}; send separate requests",
+            "probes",
+        )
+    return admitted
 
 
 def _site_requests(parts: Sequence[CaptureGroup]) -> tuple[SiteRequest, ...]:

@@ -50,7 +50,7 @@ def admission_key(
     """
     weir_object = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
-        return AdmissionKey((has_token_ids, has_embeddings), 8)
+        return AdmissionKey((has_token_ids, names, has_embeddings), 8)
     if not isinstance(weir_object, dict) or not _LENS.isdisjoint(extra_args):
         return None
     size = [0]

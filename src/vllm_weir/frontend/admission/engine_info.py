@@ -33,6 +33,7 @@ class EngineCapabilities:
         facts: of the model's attention and MoE layers, for sites that are derived.
         read_only: site -> why it cannot be changed in this model.
         no_lens: why no lens is served; "" if it is.
+        workers: site -> the workers, by number, that have it; pipeline stages have different ones.
     """
 
     sites: Mapping[Site, str]
@@ -45,6 +46,7 @@ class EngineCapabilities:
     facts: ModelFacts = field(default_factory=ModelFacts)
     read_only: Mapping[Site, str] = field(default_factory=dict)
     no_lens: str = "no lens is served: the workers have not said that the model has an unembedding"
+    workers: Mapping[Site, frozenset[int]] = field(default_factory=dict)
 
     def shape(self, site: Site) -> RowShape:
         """Return the shape of a row of a site; 0 stands for as many values as there are keys."""
@@ -99,6 +101,7 @@ class EngineCapabilities:
             facts=facts,
             read_only={Site(hook, layer): why for r in reports for hook, layer, why in r.get("read_only", ())},
             no_lens=next((why for r in reports if (why := r.get("no_lens", cls.no_lens))), ""),
+            workers=_workers_of(reports),
         )
 
 
@@ -108,6 +111,14 @@ def _merge_shards(reports: Sequence[Mapping[str, Any]]) -> dict[Site, tuple[Shar
         for hook, layer, start, stop in report.get("shards", ()):
             shards.setdefault(Site(hook, layer), set()).add(Shard(start, stop))
     return {site: tuple(sorted(parts)) for site, parts in shards.items()}
+
+
+def _workers_of(reports: Sequence[Mapping[str, Any]]) -> dict[Site, frozenset[int]]:
+    workers: dict[Site, set[int]] = {}
+    for number, report in enumerate(reports):
+        for hook, layer, _ in report["sites"]:
+            workers.setdefault(Site(hook, layer), set()).add(number)
+    return {site: frozenset(numbers) for site, numbers in workers.items()}
 
 
 def _merge_sites(reports: Sequence[Mapping[str, Any]]) -> dict[Site, str]:

@@ -17,8 +17,8 @@ from vllm_weir.schema.selectors import Selectors
 from vllm_weir.schema.table_sizes import TableSizes
 
 MAX_TOKEN_SELECTORS = 4
-"""Different selectors by token id that can steer one request: each doubles the programs that it can
-need."""
+"""Different selectors by token id that can steer and score one request: each doubles the programs
+that it can need."""
 
 
 def make_engine_request(
@@ -49,8 +49,7 @@ def make_engine_request(
     Raises:
         WeirError: if the ring or the tables can never hold what the request needs.
     """
-    interventions = admitted.effective
-    if not admitted.spec.site_requests and not interventions:
+    if not admitted.spec.site_requests and not admitted.steps:
         return None
     spec = admitted.spec
     rows_per_group, rows_per_token = spec.cell(capabilities.d_model, capabilities.itemsize), spec.width
@@ -68,12 +67,12 @@ def make_engine_request(
             "capture",
         )
     needs = None
-    if interventions:
+    if admitted.steps:
         needs = _table_needs(admitted, prompt_ids, prompt_len, max_tokens, capabilities.d_model, sizes)
     return EngineRequest(
         spec=admitted.wire,
         reader_endpoint=reader_endpoint,
-        first_position=spec.first(prompt_len, prompt_ids),
+        first_position=_first_position(admitted, prompt_len, prompt_ids),
         rows_per_token=rows_per_token,
         rows_per_tap=admitted.max_rows_per_tap,
         max_row_tokens=max_row_tokens,
@@ -82,6 +81,13 @@ def make_engine_request(
         max_tokens=max_tokens,
         table_needs=needs,
     )
+
+
+def _first_position(admitted: AdmittedRequest, prompt_len: int, prompt_ids: Sequence[int] | None) -> int | None:
+    """Return the first position whose row is wanted or scored; None if none is."""
+    firsts = [admitted.spec.first(prompt_len, prompt_ids)]
+    firsts += [probe.positions.first(prompt_len, prompt_ids) for probe in admitted.probes]
+    return min((first for first in firsts if first is not None), default=None)
 
 
 def _table_needs(
@@ -99,7 +105,7 @@ def _table_needs(
     """
     counts = admitted.one_program_needs
     if counts is None:
-        counts = _count_programs(admitted.effective, prompt_ids, prompt_len, max_tokens)
+        counts = _count_programs(admitted.steps, prompt_ids, prompt_len, max_tokens)
     programs, instructions = counts
     row_counts = ((digest, ring_rows(admitted.rows[digest].size, d_model)) for digest in admitted.digests)
     wide = {digest: rows for digest, rows in row_counts if rows > 1}
@@ -112,9 +118,24 @@ def _table_needs(
         if need > capacity:
             raise WeirError(
                 f"needs {need} {name}, the engine's table holds {capacity}; raise the setting {setting}",
-                "interventions",
+                "interventions" if admitted.effective else "probes",
             )
-    return TableNeeds(admitted.digests, programs, instructions, wide)
+    states = _check_probes(admitted, sizes)
+    return TableNeeds(admitted.digests, programs, instructions, wide, len(admitted.probes), len(admitted.gates), states)
+
+
+def _check_probes(admitted: AdmittedRequest, sizes: TableSizes) -> int:
+    """Return how many numbers the probes and gates keep; raise WeirError if the device can never hold them."""
+    states = sum(probe.state_size for probe in admitted.probes) + len(admitted.gates)
+    for name, need, capacity, setting in (
+        ("numbers for each token", admitted.cells.cells, sizes.cells, "probe_cells"),
+        ("probes", len(admitted.probes), sizes.probes, "max_probes"),
+        ("gates", len(admitted.gates), sizes.gates, "max_probes"),
+        ("numbers from step to step", states, sizes.states, "max_probes"),
+    ):
+        if need > capacity:
+            raise WeirError(f"needs {need} {name}, the engine has room for {capacity}; raise {setting}", "probes")
+    return states
 
 
 def _count_programs(
@@ -122,14 +143,16 @@ def _count_programs(
 ) -> tuple[int, int]:
     """Return upper bounds on (programs, instructions).
 
-    A program is one combination of interventions that a position can have. Positions are grouped by
+    A program is one combination of interventions and scoring steps that a position can have. Positions are grouped by
     their code, whose bit k says whether distinct selector k can select them. A selector by token id
     may or may not select a token that is not known yet, so each one doubles the programs. An
     intervention with instructions for each position can give every position a program of its own.
     """
     selectors = Selectors(list(dict.fromkeys(m.positions for m in interventions)), prompt_len, prompt_ids)
     if len(selectors.by_token) > MAX_TOKEN_SELECTORS:
-        raise WeirError(f"at most {MAX_TOKEN_SELECTORS} different selectors by token can steer", "interventions")
+        raise WeirError(
+            f"at most {MAX_TOKEN_SELECTORS} different selectors by token can steer and score a request", "interventions"
+        )
     codes, counts = np.unique(selectors.codes(np.arange(prompt_len + max_tokens)), return_counts=True)
     programs = instructions = 0
     for code, positions in zip(codes.tolist(), counts.tolist(), strict=True):

@@ -13,10 +13,11 @@ from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.probe_base import ProbeBase
 
 Asked = tuple[tuple[Positions, str], ...]
 """(selector, field that it was given in)."""
-Item = TypeVar("Item", Capture, Intervention)
+Item = TypeVar("Item", Capture, Intervention, ProbeBase)
 
 
 class Tokenizer(Protocol):
@@ -90,14 +91,14 @@ UNKNOWN = Vocabulary()
 
 
 def resolve_tokens(item: Item, vocabulary: Vocabulary) -> Item:
-    """Return a capture or intervention with its selector resolved by `Vocabulary.resolve`."""
+    """Return a capture, intervention or probe with its selector resolved by `Vocabulary.resolve`."""
     positions = vocabulary.resolve(item.positions, f"{item.path}.positions")
     if positions is item.positions:
         return item
     return with_fields(item, positions=positions)
 
 
-def asked_of(items: Iterable[Capture | AnyIntervention]) -> Asked:
+def asked_of(items: Iterable[Capture | AnyIntervention | ProbeBase]) -> Asked:
     """Return the distinct selectors, with their fields, that may select nothing in a request."""
     found: dict[Positions, str] = {}
     for item in items:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.frontend.admission.sae_registry import SharedSAE
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.interventions import Add
@@ -47,6 +48,7 @@ class RegistryContents:
         always: interventions of every request, in order.
         tiers: how many of `always`, from the first, were given by tier, hook point and block.
         saes: sparse autoencoders by name.
+        probes: by name.
     """
 
     generation: int = 0
@@ -55,6 +57,7 @@ class RegistryContents:
     always: tuple[Intervention, ...] = ()
     tiers: int = 0
     saes: Mapping[str, SharedSAE] = field(default_factory=dict)
+    probes: Mapping[str, RegisteredProbe] = field(default_factory=dict)
 
 
 class RegistryBackend(Protocol):

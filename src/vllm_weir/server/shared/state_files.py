@@ -1,4 +1,4 @@
-"""State that a server's processes share: named vectors, modules, and steering of every request.
+"""State that a server's processes share: named vectors, modules, probes, and steering of every request.
 
 A directory holds ``state.json`` and a safetensors file for each vector, named by its digest. A
 change is made under a file lock: first the vectors are written, then the new state under a
@@ -26,10 +26,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.frontend.admission.sae_registry import SharedSAE
 from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import parse_stored
+from vllm_weir.schema.probes import parse_probe
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.server.errors import StateNotSaved
 from vllm_weir.server.shared.directory import locked
@@ -153,6 +155,8 @@ def _vectors(contents: RegistryContents) -> Iterator[Vector]:
     for module in (*contents.modules.values(), contents.always):
         for intervention in module:
             yield from intervention.given
+    for registered in contents.probes.values():
+        yield from registered.probe.given
 
 
 def _to_json(contents: RegistryContents, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -164,8 +168,11 @@ def _to_json(contents: RegistryContents, arrays: dict[str, np.ndarray]) -> dict[
         arrays[vector.digest] = vector.array
         return vector.digest
 
+    def with_digests(item: Any) -> Any:
+        return item.with_vectors(lambda v, _at: Vector(ref=digest_of(v)))
+
     def wire_forms(interventions: Sequence[Intervention]) -> list[dict[str, Any]]:
-        return [one.with_vectors(lambda v, _at: Vector(ref=digest_of(v))).to_json() for one in interventions]
+        return [with_digests(one).to_json() for one in interventions]
 
     return {
         "generation": contents.generation,
@@ -177,6 +184,9 @@ def _to_json(contents: RegistryContents, arrays: dict[str, np.ndarray]) -> dict[
         "always": wire_forms(contents.always),
         "tiers": contents.tiers,
         "saes": {name: list(shared) for name, shared in contents.saes.items()},
+        "probes": {
+            name: [with_digests(one.probe).to_json(), one.everyone, one.alert] for name, one in contents.probes.items()
+        },
     }
 
 
@@ -198,4 +208,10 @@ def _from_json(data: Mapping[str, Any], vector_of: Callable[[str], Vector]) -> R
         always=tuple(parse(wire_form, f"steering[{k}]") for k, wire_form in enumerate(data["always"])),
         tiers=data["tiers"],
         saes={name: SharedSAE(*shared) for name, shared in data["saes"].items()},
+        probes={
+            name: RegisteredProbe(
+                parse_probe(wire_form, f"probes.{name}").with_vectors(lambda v, _at: vector_of(v.ref)), everyone, alert
+            )
+            for name, (wire_form, everyone, alert) in data.get("probes", {}).items()
+        },
     )

@@ -136,11 +136,12 @@ class Planner:
         prompt_ids: Sequence[int] | None,
         fetch: Callable[[list[str]], dict[str, np.ndarray]],
         salt: str = "",
+        gated_from: int | None = None,
     ) -> None:
         """Start steering a request; arguments and errors as for `SteeringPlanner.join`."""
         self._end_repetition()
         self.steered[request_id] = self.steering_planner.join(
-            request_id, endpoint, interventions, prompt_len, prompt_ids, fetch, salt
+            request_id, endpoint, interventions, prompt_len, prompt_ids, fetch, salt, gated_from
         )
         self.steady_state.add_request(request_id, endpoint)
 

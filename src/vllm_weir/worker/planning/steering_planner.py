@@ -142,6 +142,7 @@ class SteeringPlanner:
         prompt_ids: Sequence[int] | None,
         fetch: Callable[[list[str]], dict[str, np.ndarray]],
         salt: str = "",
+        gated_from: int | None = None,
     ) -> SteeredRequest:
         """Return a request's steering, which holds its vectors until it leaves.
 
@@ -153,6 +154,7 @@ class SteeringPlanner:
             prompt_ids: their ids, None if only the device knows them.
             fetch: returns missing vectors by digest.
             salt: of the request's keys in the prefix cache.
+            gated_from: see `EngineSpec.gated_from`.
 
         Raises:
             WeirError: if the tables cannot hold it.
@@ -162,7 +164,7 @@ class SteeringPlanner:
         recipe = self._recipes[interventions] if is_cached else SteeringRecipe(interventions, self.table)
         selectors = recipe.choice.of(prompt_len, prompt_ids)
         self.table.hold_vectors(recipe.vectors, fetch)
-        keys = SteeredKeys(interventions, prompt_len, prompt_ids, salt)
+        keys = SteeredKeys(interventions, prompt_len, prompt_ids, salt, gated_from)
         return SteeredRequest(request_id, endpoint, selectors, recipe, keys)
 
     def leave(self, request: SteeredRequest) -> None:

@@ -20,17 +20,21 @@ MOST_FAILED = 256
 
 @dataclass(frozen=True)
 class SteeredKeys:
-    """What the prefix-cache keys of a steered request are made of; `salt`: see `RowStore.salt`."""
+    """What the prefix-cache keys of a steered request are made of.
+
+    `salt`: see `RowStore.salt`; `gated_from`: see `EngineSpec.gated_from`.
+    """
 
     interventions: tuple[ResolvedIntervention, ...]
     prompt_len: int
     prompt_ids: Sequence[int] | None
     salt: str = ""
+    gated_from: int | None = None
 
     @functools.cached_property
     def cache_keys(self) -> CacheKeys:
-        """The same as in the scheduler."""
-        return CacheKeys(self.interventions, self.prompt_len)
+        """The same as in the scheduler, but for what stands for gated interventions: no two requests share that."""
+        return CacheKeys(self.interventions, self.prompt_len, self.gated_from)
 
     @functools.cached_property
     def depends_on_tokens(self) -> bool:

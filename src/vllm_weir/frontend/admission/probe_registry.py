@@ -1,0 +1,97 @@
+"""The registry of probes: what requests and gates may name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.probes import AnyProbe
+
+MAX_NAMES = 10_000
+
+
+class RegisteredProbe(NamedTuple):
+    """A probe under its name.
+
+    Attributes:
+        probe: with arrays for vectors.
+        everyone: whether it scores every request.
+        alert: the score above which a server counts an alert; None for none.
+    """
+
+    probe: AnyProbe
+    everyone: bool = False
+    alert: float | None = None
+
+
+class ProbeRegistry:
+    """Probes by name.
+
+    A name is looked up when a request is admitted; changing it later does not change the request.
+
+    Attributes:
+        version: grows whenever a name changes its meaning.
+    """
+
+    def __init__(self, probes: Mapping[str, RegisteredProbe] | None = None) -> None:
+        self._by_name: dict[str, RegisteredProbe] = dict(probes or {})
+        self.version = 0
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    @property
+    def registered(self) -> Mapping[str, RegisteredProbe]:
+        """All of them, by name."""
+        return self._by_name
+
+    def load(self, probes: Mapping[str, RegisteredProbe]) -> None:
+        """Replace everything that is registered."""
+        self._by_name = dict(probes)
+        self.version += 1
+
+    def put(self, registered: RegisteredProbe) -> None:
+        """Register a probe under its name, replacing any other."""
+        name = registered.probe.name
+        if len(self._by_name) >= MAX_NAMES and name not in self._by_name:
+            raise WeirError(f"{MAX_NAMES} probes are registered already; unregister some", "name")
+        self._by_name[name] = registered
+        self.version += 1
+
+    def remove(self, name: str) -> None:
+        """Unregister a name; requests admitted with it keep their probe."""
+        self.find(name, "name")
+        del self._by_name[name]
+        self.version += 1
+
+    def find(self, name: str, field: str) -> AnyProbe:
+        """Return the probe under a name; raise WeirError naming `field` if there is none."""
+        if name not in self._by_name:
+            listed = sorted(self._by_name)
+            known = "none is (weir.register_probe does that, or PUT /v1/probes/NAME)"
+            if listed:
+                more = f" and {len(listed) - 20} more" if len(listed) > 20 else ""
+                known = f"registered are {', '.join(listed[:20])}{more}"
+            raise WeirError(f"no probe is registered under {brief(name)!r}; {known}", field)
+        return self._by_name[name].probe
+
+    @property
+    def everyone(self) -> list[AnyProbe]:
+        """The probes of every request, by name."""
+        return [one.probe for _, one in sorted(self._by_name.items()) if one.everyone]
+
+    def infos(self) -> dict[str, dict[str, Any]]:
+        """Return name -> what is told of each probe, as JSON data without its vectors."""
+        return {name: _info(one) for name, one in sorted(self._by_name.items())}
+
+
+def _info(registered: RegisteredProbe) -> dict[str, Any]:
+    probe = registered.probe
+    told = {key: value for key, value in probe.plain_fields().items() if key not in (*probe.biases, "name")}
+    out = {"kind": probe.kind, "outputs": probe.outputs, **told}
+    if registered.everyone:
+        out["everyone"] = True
+    if registered.alert is not None:
+        out["alert"] = registered.alert
+    return out

@@ -1,0 +1,270 @@
+"""The probes, gates and stop rules of a request, resolved against the engine's model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.probe_registry import ProbeRegistry
+from vllm_weir.frontend.admission.reachable import Asked, Vocabulary, asked_of, resolve_tokens
+from vllm_weir.schema.gates import When
+from vllm_weir.schema.hooks import Site, place_of
+from vllm_weir.schema.instructions import ResolvedIntervention
+from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.probe_base import ProbeBase
+from vllm_weir.schema.probes import AnyProbe
+from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
+from vllm_weir.schema.stop_rules import StopRule, StopText
+from vllm_weir.schema.taps import tap_of
+
+FINAL_NORM = Site("final_norm", 0)
+
+
+class CheckSite(Protocol):
+    """Raises WeirError unless a request can have a site."""
+
+    def __call__(self, site: Site, path: str, layers_field: str = "") -> None: ...
+
+
+class Scoring(NamedTuple):
+    """The fields of an `AdmittedRequest` that its probes determine.
+
+    Attributes:
+        probes: in the order in which the request names them, first in `probes`, then in gates, then
+            in rules; last those that score every request.
+        gates: each once.
+        gate_of: for each intervention as it was given, the index of its gate, or -1.
+        stops: what ends generation.
+        rows: the vectors that the probes use, by digest.
+        asked: selectors of the request's own probes that may select nothing.
+    """
+
+    probes: tuple[ResolvedProbe, ...] = ()
+    gates: tuple[ResolvedGate, ...] = ()
+    gate_of: tuple[int, ...] = ()
+    stops: tuple[StopRule, ...] = ()
+    rows: Mapping[str, np.ndarray] = MappingProxyType({})
+    asked: Asked = ()
+
+    def gated(
+        self, moves: Sequence[ResolvedIntervention | None], parted: Sequence[int]
+    ) -> tuple[ResolvedIntervention | None, ...]:
+        """Return the interventions with the cells of their gates' factors.
+
+        Args:
+            moves: resolved.
+            parted: for each intervention as it was given, how many of `moves` it became.
+        """
+        if not self.gates:
+            return tuple(moves)
+        factors = CellLayout.of(self.probes, self.gates).factors
+        gate_of_move = (gate for gate, count in zip(self.gate_of, parted, strict=True) for _ in range(count))
+        return tuple(
+            move if move is None or gate < 0 else _with_cell(move, factors[gate] + 1)
+            for move, gate in zip(moves, gate_of_move, strict=True)
+        )
+
+
+def _with_cell(move: ResolvedIntervention, cell: int) -> ResolvedIntervention:
+    return replace(move, instructions=tuple(one._replace(cell=cell) for one in move.instructions))
+
+
+class ProbeResolver:
+    """Resolves what requests to an engine score.
+
+    Args:
+        capabilities: what the engine serves.
+        lookup: (reference, field) -> array, or raises WeirError.
+        registry: the registered probes.
+        vocabulary: the engine's.
+        has_token_ids: False for prompts given as embeddings.
+        check: whether a request can have a site.
+    """
+
+    def __init__(
+        self,
+        capabilities: EngineCapabilities,
+        lookup: Callable[[str, str], np.ndarray],
+        registry: ProbeRegistry,
+        vocabulary: Vocabulary,
+        has_token_ids: bool,
+        check: CheckSite,
+    ) -> None:
+        self._capabilities, self._lookup, self._registry = capabilities, lookup, registry
+        self._vocabulary, self._has_token_ids, self._check = vocabulary, has_token_ids, check
+        self._own: dict[str, AnyProbe] = {}
+        self._probes: dict[str, ResolvedProbe] = {}
+        self._rows: dict[str, np.ndarray] = {}
+
+    def resolve(
+        self,
+        probes: Sequence[AnyProbe | str],
+        stop_when: Sequence[StopText],
+        interventions: Sequence[Intervention],
+        given: int,
+    ) -> Scoring:
+        """Resolve what one request scores.
+
+        Args:
+            probes: its own.
+            stop_when: its rules.
+            interventions: what it undergoes, in order.
+            given: how many of these, from the first, are not its own; their gates mean registered
+                probes.
+
+        Raises:
+            WeirError: naming the field, if the engine cannot do it exactly.
+        """
+        own = [
+            self._registry.find(one, f"probes[{k}]").at(f"probes[{k}]") if isinstance(one, str) else one
+            for k, one in enumerate(probes)
+        ]
+        self._own = {probe.name: probe for probe in own}
+        for probe in own:
+            self._add(probe)
+        gates: dict[ResolvedGate, int] = {}
+        gate_of = []
+        for k, intervention in enumerate(interventions):
+            if intervention.when is None:
+                gate_of.append(-1)
+                continue
+            gate = self._gate(intervention, k >= given)
+            gate_of.append(gates.setdefault(gate, len(gates)))
+        stops = tuple(self._stop(rule) for rule in stop_when)
+        for probe in self._registry.everyone:
+            self._add(probe.at(f"probes.{probe.name}"))
+        resolved = tuple(self._probes.values())
+        gated = [one for one in interventions if one.when is not None]
+        self._check_stages(resolved, gated)
+        return Scoring(resolved, tuple(gates), tuple(gate_of), stops, self._rows, asked_of(own))
+
+    def _index(self, name: str, field: str, own: bool = True) -> int:
+        """Return the index of the probe of a name; a registered one is added if the request has not listed it."""
+        if not own or name not in self._own:
+            try:
+                probe = self._registry.find(name, field)
+            except WeirError as e:
+                listed = f"the request lists {', '.join(self._own)}; " if own and self._own else ""
+                raise WeirError(f"{listed}{e.message}", field) from None
+            self._add(probe.at(field))
+        return list(self._probes).index(name)
+
+    def _add(self, probe: AnyProbe) -> None:
+        """Resolve a probe, and enter it under its name."""
+        resolved, rows = self._resolve(resolve_tokens(probe, self._vocabulary))
+        known = self._probes.setdefault(probe.name, resolved)
+        if known != resolved:
+            raise WeirError(
+                f"a registered probe that scores this request is called {probe.name!r} too; name the request's own "
+                "otherwise",
+                self._own[probe.name].path + ".name" if probe.name in self._own else probe.path,
+            )
+        self._rows.update(rows)
+
+    def _resolve(self, probe: ProbeBase) -> tuple[ResolvedProbe, dict[str, np.ndarray]]:
+        capabilities, site = self._capabilities, probe.site
+        if probe.positions.needs_token_ids and not self._has_token_ids:
+            raise WeirError("the prompt is given as embeddings, so it has no token ids", f"{probe.path}.positions")
+        if site not in capabilities.sites and 0 < capabilities.num_layers <= site.layer:
+            raise WeirError(
+                f"block {site.layer} does not exist: the model has blocks 0..{capabilities.num_layers - 1}",
+                f"{probe.path}.layer",
+            )
+        self._check(site, probe.path, f"{probe.path}.layer")
+        if (parts := len(capabilities.shards.get(site, ()))) > 1:
+            raise WeirError(
+                f"{site} cannot be scored here: tensor-parallel workers hold its rows in {parts} parts, and a score "
+                "needs them together; start the engine with tensor_parallel_size=1, or probe the residual stream",
+                f"{probe.path}.hook",
+            )
+        return probe.resolve(capabilities.shape(site), self._lookup)
+
+    def _gate(self, intervention: Intervention, own: bool) -> ResolvedGate:
+        when: When = intervention.when
+        index = self._index(when.probe, f"{when.path}.probe", own)
+        probe = list(self._probes.values())[index]
+        output = _output(
+            probe, when.output, f"{when.path}.output", f"say which one gates: output=0..{probe.outputs - 1}"
+        )
+        _check_order(probe, intervention, intervention.resolve_layers(self._capabilities.num_layers))
+        threshold = float(np.float32(when.threshold))
+        sharpness = float(np.float32(when.sharpness or 0.0))
+        return ResolvedGate(index, output, threshold, when.above is not None, when.latch, when.delay, sharpness)
+
+    def _stop(self, rule: StopText) -> StopRule:
+        index = self._index(rule.name, rule.path)
+        probe = list(self._probes.values())[index]
+        output = _output(probe, rule.output, rule.path, f"say which: {rule.name}[0]..{rule.name}[{probe.outputs - 1}]")
+        if probe.positions.kind in ("prompt", "last_prompt"):
+            raise WeirError(
+                f"{rule.name!r} scores the prompt alone, and generation ends with a token whose score says so; give "
+                "the probe positions='generated' or 'all'",
+                rule.path,
+            )
+        return StopRule(rule.name, index, output, rule.op, float(np.float32(rule.threshold)))
+
+    def _check_stages(self, probes: Sequence[ResolvedProbe], gated: Sequence[Intervention]) -> None:
+        """Raise WeirError unless one pipeline stage has all that is scored and gated."""
+        holders: frozenset[int] | None = None
+        for probe in probes:
+            holders = self._common(holders, probe.site, f"the probe {probe.name!r} reads", "probes")
+        for one in gated:
+            for layer in one.resolve_layers(self._capabilities.num_layers):
+                holders = self._common(holders, Site(one.hook, layer), f"a gated {one.op} acts at", one.when.path)
+
+    def _common(self, holders: frozenset[int] | None, site: Site, what: str, field: str) -> frozenset[int] | None:
+        workers = self._capabilities.workers.get(site)
+        if workers is None:
+            return holders
+        common = workers if holders is None else holders & workers
+        if not common:
+            raise WeirError(
+                f"{what} {site}, which is on another pipeline stage than the request's other probes and gated "
+                "interventions; keep them on one stage, or start the engine with pipeline_parallel_size=1",
+                field,
+            )
+        return common
+
+
+def _output(probe: ResolvedProbe, output: int | None, field: str, say: str) -> int:
+    """Return which score of a probe is meant."""
+    if output is None and probe.outputs > 1:
+        raise WeirError(f"{probe.name!r} gives {probe.outputs} scores; {say}", field)
+    if output is not None and output >= probe.outputs:
+        scores = "one score" if probe.outputs == 1 else f"{probe.outputs} scores"
+        raise WeirError(f"{probe.name!r} gives {scores}, counted from 0; there is no {output}", field)
+    return output or 0
+
+
+def _check_order(probe: ResolvedProbe, intervention: Intervention, layers: Sequence[int]) -> None:
+    """Raise WeirError unless a probe's score is known where an intervention acts."""
+    acting = [Site(intervention.hook, layer) for layer in layers]
+    early = [site for site in acting if not _reads_before(probe.site, site)]
+    when = intervention.when
+    if not early or (when.delay and intervention.positions.kind == "generated"):
+        return
+    first = min(early, key=place_of)
+    if when.delay:
+        raise WeirError(
+            f"{probe.name!r} reads {probe.site}, where a token comes after {first}: at a token of the prompt the score "
+            "of the one before is not known in time; let it act at positions='generated', or at a later block",
+            f"{when.path}.delay",
+        )
+    raise WeirError(
+        f"{probe.name!r} reads {probe.site}, which has to come before {first}, where this acts; let it act at a later "
+        "hook point or block, let the probe read an earlier one, or take the score of the token before (delay=1)",
+        f"{when.path}.probe",
+    )
+
+
+def _reads_before(probed: Site, acting: Site) -> bool:
+    """Return whether a token is scored at one site before another is changed."""
+    if probed == FINAL_NORM or acting == FINAL_NORM:
+        return acting == FINAL_NORM != probed
+    return tap_of(probed) < tap_of(acting)
