@@ -8,9 +8,14 @@ import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.registry import Collector
 
-from vllm_weir.frontend.admission.watches import Watch
+from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
+from vllm_weir.schema.probes import AnyProbe
 
 NAME, TEXT = "weir_probe_score", "Scores of the probes that score every request, by output"
+SHARES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+"""Default buckets of scores between 0 and 1, those of sigmoid and softmax."""
+LOGITS = (-16.0, -8.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Default buckets of other scores."""
 
 
 class ProbeMetrics:
@@ -34,30 +39,36 @@ class ProbeMetrics:
             registry=registry,
         )
 
-    def watch(self, watches: Iterable[Watch]) -> None:
+    def show(self, probes: Iterable[RegisteredProbe]) -> None:
         """Show the counters of probes from now on, at 0 until something is counted."""
-        for watch in watches:
-            self._sequences.labels(self._model, watch.name)
-            if watch.alerts:
-                self._alerts.labels(self._model, watch.name)
+        for registered in probes:
+            self._sequences.labels(self._model, registered.probe.name)
+            if registered.alerts:
+                self._alerts.labels(self._model, registered.probe.name)
 
-    def observe(self, watch: Watch, scores: np.ndarray) -> None:
-        """Count the scores [rows, k] of a finished sequence; NaN and infinities are left out of the histogram.
+    def observe(self, registered: RegisteredProbe, scores: np.ndarray) -> None:
+        """Count the scores [rows, k] of a finished sequence.
 
-        Nothing is counted without rows.
+        Those that are not finite are left out of the histogram. Nothing is counted without rows.
         """
         if not len(scores):
             return
-        histogram = self._histograms.of(watch)
+        name = registered.probe.name
+        histogram = self._histograms.of(name, registered.buckets or default_buckets(registered.probe))
         for output in range(scores.shape[1]):
-            child = histogram.labels(self._model, watch.name, str(output))
+            child = histogram.labels(self._model, name, str(output))
             column = scores[:, output]
             for score in column[np.isfinite(column)].tolist():
                 child.observe(score)
-        self._sequences.labels(self._model, watch.name).inc()
-        thresholds = [np.inf if one is None else one for one in watch.alerts]
+        self._sequences.labels(self._model, name).inc()
+        thresholds = [np.inf if one is None else one for one in registered.alerts]
         if thresholds and bool((scores > np.array(thresholds, scores.dtype)).any()):
-            self._alerts.labels(self._model, watch.name).inc()
+            self._alerts.labels(self._model, name).inc()
+
+
+def default_buckets(probe: AnyProbe) -> tuple[float, ...]:
+    """Return the buckets of a probe for which none were chosen."""
+    return LOGITS if probe.activation == "none" else SHARES
 
 
 class _Histograms(Collector):
@@ -67,13 +78,13 @@ class _Histograms(Collector):
         self._by_probe: dict[str, tuple[tuple[float, ...], Histogram]] = {}
         registry.register(self)
 
-    def of(self, watch: Watch) -> Histogram:
+    def of(self, probe: str, buckets: tuple[float, ...]) -> Histogram:
         """Return a probe's histogram, a new one if its buckets have changed."""
-        buckets, histogram = self._by_probe.get(watch.name, ((), None))
-        if histogram is None or buckets != watch.buckets:
+        before, histogram = self._by_probe.get(probe, ((), None))
+        if histogram is None or before != buckets:
             labels = ["model_name", "probe", "output"]
-            histogram = Histogram(NAME, TEXT, labels, buckets=watch.buckets, registry=None)
-            self._by_probe[watch.name] = watch.buckets, histogram
+            histogram = Histogram(NAME, TEXT, labels, buckets=buckets, registry=None)
+            self._by_probe[probe] = buckets, histogram
         return histogram
 
     def collect(self) -> Iterable[Metric]:

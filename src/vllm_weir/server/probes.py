@@ -10,13 +10,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.vector_registry import RegistryContents, VectorRegistry
-from vllm_weir.frontend.admission.watches import Watch
+from vllm_weir.frontend.engine_frontend import refuse_gating
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import PROJECTED_KEYS
 from vllm_weir.schema.probe_files import read_probe
 from vllm_weir.schema.probes import AnyProbe, Probe, parse_probe
 from vllm_weir.server.names import check_name
+from vllm_weir.server.probe_metrics import default_buckets
 from vllm_weir.server.room import check_room
 from vllm_weir.server.state import ServerState
 
@@ -25,10 +27,6 @@ EVERYONE_POSITIONS = "sampled"
 
 The prefix cache goes on working, for it never holds the last token of a prompt.
 """
-SHARES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-"""Default buckets of scores between 0 and 1, those of sigmoid and softmax."""
-LOGITS = (-16.0, -8.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Default buckets of other scores."""
 MAX_BUCKETS = 64
 SETTINGS = ("everyone", "alert", "buckets")
 """Fields of an upload beside the probe's own."""
@@ -47,18 +45,6 @@ class Upload(NamedTuple):
 
     probe: AnyProbe
     settings: Mapping[str, Any]
-
-
-class KeptProbe(NamedTuple):
-    """A probe that the server keeps.
-
-    Attributes:
-        probe: with its numbers.
-        watch: what is counted of it if it scores every request; None if it does not.
-    """
-
-    probe: AnyProbe
-    watch: Watch | None
 
 
 def read_json(name: str, data: bytes) -> Upload:
@@ -99,31 +85,26 @@ def read_file(name: str, data: bytes, settings: Mapping[str, Any]) -> Upload:
     return Upload(probe, settings)
 
 
-def keep(state: ServerState, upload: Upload) -> KeptProbe:
+def keep(state: ServerState, upload: Upload) -> RegisteredProbe:
     """Keep a probe under its name for all processes of the server, replacing an earlier one.
 
     Raises:
         WeirError: naming the field, if the engine cannot score it.
     """
-    name = upload.probe.name
-    kept: list[KeptProbe] = []
+    kept: list[RegisteredProbe] = []
     state.frontend.refresh()
 
     def edit(contents: RegistryContents) -> RegistryContents:
-        registry = VectorRegistry()
-        registry.load(contents)
+        vectors = VectorRegistry()
+        vectors.load(contents)
+        registry = ProbeRegistry(contents.probes)
         with _fields_as_sent():
-            probe = upload.probe.with_arrays(registry.find)
-            watch = _watch(probe, upload.settings)
-            probes = {**contents.probes, name: probe}
-            watches = {other: one for other, one in contents.watches.items() if other != name}
-            state.frontend.check_probes([probe])
-            if watch is not None:
-                _check_everyone(probe)
-                watches[name] = watch
-                state.frontend.check_probes([probes[other] for other in watches])  # together they must fit, too
-        kept[:] = [KeptProbe(probe, watch)]
-        after = replace(contents, probes=probes, watches=watches)
+            probe = upload.probe.with_arrays(vectors.find)
+            kept[:] = [_registered(probe, upload.settings)]
+            registry.put(kept[0])
+            state.frontend.check_probe(probe.name, registry)
+            state.frontend.settled(contents.always, everyone=True, probes=registry)  # what it gates
+        after = replace(contents, probes=registry.registered)
         check_room(after, state.limits)
         return after
 
@@ -131,22 +112,19 @@ def keep(state: ServerState, upload: Upload) -> KeptProbe:
     return kept[0]
 
 
-def find(contents: RegistryContents, name: str) -> KeptProbe | None:
-    """Return the probe under a name, None if there is none."""
-    probe = contents.probes.get(name)
-    return None if probe is None else KeptProbe(probe, contents.watches.get(name))
-
-
 def forget(state: ServerState, name: str) -> bool:
-    """Delete a name; return whether there was a probe under it. It scores nobody's requests any more."""
+    """Delete a name; return whether there was a probe under it. It scores nobody's requests any more.
+
+    Raises:
+        WeirError: if an intervention of every request is gated by it.
+    """
     found = False
 
     def edit(contents: RegistryContents) -> RegistryContents:
         nonlocal found
         found = name in contents.probes
-        probes = {other: probe for other, probe in contents.probes.items() if other != name}
-        watches = {other: watch for other, watch in contents.watches.items() if other != name}
-        return replace(contents, probes=probes, watches=watches)
+        refuse_gating(name, contents.always)
+        return replace(contents, probes={other: one for other, one in contents.probes.items() if other != name})
 
     if name in state.names.read().probes:
         state.names.change(edit)
@@ -160,7 +138,7 @@ def check_probe_name(name: str) -> None:
         raise WeirError(f"{name!r} is a key of responses; choose another name", "name")
 
 
-def _watch(probe: AnyProbe, settings: Mapping[str, Any]) -> Watch | None:
+def _registered(probe: AnyProbe, settings: Mapping[str, Any]) -> RegisteredProbe:
     everyone = settings.get("everyone", False)
     if not isinstance(everyone, bool):
         raise WeirError("expected true or false", "everyone")
@@ -168,15 +146,21 @@ def _watch(probe: AnyProbe, settings: Mapping[str, Any]) -> Watch | None:
         for name in ("alert", "buckets"):
             if settings.get(name) is not None:
                 raise WeirError('is for probes with "everyone": true, whose scores are counted', name)
-        return None
+        return RegisteredProbe(probe)
+    _check_everyone(probe)
     buckets = settings.get("buckets")
-    if buckets is None:
-        bounds = LOGITS if probe.activation == "none" else SHARES
-    else:
-        bounds = tuple(_number(bound, f"buckets[{i}]") for i, bound in enumerate(_list(buckets, "buckets")))
-        if not 0 < len(bounds) <= MAX_BUCKETS or any(a >= b for a, b in itertools.pairwise(bounds)):
-            raise WeirError(f"expected 1 to {MAX_BUCKETS} upper bounds, ascending", "buckets")
-    return Watch(probe.name, bounds, _alerts(probe.outputs, settings.get("alert")))
+    bounds = default_buckets(probe) if buckets is None else _bounds(buckets)
+    return RegisteredProbe(probe, True, _alerts(probe.outputs, settings.get("alert")), bounds)
+
+
+def _bounds(buckets: Any) -> tuple[float, ...]:
+    """Return the upper bounds of a histogram."""
+    if not isinstance(buckets, list):
+        raise WeirError(f"expected a list of numbers, got {type(buckets).__name__}", "buckets")
+    bounds = tuple(_number(bound, f"buckets[{i}]") for i, bound in enumerate(buckets))
+    if not 0 < len(bounds) <= MAX_BUCKETS or any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise WeirError(f"expected 1 to {MAX_BUCKETS} upper bounds, ascending", "buckets")
+    return bounds
 
 
 def _alerts(outputs: int, alert: Any) -> tuple[float | None, ...]:
@@ -190,12 +174,6 @@ def _alerts(outputs: int, alert: Any) -> tuple[float | None, ...]:
     if len(alert) != outputs:
         raise WeirError(f"{len(alert)} thresholds for {outputs} outputs", "alert")
     return tuple(None if one is None else _number(one, f"alert[{i}]") for i, one in enumerate(alert))
-
-
-def _list(value: Any, field: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise WeirError(f"expected a list of numbers, got {type(value).__name__}", field)
-    return value
 
 
 def _number(value: Any, field: str) -> float:

@@ -20,8 +20,8 @@ def check_room(contents: RegistryContents, limits: ServerLimits) -> None:
     }
     for one in (*(i for module in contents.modules.values() for i in module), *contents.always):
         arrays |= {v.digest: v.array.nbytes for v in one.given if v.array is not None}
-    for probe in contents.probes.values():
-        arrays |= {v.digest: v.array.nbytes for v in probe.given if v.array is not None}
+    for registered in contents.probes.values():
+        arrays |= {v.digest: v.array.nbytes for v in registered.probe.given if v.array is not None}
     if sum(arrays.values()) > limits.vector_bytes:
         raise WeirError(
             f"{sum(arrays.values())} bytes of vectors are more than the server keeps ({limits.vector_bytes}, "

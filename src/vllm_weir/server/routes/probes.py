@@ -9,6 +9,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.schema.probe_files import probe_bytes
 from vllm_weir.server import probes
 from vllm_weir.server.errors import declared, error
@@ -161,9 +162,7 @@ def _reading(routes: APIRouter) -> None:
         summary="The probes that the server keeps",
     )
     def list_all(state: State) -> ProbeList:
-        contents = state.names.read()
-        found = (probes.find(contents, name) for name in sorted(contents.probes))
-        return ProbeList(probes=[describe(one) for one in found if one is not None])
+        return ProbeList(probes=[describe(one) for _, one in sorted(state.names.read().probes.items())])
 
     @routes.get(
         "/v1/probes/{name}",
@@ -173,7 +172,7 @@ def _reading(routes: APIRouter) -> None:
         summary="A probe: JSON with its weights, or a safetensors file",
     )
     def get(name: Name, state: State, format: Annotated[Literal["json", "safetensors"], Query()] = "json") -> Any:
-        kept = probes.find(state.names.read(), name)
+        kept = state.names.read().probes.get(name)
         if kept is None:
             return _unknown(name)
         if format == "safetensors":
@@ -181,10 +180,9 @@ def _reading(routes: APIRouter) -> None:
         return ProbeContent(**kept.probe.to_json() | describe(kept).model_dump())
 
 
-def describe(kept: probes.KeptProbe) -> ProbeInfo:
+def describe(kept: RegisteredProbe) -> ProbeInfo:
     """Return the description of a probe."""
-    probe, watch = kept
-    alerts: Any = list(watch.alerts) if watch is not None and watch.alerts else None
+    probe, alerts = kept.probe, list(kept.alerts)
     return ProbeInfo(
         name=probe.name,
         kind=probe.kind,
@@ -195,9 +193,9 @@ def describe(kept: probes.KeptProbe) -> ProbeInfo:
         positions=probe.positions.to_json(),
         smooth=None if probe.smooth is None else list(probe.smooth),
         head=probe.head,
-        everyone=watch is not None,
-        alert=alerts[0] if alerts is not None and len(alerts) == 1 else alerts,
-        buckets=None if watch is None else list(watch.buckets),
+        everyone=kept.everyone,
+        alert=alerts[0] if len(alerts) == 1 else alerts or None,
+        buckets=list(kept.buckets) or None,
         bytes=sum(vector.array.nbytes for vector in probe.given),
     )
 

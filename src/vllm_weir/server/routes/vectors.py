@@ -18,9 +18,9 @@ from vllm_weir.schema.row_shapes import row_width
 from vllm_weir.schema.vector_files import Directions, kind_of, read_vectors, to_json
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.names import check_name
+from vllm_weir.server.room import check_room
 from vllm_weir.server.routes.auth import require_admin
 from vllm_weir.server.routes.router import weir_router
-from vllm_weir.server.room import check_room
 from vllm_weir.server.state import ServerState, server_state
 
 MEDIA = {
