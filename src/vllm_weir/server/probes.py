@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +34,8 @@ SETTINGS = ("everyone", "alert", "buckets")
 DESCRIPTION = ("name", "outputs", "bytes")
 """Fields of what the server says of a probe that an upload may repeat."""
 _PATH = "probe"
+_AT = re.compile(r"^(?:probe|probes\[0\])\.", re.ASCII)
+"""What errors put before the fields of the one probe that is looked at."""
 
 
 class Upload(NamedTuple):
@@ -199,4 +202,4 @@ def _fields_as_sent() -> Iterator[None]:
     try:
         yield
     except WeirError as e:
-        raise WeirError(e.message, e.field.removeprefix(f"{_PATH}.")) from None
+        raise WeirError(e.message, _AT.sub("", e.field)) from None

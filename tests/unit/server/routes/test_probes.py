@@ -11,7 +11,7 @@ from safetensors.numpy import save
 
 import vllm_weir as weir
 from tests.unit.admin_app import KEY, LAYERS, D, app_of, serving
-from tests.unit.scored import send_scores
+from tests.unit.scored import Worker
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.keys import PROJECTED_KEYS
 from vllm_weir.server.probe_metrics import SHARES
@@ -134,7 +134,7 @@ def test_its_scores_go_to_the_metrics(pair, asked):
         "/v1/probes/mood", json=LINEAR | {"everyone": True, "alert": 0.9, "buckets": [0.25, 0.5]}
     ).raise_for_status()
     server = servers[1]
-    metrics = server.frontend.observer
+    metrics, worker = server.frontend.observer, Worker(server.frontend.store)
 
     def value(name, **labels):
         return server._registry.get_sample_value(name, {"model_name": "", "probe": "mood", **labels})
@@ -145,7 +145,8 @@ def test_its_scores_go_to_the_metrics(pair, asked):
         index = [probe.name for probe in request.probes].index("mood")
         values = np.zeros((len(PROMPT) + 2, request.cells.reported), np.float32)
         values[len(PROMPT) - 1 :, request.cells.scores[index]] = scores
-        send_scores(server.frontend.store, tracker.pending, 0, values)
+        worker.send(("r", 0, values), reported=request.cells.reported)
+        worker.reopen("r")
         view = tracker.view([1, 2, 3], False, "stop", 0)
         metrics.finished(view)
         assert value("weir_probe_alerts_total") == alerts
@@ -179,7 +180,7 @@ def test_a_file_scores_everyone_by_the_query(pair, tmp_path):
         (LINEAR | {"kind": "cubic"}, "kind"),
         (LINEAR | {"activation": "cosine"}, "activation"),
         (LINEAR | {"bias": [1.0, 2.0]}, "bias"),
-        (LINEAR | {"smooth": ["ema", 2]}, "smooth"),
+        (LINEAR | {"smooth": ["ema", 2]}, "smooth[1]"),
         (LINEAR | {"positions": "nowhere"}, "positions"),
         (LINEAR | {"name": "other"}, "name"),
         (LINEAR | {"more": 1}, "more"),
