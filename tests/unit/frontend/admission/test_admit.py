@@ -267,7 +267,8 @@ def test_facts_from_reports():
     later = [("resid_post", 1, ""), ("resid_post", 0, "not on this rank")]
     merged = EngineCapabilities.merge([good, good | {"sites": later, "ring_rows": 0}, good | {"ring_rows": 7}])
     verdicts = {Site("resid_pre", 0): "", Site("resid_post", 0): "not on this rank", Site("resid_post", 1): ""}
-    assert merged == EngineCapabilities(verdicts, 2, 8, "float32", 7)
+    workers = dict(zip(verdicts, map(frozenset, ({0, 2}, {0, 1, 2}, {1})), strict=True))
+    assert merged == EngineCapabilities(verdicts, 2, 8, "float32", 7, workers=workers)
     with pytest.raises(WeirError, match="because"):
         EngineCapabilities.merge([good, {"ok": False, "reason": "because"}])
     with pytest.raises(WeirError):
