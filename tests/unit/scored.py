@@ -33,7 +33,8 @@ def rule(name="p", op=">", threshold=0.5, index=0, output=0) -> StopRule:
 
 def admitted(probes, stops=(), asks=None, **more) -> AdmittedRequest:
     fields = {"told": len(probes)} | more
-    return replace(admit({"weir": asks or {}}, FACTS), probes=tuple(probes), stops=tuple(stops), **fields)
+    request = admit({"weir": asks} if asks else {}, FACTS)
+    return replace(request, probes=tuple(probes), stops=tuple(stops), **fields)
 
 
 def opened(store, request, prompt=(1, 2, 3), name="r") -> PendingSequence:
