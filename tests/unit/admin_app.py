@@ -21,7 +21,7 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server.errors import TYPES, error, weir_error
 from vllm_weir.server.limits import ServerLimits
-from vllm_weir.server.routes import activations, marks, saes, steering, vectors
+from vllm_weir.server.routes import activations, marks, probes, saes, steering, vectors
 from vllm_weir.server.routes.body_limit import BodyLimit
 from vllm_weir.server.state import ServerState
 
@@ -57,7 +57,7 @@ class Server(ServerState):
 def app_of(server: ServerState) -> FastAPI:
     """The routes, with errors answered as vLLM's server answers them."""
     app = FastAPI()
-    for module in (activations, marks, saes, steering, vectors):
+    for module in (activations, marks, probes, saes, steering, vectors):
         app.include_router(module.router())
     app.add_middleware(BodyLimit, max_bytes=server.limits.body_bytes)
     app.add_exception_handler(WeirError, weir_error)

@@ -32,7 +32,9 @@ def rule(name="p", op=">", threshold=0.5, index=0, output=0) -> StopRule:
 
 
 def admitted(probes, stops=(), asks=None, **more) -> AdmittedRequest:
-    return replace(admit({"weir": asks} if asks else {}, FACTS), probes=tuple(probes), stops=tuple(stops), **more)
+    fields = {"told": len(probes)} | more
+    request = admit({"weir": asks} if asks else {}, FACTS)
+    return replace(request, probes=tuple(probes), stops=tuple(stops), **fields)
 
 
 def opened(store, request, prompt=(1, 2, 3), name="r") -> PendingSequence:

@@ -1,4 +1,4 @@
-"""Administration of a server: its named vectors and autoencoders, and its steering of every request.
+"""Administration of a server: its named vectors, autoencoders and probes, and its steering of every request.
 
 Both clients share these classes: every method returns the result, or for an `AsyncClient` an
 awaitable of it.
@@ -6,7 +6,7 @@ awaitable of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,6 +15,8 @@ from vllm_weir.client.effects import SendRequest
 from vllm_weir.client.results import Chunk, Completion
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.json_text import dumps
+from vllm_weir.schema.probe_files import load_probe
+from vllm_weir.schema.probes import parse_probe
 from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.vectors import KEPT, Vector
 
@@ -106,6 +108,55 @@ class SAEAdmin:
     def list(self) -> Any:
         """Return the loaded autoencoders."""
         return self._request_json(SendRequest("GET", "/v1/saes"))
+
+
+class ProbeAdmin:
+    """``client.probes``: the probes that the server keeps by name, for ``probes="name"`` and `When`."""
+
+    def __init__(self, request_json: Callable[[SendRequest], Any]) -> None:
+        self._request_json = request_json
+
+    def put(
+        self,
+        name: str,
+        probe: Any,
+        *,
+        everyone: bool = False,
+        alert: float | Sequence[float | None] | None = None,
+        buckets: Sequence[float] | None = None,
+    ) -> Any:
+        """Keep a probe under a name, replacing an earlier one. Needs the admin key.
+
+        Args:
+            name: The name.
+            probe: A `Probe`, `MLPProbe` or `AttentionProbe`, or its wire form; or the `Path` of a
+                file that its `save` wrote.
+            everyone: Whether it scores every request from now on; its scores go to the server's
+                metrics.
+            alert: A sequence with a score above this counts as an alert; a list for a probe with
+                several outputs, None for those that do not count. With `everyone`.
+            buckets: Upper bounds of the histogram of scores; with `everyone`.
+
+        Returns:
+            What the server keeps, without the weights.
+        """
+        settings = to_json_data({"everyone": everyone or None, "alert": alert, "buckets": buckets})
+        given = {key: value for key, value in settings.items() if value is not None}
+        parsed = load_probe(probe, name=name) if isinstance(probe, Path) else parse_probe(probe, "probe")
+        body = {key: value for key, value in parsed.to_json().items() if key != "name"} | given
+        return self._request_json(SendRequest("PUT", _path("/v1/probes", name), json=body, admin=True))
+
+    def get(self, name: str) -> Any:
+        """Return the probe kept under a name, with its weights."""
+        return self._request_json(SendRequest("GET", _path("/v1/probes", name)))
+
+    def delete(self, name: str) -> Any:
+        """Delete a name. Needs the admin key."""
+        return self._request_json(SendRequest("DELETE", _path("/v1/probes", name), admin=True))
+
+    def list(self) -> Any:
+        """Return the probes that the server keeps, without their weights."""
+        return self._request_json(SendRequest("GET", "/v1/probes"))
 
 
 class SteeringAdmin:

@@ -24,7 +24,7 @@ from vllm_weir.client.effects import (
 )
 from vllm_weir.client.http import http_response, transport_errors
 from vllm_weir.client.options import ClientOptions, Progress, RequestFields, generation_request
-from vllm_weir.client.payload import chat_batch, prompt_batch, route_and_prompt
+from vllm_weir.client.payload import Asked, chat_batch, prompt_batch, route_and_prompt
 from vllm_weir.client.results import Chunk, Completion
 
 T = TypeVar("T")
@@ -73,6 +73,7 @@ class AsyncClient:
         self._model_lock = asyncio.Lock()
         self.vectors: admin.VectorAdmin = admin.VectorAdmin(self._request_json)
         self.saes: admin.SAEAdmin = admin.SAEAdmin(self._request_json)
+        self.probes: admin.ProbeAdmin = admin.ProbeAdmin(self._request_json)
         self.steering: admin.SteeringAdmin = admin.SteeringAdmin(self._request_json)
 
     async def model(self) -> str:
@@ -89,6 +90,8 @@ class AsyncClient:
         modules: Any = (),
         features: Any = (),
         lens: Any = None,
+        probes: Any = (),
+        stop_when: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -106,6 +109,9 @@ class AsyncClient:
                 before `interventions`.
             features: Features of autoencoders to read, as for `weir.params`.
             lens: A lens to read, as for `weir.params`; over HTTP the logit lens.
+            probes: What scores the sequence, as for `weir.params`: objects, or names of probes that
+                the server keeps.
+            stop_when: Scores that end the generation, as for `weir.params`: ``"name > 0.9"``.
             inline_bytes: Activations up to this size come within the response; larger ones are
                 fetched after it.
             save_to: A directory. Activations are streamed into files there (``choice.path``) and
@@ -118,7 +124,8 @@ class AsyncClient:
         Returns:
             A `Completion`; for a list of prompts, a list of them in the same order.
         """
-        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to, features, lens)
+        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when)
+        weir_fields = RequestFields(asked, inline_bytes, save_to)
         fields = fields | {"max_tokens": max_tokens}
         return await self._generate_all(prompt, prompt_batch(prompt), weir_fields, fields, concurrency, progress)
 
@@ -132,6 +139,8 @@ class AsyncClient:
         modules: Any = (),
         features: Any = (),
         lens: Any = None,
+        probes: Any = (),
+        stop_when: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -139,7 +148,8 @@ class AsyncClient:
         **fields: Any,
     ) -> Any:
         """Answer a conversation (``/v1/chat/completions``) or a list of them, like `generate`."""
-        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to, features, lens)
+        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when)
+        weir_fields = RequestFields(asked, inline_bytes, save_to)
         fields = fields | {"max_tokens": max_tokens}
         return await self._generate_all(messages, chat_batch(messages), weir_fields, fields, concurrency, progress)
 
@@ -153,6 +163,8 @@ class AsyncClient:
         modules: Any = (),
         features: Any = (),
         lens: Any = None,
+        probes: Any = (),
+        stop_when: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         **fields: Any,
@@ -162,7 +174,8 @@ class AsyncClient:
         The arguments are those of `generate`. Scores come with the tokens that they belong to;
         activations come at the end, in the last chunk's ``result``.
         """
-        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to, features, lens)
+        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when)
+        weir_fields = RequestFields(asked, inline_bytes, save_to)
         generation = generation_request(prompt, weir_fields, fields | {"max_tokens": max_tokens})
         route_and_prompt(prompt)  # a wrong prompt is refused here, not by the first iteration
         return self._stream(generation)

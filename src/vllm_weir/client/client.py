@@ -26,7 +26,7 @@ from vllm_weir.client.effects import (
 )
 from vllm_weir.client.http import http_response, transport_errors
 from vllm_weir.client.options import ClientOptions, Progress, RequestFields, generation_request
-from vllm_weir.client.payload import chat_batch, prompt_batch, route_and_prompt
+from vllm_weir.client.payload import Asked, chat_batch, prompt_batch, route_and_prompt
 from vllm_weir.client.results import Chunk, Completion
 
 T = TypeVar("T")
@@ -75,6 +75,7 @@ class Client:
         self._model_lock = threading.Lock()
         self.vectors: admin.VectorAdmin = admin.VectorAdmin(self._request_json)
         self.saes: admin.SAEAdmin = admin.SAEAdmin(self._request_json)
+        self.probes: admin.ProbeAdmin = admin.ProbeAdmin(self._request_json)
         self.steering: admin.SteeringAdmin = admin.SteeringAdmin(self._request_json)
 
     @property
@@ -92,6 +93,8 @@ class Client:
         modules: Any = (),
         features: Any = (),
         lens: Any = None,
+        probes: Any = (),
+        stop_when: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -109,6 +112,9 @@ class Client:
                 before `interventions`.
             features: Features of autoencoders to read, as for `weir.params`.
             lens: A lens to read, as for `weir.params`; over HTTP the logit lens.
+            probes: What scores the sequence, as for `weir.params`: objects, or names of probes that
+                the server keeps.
+            stop_when: Scores that end the generation, as for `weir.params`: ``"name > 0.9"``.
             inline_bytes: Activations up to this size come within the response; larger ones are
                 fetched after it.
             save_to: A directory. Activations are streamed into files there (``choice.path``) and
@@ -121,7 +127,8 @@ class Client:
         Returns:
             A `Completion`; for a list of prompts, a list of them in the same order.
         """
-        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to, features, lens)
+        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when)
+        weir_fields = RequestFields(asked, inline_bytes, save_to)
         fields = fields | {"max_tokens": max_tokens}
         return self._generate_all(prompt, prompt_batch(prompt), weir_fields, fields, concurrency, progress)
 
@@ -135,6 +142,8 @@ class Client:
         modules: Any = (),
         features: Any = (),
         lens: Any = None,
+        probes: Any = (),
+        stop_when: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -142,7 +151,8 @@ class Client:
         **fields: Any,
     ) -> Any:
         """Answer a conversation (``/v1/chat/completions``) or a list of them, like `generate`."""
-        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to, features, lens)
+        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when)
+        weir_fields = RequestFields(asked, inline_bytes, save_to)
         fields = fields | {"max_tokens": max_tokens}
         return self._generate_all(messages, chat_batch(messages), weir_fields, fields, concurrency, progress)
 
@@ -156,6 +166,8 @@ class Client:
         modules: Any = (),
         features: Any = (),
         lens: Any = None,
+        probes: Any = (),
+        stop_when: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         **fields: Any,
@@ -165,7 +177,8 @@ class Client:
         The arguments are those of `generate`. Scores come with the tokens that they belong to;
         activations come at the end, in the last chunk's ``result``.
         """
-        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to, features, lens)
+        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when)
+        weir_fields = RequestFields(asked, inline_bytes, save_to)
         generation = generation_request(prompt, weir_fields, fields | {"max_tokens": max_tokens})
         route_and_prompt(prompt)  # a wrong prompt is refused here, not by the first iteration
         return self._stream(generation)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from vllm_weir.client.effects import SendRequest
+from vllm_weir.client.payload import Asked
 from vllm_weir.client.protocol import GenerationRequest, RetryPolicy
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.json_text import fits_header
@@ -84,13 +85,9 @@ def _json_bytes(data: Any) -> bytes:
 class RequestFields(NamedTuple):
     """The arguments of a call that concern Weir, as the caller wrote them."""
 
-    capture: Any
-    interventions: Any
-    modules: Any
+    asked: Asked
     inline_bytes: int | None
     save_to: str | PathLike | None
-    features: Any = ()
-    lens: Any = None
 
 
 def generation_request(prompt: Any, weir_fields: RequestFields, fields: Mapping[str, Any]) -> GenerationRequest:
@@ -99,17 +96,7 @@ def generation_request(prompt: Any, weir_fields: RequestFields, fields: Mapping[
     if weir_fields.save_to is not None:
         save_to = Path(weir_fields.save_to)
         save_to.mkdir(parents=True, exist_ok=True)
-    return GenerationRequest(
-        prompt,
-        weir_fields.capture,
-        weir_fields.interventions,
-        weir_fields.modules,
-        weir_fields.inline_bytes,
-        fields,
-        save_to,
-        weir_fields.features,
-        weir_fields.lens,
-    )
+    return GenerationRequest(prompt, weir_fields.asked, weir_fields.inline_bytes, fields, save_to)
 
 
 @contextlib.contextmanager

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.keys import WIRE_KEY, misplaced
+from vllm_weir.schema.probes import parse_probes
 from vllm_weir.schema.request import (
     RequestSpec,
     parse_captures,
@@ -16,39 +17,52 @@ from vllm_weir.schema.request import (
     parse_lens,
     parse_modules,
 )
+from vllm_weir.schema.stop_rules import parse_stop_when
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSE_KEY, MODULES_KEY = "response", "modules"
-_WEIR_ARGUMENTS = ("capture", "interventions", "modules", "features", "lens", "inline_bytes", "save_to")
+_WEIR_ARGUMENTS = (
+    "capture", "interventions", "modules", "features", "lens", "probes", "stop_when", "inline_bytes", "save_to",
+)  # fmt: skip
 _RESERVED = ("stream", "prompt", "messages", WIRE_KEY)
 
 
-def weir_object(
-    capture: Any,
-    interventions: Any,
-    modules: Any,
-    inline_bytes: int | None,
-    stream: bool,
-    features: Any = (),
-    lens: Any = None,
-) -> dict[str, Any] | None:
+class Asked(NamedTuple):
+    """What a request asks of Weir, each as for `weir.params`; `modules` are names of those that the server keeps."""
+
+    capture: Any = ()
+    interventions: Any = ()
+    modules: Any = ()
+    features: Any = ()
+    lens: Any = None
+    probes: Any = ()
+    stop_when: Any = ()
+
+
+NOTHING = Asked()
+
+
+def weir_object(asked: Asked, inline_bytes: int | None, stream: bool) -> dict[str, Any] | None:
     """Return the body's ``weir`` object, or None if nothing is asked of Weir.
 
     Raises:
         WeirError: Naming the field that is wrong.
     """
     spec = RequestSpec(
-        parse_captures(capture, "capture"),
-        parse_interventions(interventions, "interventions"),
-        features=parse_features(features, "features"),
-        lens=parse_lens(lens, "lens"),
+        parse_captures(asked.capture, "capture"),
+        parse_interventions(asked.interventions, "interventions"),
+        features=parse_features(asked.features, "features"),
+        lens=parse_lens(asked.lens, "lens"),
+        probes=parse_probes(asked.probes, "probes"),
+        stop_when=parse_stop_when(asked.stop_when, "stop_when"),
     )
-    reads = bool(spec.features or spec.lens)
+    reads = bool(spec.features or spec.lens or spec.probes)
     if inline_bytes is not None and (not isinstance(inline_bytes, int) or inline_bytes < 0):
         raise WeirError(f"expected a number of bytes, at least 0, got {brief(inline_bytes)}", "inline_bytes")
-    parse_modules(modules, "modules")
+    parse_modules(asked.modules, "modules")
+    modules = asked.modules
     module_list = [modules] if isinstance(modules, (str, Mapping)) else list(modules or ())
-    if not spec.capture and not spec.interventions and not module_list and not reads:
+    if not spec.capture and not spec.interventions and not module_list and not reads and not spec.stop_when:
         return None
     out = spec.to_json() | ({MODULES_KEY: module_list} if module_list else {})
     response: dict[str, Any] = {}
@@ -63,13 +77,9 @@ def body_of(
     prompt: Mapping[str, Any],
     model: str,
     *,
-    capture: Any = (),
-    interventions: Any = (),
-    modules: Any = (),
+    asked: Asked = NOTHING,
     inline_bytes: int | None = None,
     stream: bool = False,
-    features: Any = (),
-    lens: Any = None,
     fields: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the body of ``/v1/completions`` or ``/v1/chat/completions``.
@@ -77,13 +87,9 @@ def body_of(
     Args:
         prompt: ``{"prompt": ...}`` or ``{"messages": ...}``.
         model: The model's name.
-        capture: As for `weir.params`, like `interventions`.
-        interventions: See `capture`.
-        modules: Names of modules that the server keeps.
+        asked: What the request asks of Weir.
         inline_bytes: Activations up to this size come within the response.
         stream: Whether to ask for a stream.
-        features: As for `weir.params`, like `lens`.
-        lens: See `features`.
         fields: OpenAI's and vLLM's own fields. A field that is None is left out; an ``extra_body``
             among them is merged in.
     """
@@ -102,7 +108,7 @@ def body_of(
     if body.get("echo") and "prompt" in prompt and "return_token_ids" not in (*fields, *extra):
         del body["return_token_ids"]  # with token ids, vLLM leaves the prompt's text out
     body = {name: value for name, value in body.items() if value is not None} | dict(prompt)
-    weir = weir_object(capture, interventions, modules, inline_bytes, stream, features, lens)
+    weir = weir_object(asked, inline_bytes, stream)
     if weir is not None:
         body[WIRE_KEY] = weir
     if stream:

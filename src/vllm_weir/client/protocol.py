@@ -25,8 +25,9 @@ from vllm_weir.client.effects import (
     content_range,
 )
 from vllm_weir.client.errors import NotFound, ServerError, error_from
-from vllm_weir.client.payload import CHAT, body_of, route_and_prompt
-from vllm_weir.client.results import Choice, Chunk, Completion, activations_of, completion_of
+from vllm_weir.client.payload import CHAT, Asked, body_of, route_and_prompt
+from vllm_weir.client.response_fields import activations_of
+from vllm_weir.client.results import Choice, Chunk, Completion, completion_of
 from vllm_weir.client.sse import EventParser, StreamAssembler
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.request import WIRE_KEY
@@ -153,19 +154,17 @@ class GenerationRequest:
 
     Attributes:
         prompt: A text, token ids, or chat messages.
+        asked: What it asks of Weir.
+        inline_bytes: Activations up to this size come within the response.
         fields: OpenAI's and vLLM's own fields.
         save_to: The directory for the activations, or None to hold them in memory.
     """
 
     prompt: Any
-    capture: Any
-    interventions: Any
-    modules: Any
+    asked: Asked
     inline_bytes: int | None
     fields: Mapping[str, Any]
     save_to: Path | None = None
-    features: Any = ()
-    lens: Any = None
 
     def http_request(self, model: str, stream: bool) -> SendRequest:
         """Return the HTTP request."""
@@ -173,13 +172,9 @@ class GenerationRequest:
         body = body_of(
             prompt,
             self.fields.get("model") or model,
-            capture=self.capture,
-            interventions=self.interventions,
-            modules=self.modules,
+            asked=self.asked,
             inline_bytes=self.inline_bytes,
             stream=stream,
-            features=self.features,
-            lens=self.lens,
             fields={name: value for name, value in self.fields.items() if name != "model"},
         )
         return SendRequest("POST", path, json=body, repeatable=False)
@@ -221,7 +216,7 @@ def stream(generation: GenerationRequest, model: str, retries: RetryPolicy) -> F
 def collect(completion: Completion, save_to: Path | None, retries: RetryPolicy) -> Flow[None]:
     """Fetch the activations that are on the server and free them there; write `save_to`'s files."""
     for choice in completion.choices:
-        rows = choice.scores if choice.rows is None else choice.rows
+        rows = choice.projected if choice.rows is None else choice.rows
         if choice.reference is not None:
             yield from _fetch_choice(choice, save_to, retries)
         elif save_to is not None and rows is not None:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import base64
 import binascii
-import dataclasses
 import functools
-import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-
 from vllm_weir.client.errors import ServerError
+from vllm_weir.client.response_fields import (
+    activations_of,
+    features_of,
+    lens_of,
+    probe_scores_of,
+    projected_of,
+    receipt_of,
+)
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.read_outs import FeatureValues, LensTokens
 from vllm_weir.results.receipt import Receipt
-from vllm_weir.schema.hooks import Site, parse_site
+from vllm_weir.results.scores import Scores
 
 ID = re.compile(r"[0-9a-f]{32}")
 
@@ -38,10 +39,13 @@ class Choice:
         token_ids: The generated tokens; None if the server did not return them
             (``return_token_ids=False``).
         finish_reason: OpenAI's field.
+        stop_reason: vLLM's field: the stop string or token, or ``"probe:<name>"`` for the probe of
+            ``stop_when`` that ended the generation; None for another end.
         tool_calls: OpenAI's field, of a chat.
         receipt: What was really captured and changed; None if nothing was asked of Weir.
-        scores: For a request that projects, an `Activations` whose rows are the scores,
+        projected: For a request that projects, an `Activations` whose rows are the scores,
             float32 [rows, m]; otherwise None.
+        probe_scores: The scores of probes, for a request with ``probes``; otherwise None.
         features: Features of autoencoders by name, for a request with ``features``.
         lens: The likeliest next tokens by block, for a request with ``lens``.
         path: The file that holds the activations, for a request with ``save_to``.
@@ -54,9 +58,11 @@ class Choice:
     text: str = ""
     token_ids: list[int] | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     tool_calls: list[Any] | None = None
     receipt: Receipt | None = None
-    scores: Activations | None = None
+    projected: Activations | None = None
+    probe_scores: Scores | None = None
     features: dict[str, FeatureValues] = field(default_factory=dict)
     lens: dict[int, LensTokens] = field(default_factory=dict)
     path: Path | None = None
@@ -66,7 +72,7 @@ class Choice:
 
     @property
     def activations(self) -> Activations | None:
-        """The captured rows, or the scores if the request projects; None if nothing was captured.
+        """The captured rows, or the products if the request projects; None if nothing was captured.
 
         Raises:
             WeirError: If the server did not keep them, with its reason.
@@ -75,7 +81,12 @@ class Choice:
             raise WeirError(self.refusal, "activations")
         if self.rows is None and self.path is not None:
             self.rows = Activations.load(self.path)
-        return self.rows if self.rows is not None else self.scores
+        return self.rows if self.rows is not None else self.projected
+
+    @property
+    def scores(self) -> Any:
+        """The `Scores` of probes, for a request with ``probes``; else `projected`, which may be None."""
+        return self.projected if self.probe_scores is None else self.probe_scores
 
 
 @dataclass
@@ -114,6 +125,11 @@ class Completion:
         return self.choices[0].finish_reason
 
     @property
+    def stop_reason(self) -> int | str | None:
+        """Which stop string, token or probe ended the generation."""
+        return self.choices[0].stop_reason
+
+    @property
     def tool_calls(self) -> list[Any] | None:
         """OpenAI's tool calls, of a chat."""
         return self.choices[0].tool_calls
@@ -129,8 +145,8 @@ class Completion:
         return self.choices[0].activations
 
     @property
-    def scores(self) -> Activations | None:
-        """The scores, for a request that projects."""
+    def scores(self) -> Any:
+        """The scores of probes, or of a request that projects; see `Choice.scores`."""
         return self.choices[0].scores
 
     @property
@@ -158,7 +174,9 @@ class Chunk:
         text: The new text.
         token_ids: The new tokens.
         finish_reason: OpenAI's field, of a choice's last chunk.
-        scores: The new scores, for a request that projects.
+        stop_reason: vLLM's field, of a choice's last chunk.
+        projected: The new scores, for a request that projects.
+        probe_scores: The new scores of probes, for a request with ``probes``.
         features: The new rows of features, for a request with ``features``.
         lens: The new rows of the lens, for a request with ``lens``.
         result: The whole completion, in the last chunk, which carries nothing else.
@@ -169,106 +187,18 @@ class Chunk:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    scores: Activations | None = None
+    stop_reason: int | str | None = None
+    projected: Activations | None = None
+    probe_scores: Scores | None = None
     features: dict[str, FeatureValues] = field(default_factory=dict)
     lens: dict[int, LensTokens] = field(default_factory=dict)
     result: Completion | None = None
     raw: Any = field(default=None, repr=False)
 
-
-def site_of(name: str) -> Site:
-    """Return the site that a response calls ``"resid_post.10"``."""
-    try:
-        return parse_site(name)
-    except WeirError:
-        raise WeirError(f"the server named an unknown site {brief(name)!r}; is it another version of Weir?") from None
-
-
-_RECEIPT_FIELDS = {field.name for field in dataclasses.fields(Receipt)}
-
-
-def receipt_of(data: Mapping[str, Any]) -> Receipt:
-    """Return the receipt that `Receipt.to_dict` wrote; fields of a later version are left out."""
-    fields = {name: value for name, value in data.items() if name in _RECEIPT_FIELDS}
-    for name in ("captured", "dropped"):
-        fields[name] = _site_counts(fields.get(name, {}))
-    fields["steered"] = tuple(_site_counts(counts) for counts in fields.get("steered", ()))
-    for name in ("shared", "files"):
-        fields[name] = tuple(fields.get(name, ()))
-    return Receipt(**fields)
-
-
-def _site_counts(data: Mapping[str, int]) -> dict[Site, int]:
-    return {site_of(name): count for name, count in data.items()}
-
-
-def scores_of(data: Mapping[str, Any]) -> Activations:
-    """Return a response's ``scores`` as rows, float32 [rows, m]; null (not finite) becomes NaN.
-
-    Scores of heads are [rows, heads, m].
-    """
-    rows = {site_of(name): values for name, values in data["sites"].items()}
-
-    def per_site(name: str) -> dict[Site, torch.Tensor]:
-        by_site = data.get(f"{name}_of")
-        if by_site is not None:
-            return {site_of(site): torch.tensor(values, dtype=torch.int64) for site, values in by_site.items()}
-        return dict.fromkeys(rows, torch.tensor(data[name], dtype=torch.int64))
-
-    matrices = {site: _matrix(values) for site, values in rows.items()}
-    return Activations(matrices, per_site("positions"), per_site("token_ids"))
-
-
-def features_of(data: Mapping[str, Any]) -> dict[str, FeatureValues]:
-    """Return a response's ``features``; null (not finite) becomes NaN."""
-    return {
-        name: FeatureValues(_ints(one["positions"]), _ints(one["ids"]), _matrix(one["values"]))
-        for name, one in data.items()
-    }
-
-
-def lens_of(data: Mapping[str, Any]) -> dict[int, LensTokens]:
-    """Return a response's ``lens``; null (not finite) becomes NaN."""
-    return {
-        int(layer): LensTokens(_ints(one["positions"]), _ints(one["token_ids"]), _matrix(one["logprobs"]))
-        for layer, one in data.items()
-    }
-
-
-def _ints(values: list[Any]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def _matrix(values: list[Any]) -> torch.Tensor:
-    if not values:
-        return torch.empty(0, 0)
-    return torch.tensor(_numbers(values), dtype=torch.float32)
-
-
-def _numbers(values: Any) -> Any:
-    """Return nested lists of numbers with NaN for null."""
-    if isinstance(values, list):
-        return [_numbers(v) for v in values]
-    return math.nan if values is None else values
-
-
-def activations_of(data: bytes) -> Activations:
-    """Return the activations that `Activations.save` wrote; raise WeirError for other bytes."""
-    try:
-        end = 8 + int.from_bytes(data[:8], "little")
-        meta = json.loads(data[8:end]).get("__metadata__", {})
-        if meta.get("weir") != "1":
-            raise WeirError("the server sent a file that is not one of activations")
-        tensors = load_tensors(data)
-        sites = [Site(hook, layer) for hook, layer in json.loads(meta["sites"])]
-        rows, positions, token_ids = (
-            {s: tensors[f"{s.hook}.{s.layer}{part}"] for s in sites} for part in ("", ".positions", ".token_ids")
-        )
-        return Activations(rows, positions, token_ids, tuple(json.loads(meta["lens"])))
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as e:
-        if isinstance(e, WeirError):
-            raise
-        raise WeirError(f"the activations that the server sent cannot be read: {e}") from None
+    @property
+    def scores(self) -> Any:
+        """The new scores: of probes, for a request with ``probes``, else `projected`; None if there are none."""
+        return self.projected if self.probe_scores is None else self.probe_scores
 
 
 def add_weir_fields(choice: Choice, data: dict[str, Any]) -> None:
@@ -281,8 +211,9 @@ def add_weir_fields(choice: Choice, data: dict[str, Any]) -> None:
         raise WeirError(str(data["error"]))
     if data.get("receipt") is not None:
         choice.receipt = receipt_of(data["receipt"])
-    if data.get("scores") is not None:
-        choice.scores = scores_of(data["scores"])
+    scores = data.get("scores") or {}
+    choice.projected = projected_of(scores) if "sites" in scores else None
+    choice.probe_scores = probe_scores_of(scores)
     choice.features, choice.lens = features_of(data.get("features") or {}), lens_of(data.get("lens") or {})
     activations = data.get("activations")
     if activations is None:
@@ -328,6 +259,7 @@ def completion_of(data: Mapping[str, Any], chat: bool, asks_weir: bool = False) 
             text=(message.get("content") if chat else raw.get("text")) or "",
             token_ids=raw.get("token_ids"),
             finish_reason=raw.get("finish_reason"),
+            stop_reason=raw.get("stop_reason"),
             tool_calls=message.get("tool_calls") or None,
         )
         prompt_ids = raw.get("prompt_token_ids") or prompt_ids

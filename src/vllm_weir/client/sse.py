@@ -8,20 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_weir.client.errors import ServerError, error_from
-from vllm_weir.client.results import (
-    Choice,
-    Chunk,
-    Completion,
-    add_weir_fields,
-    features_of,
-    lens_of,
-    raw_type,
-    scores_of,
-    weir_missing,
-)
+from vllm_weir.client.response_fields import features_of, lens_of, probe_scores_of, projected_of
+from vllm_weir.client.results import Choice, Chunk, Completion, add_weir_fields, raw_type, weir_missing
 from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.read_outs import FeatureValues, LensTokens
+from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site
 
 DONE = "[DONE]"
@@ -61,7 +53,7 @@ class StreamAssembler:
         self._choices: dict[int, Choice] = {}
         self._completion = Completion([])
         self._score_counts: dict[int, dict[Site, int]] = {}
-        self._row_counts: dict[int, dict[str | int, int]] = {}
+        self._row_counts: dict[int, dict[str | int | tuple[str, str], int]] = {}
         self._failure: WeirError | None = None
         self.done = False
 
@@ -95,12 +87,14 @@ class StreamAssembler:
             text=(delta.get("content") if self._chat else data.get("text")) or "",
             token_ids=data.get("token_ids") or [],
             finish_reason=data.get("finish_reason"),
+            stop_reason=data.get("stop_reason"),
             raw=raw,
         )
         choice.text += chunk.text
         if data.get("token_ids") is not None:
             choice.token_ids = (choice.token_ids or []) + chunk.token_ids
         choice.finish_reason = chunk.finish_reason or choice.finish_reason
+        choice.stop_reason = choice.stop_reason if chunk.stop_reason is None else chunk.stop_reason
         for call in delta.get("tool_calls") or ():
             choice.tool_calls = _merge_tool_call(choice.tool_calls or [], call)
         self._completion.prompt_token_ids = data.get("prompt_token_ids") or self._completion.prompt_token_ids
@@ -112,13 +106,17 @@ class StreamAssembler:
 
     def _add_values(self, choice: Choice, chunk: Chunk, weir: dict[str, Any]) -> None:
         """Add the values that came with a token."""
-        if weir.get("scores") is not None:
-            chunk.scores = scores_of(weir["scores"])
+        scores = weir.get("scores") or {}
+        if "sites" in scores:
+            chunk.projected = projected_of(scores)
             counts = self._score_counts.setdefault(choice.index, {})
-            for site in chunk.scores:
-                counts[site] = counts.get(site, 0) + chunk.scores.count(site)
+            for site in chunk.projected:
+                counts[site] = counts.get(site, 0) + chunk.projected.count(site)
+        chunk.probe_scores = probe_scores_of(scores)
         chunk.features, chunk.lens = features_of(weir.get("features") or {}), lens_of(weir.get("lens") or {})
         rows = self._row_counts.setdefault(choice.index, {})
+        for name, values in (chunk.probe_scores or {}).items():
+            rows["probe", name] = rows.get(("probe", name), 0) + len(values)
         for name, features in chunk.features.items():
             rows[name] = rows.get(name, 0) + len(features)
         for layer, lens in chunk.lens.items():
@@ -134,9 +132,15 @@ class StreamAssembler:
             add_weir_fields(choice, weir)
         except WeirError as e:
             self._failure = e
-        if choice.scores is not None:
-            chunk.scores = _skip_rows(choice.scores, self._score_counts.get(choice.index, {}))
+        if choice.projected is not None:
+            chunk.projected = _skip_rows(choice.projected, self._score_counts.get(choice.index, {}))
         seen = self._row_counts.get(choice.index, {})
+        if choice.probe_scores is not None:
+            new = {name: seen.get(("probe", name), 0) for name in choice.probe_scores}
+            left = {name: n for name, n in new.items() if n < len(choice.probe_scores[name])}
+            values = {name: choice.probe_scores[name][n:] for name, n in left.items()}
+            positions = {name: choice.probe_scores.positions[name][n:] for name, n in left.items()}
+            chunk.probe_scores = Scores(values, positions) if left else None
         chunk.features = {
             name: FeatureValues(one.positions[n:], one.ids[n:], one.values[n:])
             for name, one in choice.features.items()

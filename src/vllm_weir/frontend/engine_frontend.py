@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from vllm_weir.config.settings import Settings
@@ -225,9 +226,9 @@ class EngineFrontend:
         elif not streams and presliceable_kind(pending.memory):
             pending.expected_end = prompt_len + generated - 1
         first = engine_request.first_position if engine_request is not None else None
-        asked = carries_keys(extra_args)
+        asked = carries_keys(extra_args) or admitted.told > 0
         # In a stream, a token's score comes with the token.
-        holds = admitted.stops or (streams and asked and admitted.probes)
+        holds = admitted.stops or (streams and admitted.told)
         held = self.holder.open(pending) if holds else None
         return Tracker(
             pending, first, capabilities.d_model, self.settings.timeout, self.manager, asked, self._hold, held
@@ -255,6 +256,8 @@ class EngineFrontend:
             self.saes,
             self.probes,
         )
+        if not self.served:  # there are no metrics: what scores every request comes back with each
+            admitted = replace(admitted, told=len(admitted.probes))
         if key is not None and key.cacheable:
             self._cache.put(key.key, admitted, key.size)
         return admitted
@@ -267,19 +270,18 @@ class EngineFrontend:
         """
         self._replace_always(self.settled(interventions, everyone=True))
 
-    def register_probe(self, probe: AnyProbe, everyone: bool = False, alert: float | None = None) -> None:
+    def register_probe(self, probe: AnyProbe, everyone: bool = False) -> None:
         """Register a probe under its name, replacing any other; see `vllm_weir.api.register_probe`.
 
         Args:
             probe: its vectors may be registered ones.
             everyone: whether it scores every request.
-            alert: see `RegisteredProbe`.
 
         Raises:
             WeirError: if the engine cannot serve it, or what gates interventions of every request.
         """
         probes = ProbeRegistry(self.probes.registered)
-        probes.put(RegisteredProbe(probe.at("probe").with_arrays(self.registry.find), everyone, alert))
+        probes.put(RegisteredProbe(probe.at("probe").with_arrays(self.registry.find), everyone))
         if self.capabilities is not None and self.refusal is None:
             self.check_probe(probe.name, probes)
             self.settled(self.always, everyone=True, probes=probes)

@@ -239,9 +239,9 @@ def metadata_of(completion: Completion, lens: Capture | None, lens_only: bool) -
         metadata: dict[str, Any] = {}
         if choice.receipt is not None:
             metadata["receipt"] = choice.receipt
-        if choice.scores is not None:
-            metadata["scores"] = choice.scores
-        rows = choice.activations if choice.scores is None else None
+        if choice.projected is not None:
+            metadata["scores"] = choice.projected
+        rows = choice.activations if choice.projected is None else None
         if rows is not None:
             metadata["activations"] = rows if lens is None else _lens_rows(rows, lens, lens_only)
         if choice.token_ids is not None:

@@ -28,6 +28,8 @@ FORK_FIELDS = (FORK_NAME, *FORK_TIERS)
 """Fields of a request's body in the fork RhizoNymph/vllm."""
 LORA_KEY = "lora_request"
 """Field of a request's body that Weir adds to vLLM's."""
+PROJECTED_KEYS = ("positions", "token_ids", "sites", "positions_of", "token_ids_of")
+"""What the scores of captures hold in a response; those of a probe stand beside them, under its name."""
 
 _MAX_MISSPELT = 40
 """Longer names are not taken for misspelt keys; this also bounds what `meant` caches."""

@@ -23,9 +23,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROUTERS = ("activations", "info", "marks", "saes", "steering", "vectors", "page")
+ROUTERS = ("activations", "info", "marks", "probes", "saes", "steering", "vectors", "page")
 """Modules of `vllm_weir.server.routes`, each with a function `router`."""
-PREFIXES = ("/v1/weir", "/v1/activations", "/v1/marks", "/v1/saes", "/v1/steering", "/v1/vectors", "/weir")
+PREFIXES = (
+    "/v1/weir",
+    "/v1/activations",
+    "/v1/marks",
+    "/v1/probes",
+    "/v1/saes",
+    "/v1/steering",
+    "/v1/vectors",
+    "/weir",
+)
 """Prefixes of the paths of all routes."""
 
 

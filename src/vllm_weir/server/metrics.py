@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.frontend.outputs.view import OutputView
+from vllm_weir.server.probe_metrics import ProbeMetrics
 from vllm_weir.server.shared.result_files import ResultFiles
 
 PERIOD = 1.0
@@ -56,6 +57,7 @@ class ServerMetrics:
         self._waiting = gauge("weir_requests_waiting", "Requests waiting for table space", "livemax", "engine")
         self._held = gauge("weir_requests_held", "Requests held back for plain ones", "livesum").labels(model)
         self._spooled = gauge("weir_spool_bytes", "Bytes kept to be fetched", "mostrecent").labels(model)
+        self._probes = ProbeMetrics(model, registry)
         for reason in (REFUSED, FAILED):
             self._errors.labels(model, reason)
         self.update()
@@ -82,6 +84,8 @@ class ServerMetrics:
             size += part_view.size
         if self._frontend.settings.overflow == "drop" and view.part.has_rows:
             dropped = sum(view.missing(view.activations()).values())
+        for registered, scores in view.with_start(0).counted_scores():
+            self._probes.observe(registered, scores)
         steered = view.steered
         increments = (
             (self._rows, rows - dropped),
@@ -102,6 +106,7 @@ class ServerMetrics:
             engine_loads = [load for load in loads if str(load.engine) == engine]
             self._fill.labels(self._model, engine).set(max((load.pressure for load in engine_loads), default=0.0))
             self._waiting.labels(self._model, engine).set(max((load.waiting for load in engine_loads), default=0))
+        self._probes.show(self._frontend.probes.everyone)
         self._held.set(self._frontend.pacing.held)
         if self._spool is not None:
             self._spooled.set(self._spool.used)

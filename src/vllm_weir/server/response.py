@@ -41,7 +41,7 @@ class ResponseBuilder:
         self.lens: dict[str, Any] | None = None
         self._server = server
         self._views: dict[int, OutputView] = {}
-        self._streamed_ends: dict[int, int] = {}  # choice -> end of the scores that were streamed
+        self._streamed_ends: dict[int, tuple[int, int]] = {}  # choice -> ends of the rows, and of the scores, streamed
         self._spooled: list[str] = []  # ids of the results that this response refers to
 
     def add_view(self, choice: int, view: OutputView | None) -> None:
@@ -149,15 +149,19 @@ class ResponseBuilder:
             else:
                 choice["weir"] = await self._server.run(lambda: self._final(index), self.discard)
             return True
-        start = self._streamed_ends.get(index, 0)
-        streamed = projects(view) or view.part.read_outs
-        if not self.request.stream or not streamed or view.end <= start:
+        if not self.request.stream or not _streams(view):
+            return False
+        start, scored_start = self._streamed_ends.get(index, (0, 0))
+        if view.end <= start and view.scored_end <= scored_start:
             return False
         delta = choice.get("delta") or {}
         if delta.get("role") and not delta.get("content"):
             return False  # a chat's opening chunk; the token of these scores is in a later one
-        self._streamed_ends[index] = view.end
-        values = await self._server.run(lambda: new_values(view, start))
+        self._streamed_ends[index] = view.end, view.scored_end
+        if _receipt_only(view):  # scores of probes, which are here
+            values = new_values(view, start, scored_start)
+        else:
+            values = await self._server.run(lambda: new_values(view, start, scored_start))
         if values:
             choice["weir"] = values
         return bool(values)
@@ -170,8 +174,13 @@ class ResponseBuilder:
             return {"error": str(e)}
 
 
+def _streams(view: OutputView) -> bool:
+    """Return whether a sequence has values that come with its tokens."""
+    return projects(view) or bool(view.part.read_outs) or view.pending.admitted.told > 0
+
+
 def _receipt_only(view: OutputView) -> bool:
-    """Return whether a finished sequence has no rows to wait for, so that no thread is needed."""
+    """Return whether a sequence has no rows to wait for, so that no thread is needed."""
     return not view.part.has_rows and view.concluded()
 
 

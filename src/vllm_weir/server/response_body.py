@@ -13,6 +13,7 @@ import torch
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.results.activations import Activations
+from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site
 
 NO_LOCK: AbstractContextManager = nullcontext()
@@ -44,10 +45,10 @@ def weir_object(
     with cpu_lock:
         out: dict[str, Any] = {"receipt": view.receipt().to_dict(), **read_values(view)}
         acts = view.activations()
-        if projects(view):
-            out["scores"] = scores(acts)
-            return out
-        if not rows or not acts.sites:
+        found = (projected(acts) if projects(view) else {}) | probe_scores(view)
+        if found:
+            out["scores"] = found
+        if projects(view) or not rows or not acts.sites:
             return out
         size, data = _inline(acts, inline_bytes)
     activations = out["activations"] = {
@@ -71,10 +72,30 @@ def projects(view: OutputView) -> bool:
     return bool(view.part.spec.site_requests) and postprocess is not None and bool(postprocess.directions)
 
 
-def new_values(view: OutputView, start: int) -> dict[str, Any]:
-    """Return the scores, features and lens at positions from `start` on; waits for them."""
-    found = new_scores(view, start) if projects(view) else None
-    return ({} if found is None else {"scores": found}) | read_values(view.with_start(start))
+def new_values(view: OutputView, start: int, scored_start: int) -> dict[str, Any]:
+    """Return the scores, features and lens at positions from `start` on; waits for them.
+
+    Args:
+        view: of all rows so far.
+        start: first position of the rows.
+        scored_start: first position of the probes' scores.
+    """
+    later = view.with_start(start, scored_start=scored_start)
+    found = (new_projected(view, start) if projects(view) else {}) | probe_scores(later)
+    return ({"scores": found} if found else {}) | read_values(later)
+
+
+def probe_scores(view: OutputView) -> dict[str, Any]:
+    """Return the scores of probes by name, waiting for them; none of those without rows.
+
+    A score that is not finite is null.
+    """
+    found = view.scores() or Scores({}, {})
+    return {
+        name: {"positions": found.positions[name].tolist(), "values": _floats(values)}
+        for name, values in found.items()
+        if len(values)
+    }
 
 
 def read_values(view: OutputView) -> dict[str, Any]:
@@ -102,14 +123,14 @@ def read_values(view: OutputView) -> dict[str, Any]:
     return ({"features": features} if features else {}) | ({"lens": lens} if lens else {})
 
 
-def new_scores(view: OutputView, start: int) -> dict[str, Any] | None:
-    """Return the scores at positions from `start` on, None if there are none; waits for them."""
+def new_projected(view: OutputView, start: int) -> dict[str, Any]:
+    """Return the products at positions from `start` on, empty if there are none; waits for them."""
     acts = view.with_start(start).activations()
-    return scores(acts) if any(acts.count(site) for site in acts.sites) else None
+    return projected(acts) if any(acts.count(site) for site in acts.sites) else {}
 
 
-def scores(acts: Activations) -> dict[str, Any]:
-    """Return scores by site with positions and tokens; a score that is not finite is null."""
+def projected(acts: Activations) -> dict[str, Any]:
+    """Return products with directions by site, with positions and tokens; one that is not finite is null."""
     out: dict[str, Any] = {"sites": {name(site): _floats(acts[site]) for site in acts.sites}}
     try:
         return {"positions": acts.positions.tolist(), "token_ids": acts.token_ids.tolist(), **out}

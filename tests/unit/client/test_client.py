@@ -21,7 +21,7 @@ from tests.unit.fake_server import RECEIPT, SCORES, Body, FakeServer, rows, same
 from vllm_weir.client import protocol
 from vllm_weir.client.effects import ConnectionLost, DownloadBody, HttpResponse, SendRequest, Sleep
 from vllm_weir.client.protocol import RetryPolicy
-from vllm_weir.client.results import activations_of, receipt_of, scores_of
+from vllm_weir.client.response_fields import activations_of, projected_of, receipt_of
 from vllm_weir.schema.request import RequestSpec
 
 CAPTURE = weir.Capture("resid_post", layers=3)
@@ -316,13 +316,13 @@ def test_sites_as_the_wire_has_them(server, driver) -> None:
 
 
 def test_scores_that_are_not_finite_are_nan() -> None:
-    found = scores_of({"sites": {"embed.0": [[None, 1.0]]}, "positions": [0], "token_ids": [1]})
+    found = projected_of({"sites": {"embed.0": [[None, 1.0]]}, "positions": [0], "token_ids": [1]})
     assert found["embed", 0].isnan().tolist() == [[True, False]]
 
 
 def test_scores_of_heads() -> None:
     rows = [[[1.0, None], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]]]
-    found = scores_of({"sites": {"z.0": rows}, "positions": [0, 1], "token_ids": [1, 2]})["z", 0]
+    found = projected_of({"sites": {"z.0": rows}, "positions": [0, 1], "token_ids": [1, 2]})["z", 0]
     assert found.shape == (2, 2, 2) and found[0, 0].isnan().tolist() == [False, True]
     assert found.nan_to_num(nan=-1.0).tolist() == [[[1.0, -1.0], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]]]
 
@@ -330,7 +330,7 @@ def test_scores_of_heads() -> None:
 def test_scores_of_sites_with_rows_of_their_own() -> None:
     sites = {"resid_post.3": [[1.0]], "embed.0": [[2.0], [3.0]]}
     at = {"resid_post.3": [4], "embed.0": [0, 1]}
-    found = scores_of({"sites": sites, "positions_of": at, "token_ids_of": at})
+    found = projected_of({"sites": sites, "positions_of": at, "token_ids_of": at})
     assert found.positions_of("embed", 0).tolist() == [0, 1]
     assert found["embed", 0].tolist() == [[2.0], [3.0]]
     with pytest.raises(weir.WeirError, match="positions_of"):

@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.stored import SHAPES, shaped_rows
 from vllm_weir import Activations, Site, WeirError
-from vllm_weir.client.results import activations_of
+from vllm_weir.client.response_fields import activations_of
 from vllm_weir.codec import encode
 from vllm_weir.results.activations import CompressedRows
 from vllm_weir.schema.compression import Compression

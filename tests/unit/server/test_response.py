@@ -17,7 +17,7 @@ import zstandard
 from tests.support import machine
 from tests.support.measure import becomes
 from tests.unit.stored import shaped_rows
-from vllm_weir.client.results import activations_of
+from vllm_weir.client.response_fields import activations_of
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.pacing import Pacing
 from vllm_weir.results.activations import Activations
@@ -27,7 +27,7 @@ from vllm_weir.server.lens_response import encode
 from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.request import WeirRequest
 from vllm_weir.server.response import ResponseBuilder
-from vllm_weir.server.response_body import scores
+from vllm_weir.server.response_body import projected
 from vllm_weir.server.shared.directory import locked
 from vllm_weir.server.shared.result_files import ResultFiles
 from vllm_weir.server.state import ServerState
@@ -341,11 +341,11 @@ def test_plain_requests_that_come_at_the_same_time_go_first(server):
 def test_scores_that_are_not_finite_are_null():
     site = Site("resid_post", 0)
     rows = torch.tensor([[1.5, float("nan")], [float("inf"), -2.0]])
-    found = scores(Activations({site: rows}, {site: torch.arange(2)}, {site: torch.arange(2)}))
+    found = projected(Activations({site: rows}, {site: torch.arange(2)}, {site: torch.arange(2)}))
     assert found["sites"] == {"resid_post.0": [[1.5, None], [None, -2.0]]}
     json.dumps(found, allow_nan=False)
     heads = torch.stack([rows, rows.flip(1)], dim=1)
-    found = scores(Activations({site: heads}, {site: torch.arange(2)}, {site: torch.arange(2)}))
+    found = projected(Activations({site: heads}, {site: torch.arange(2)}, {site: torch.arange(2)}))
     assert found["sites"] == {"resid_post.0": [[[1.5, None], [None, 1.5]], [[None, -2.0], [-2.0, None]]]}
 
 

@@ -21,7 +21,7 @@ from vllm_weir.frontend.admission.capture_groups import (
 )
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.postprocesses import postprocesses_of
-from vllm_weir.frontend.admission.probe_registry import ProbeRegistry
+from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Asked, Vocabulary, asked_of, resolve_tokens
 from vllm_weir.frontend.admission.read_outs import on_device, read_outs_of
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
@@ -71,6 +71,8 @@ class AdmittedRequest:
         gates: what decides on interventions.
         gate_of: for each intervention as it was given, the index of its gate, or -1.
         stops: what ends generation.
+        told: how many of `probes`, from the first, come back on its outputs.
+        counted: the probes that score every request, each with its index among `probes`.
     """
 
     spec: ResolvedSpec
@@ -87,6 +89,8 @@ class AdmittedRequest:
     gates: tuple[ResolvedGate, ...] = ()
     gate_of: tuple[int, ...] = ()
     stops: tuple[StopRule, ...] = ()
+    told: int = 0
+    counted: tuple[tuple[int, RegisteredProbe], ...] = ()
 
     @functools.cached_property
     def cells(self) -> CellLayout:
@@ -331,6 +335,8 @@ def _admit(
         scoring.gates,
         scoring.gate_of,
         scoring.stops,
+        scoring.told,
+        scoring.counted,
     )
     if admitted.probes and (selectors := len(admitted.engine_spec.selectors)) > MAX_SELECTORS:
         raise WeirError(

@@ -17,12 +17,15 @@ class RegisteredProbe(NamedTuple):
     Attributes:
         probe: with arrays for vectors.
         everyone: whether it scores every request.
-        alert: the score above which a server counts an alert; None for none.
+        alerts: of one that scores every request, for each output the score above which a server
+            counts an alert, or None; empty for none.
+        buckets: upper bounds of the histogram in which a server counts its scores, ascending.
     """
 
     probe: AnyProbe
     everyone: bool = False
-    alert: float | None = None
+    alerts: tuple[float | None, ...] = ()
+    buckets: tuple[float, ...] = ()
 
 
 class ProbeRegistry:
@@ -77,9 +80,9 @@ class ProbeRegistry:
         return self._by_name[name].probe
 
     @property
-    def everyone(self) -> list[AnyProbe]:
+    def everyone(self) -> list[RegisteredProbe]:
         """The probes of every request, by name."""
-        return [one.probe for _, one in sorted(self._by_name.items()) if one.everyone]
+        return [one for _, one in sorted(self._by_name.items()) if one.everyone]
 
     def infos(self) -> dict[str, dict[str, Any]]:
         """Return name -> what is told of each probe, as JSON data without its vectors."""
@@ -92,6 +95,4 @@ def _info(registered: RegisteredProbe) -> dict[str, Any]:
     out = {"kind": probe.kind, "outputs": probe.outputs, **told}
     if registered.everyone:
         out["everyone"] = True
-    if registered.alert is not None:
-        out["alert"] = registered.alert
     return out

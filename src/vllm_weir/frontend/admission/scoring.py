@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.admission.probe_registry import ProbeRegistry
+from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.reachable import Asked, Vocabulary, asked_of, resolve_tokens
 from vllm_weir.schema.gates import When
 from vllm_weir.schema.hooks import Site, place_of
@@ -43,6 +43,8 @@ class Scoring(NamedTuple):
         stops: what ends generation.
         rows: the vectors that the probes use, by digest.
         asked: selectors of the request's own probes that may select nothing.
+        told: how many of `probes`, from the first, the request has named; their scores are its own.
+        counted: the probes that score every request, each with its index among `probes`.
     """
 
     probes: tuple[ResolvedProbe, ...] = ()
@@ -51,6 +53,8 @@ class Scoring(NamedTuple):
     stops: tuple[StopRule, ...] = ()
     rows: Mapping[str, np.ndarray] = MappingProxyType({})
     asked: Asked = ()
+    told: int = 0
+    counted: tuple[tuple[int, RegisteredProbe], ...] = ()
 
     def gated(
         self, moves: Sequence[ResolvedIntervention | None], parted: Sequence[int]
@@ -137,12 +141,15 @@ class ProbeResolver:
             gate = self._gate(intervention, k >= given)
             gate_of.append(gates.setdefault(gate, len(gates)))
         stops = tuple(self._stop(rule) for rule in stop_when)
-        for probe in self._registry.everyone:
-            self._add(probe.at(f"probes.{probe.name}"))
+        told = len(self._probes)
+        for one in self._registry.everyone:
+            self._add(one.probe.at(f"probes.{one.probe.name}"))
+        names = list(self._probes)
+        counted = tuple((names.index(one.probe.name), one) for one in self._registry.everyone)
         resolved = tuple(self._probes.values())
         gated = [one for one in interventions if one.when is not None]
         self._check_stages(resolved, gated)
-        return Scoring(resolved, tuple(gates), tuple(gate_of), stops, self._rows, asked_of(own))
+        return Scoring(resolved, tuple(gates), tuple(gate_of), stops, self._rows, asked_of(own), told, counted)
 
     def _index(self, name: str, field: str, own: bool = True) -> int:
         """Return the index of the probe of a name; a registered one is added if the request has not listed it."""

@@ -41,17 +41,25 @@ class ScoredRows:
             WeirError: if the request has failed, or scores do not come in time.
         """
         admitted = self.pending.admitted
-        if not admitted.probes:
+        if not admitted.told:
             return None
         self.pending.check()
         values, positions = {}, {}
-        for probe, first in zip(admitted.probes, admitted.cells.scores, strict=True):
-            at = self._arrived(self._selected(probe.positions))
-            values[probe.name] = torch.from_numpy(
-                np.ascontiguousarray(self.pending.scores.take(at)[:, first : first + probe.outputs])
-            )
+        for index, probe in enumerate(admitted.probes[: admitted.told]):
+            at, scores = self.scores_of(index)
+            values[probe.name] = torch.from_numpy(scores)
             positions[probe.name] = torch.from_numpy(at)
         return Scores(values, positions)
+
+    def scores_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return where one probe scores, int64 [rows], and its scores, float32 [rows, k], waiting for them.
+
+        Raises:
+            WeirError: if scores do not come in time.
+        """
+        probe, first = self.pending.admitted.probes[index], self.pending.admitted.cells.scores[index]
+        at = self._arrived(self._selected(probe.positions))
+        return at, np.ascontiguousarray(self.pending.scores.take(at)[:, first : first + probe.outputs])
 
     def acted(self, gate: int, positions: np.ndarray) -> np.ndarray:
         """Return those of `positions` at which a gate's factor is not 0, waiting for it where it is on its way.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
+from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.outputs.host_postprocess import apply_postprocess, reduce_rows
 from vllm_weir.frontend.outputs.read_outs import collect, from_records, from_rows
@@ -192,6 +193,15 @@ class OutputView:
         if self._cached_scores is None:
             self._cached_scores = self._scored_rows().scores()
         return self._cached_scores
+
+    def counted_scores(self) -> list[tuple[RegisteredProbe, np.ndarray]]:
+        """Return the probes that score every request, with their scores [rows, k] of this output; waits for them.
+
+        Raises:
+            WeirError: if scores do not come in time.
+        """
+        rows = self._scored_rows()
+        return [(registered, rows.scores_of(index)[1]) for index, registered in self.pending.admitted.counted]
 
     def _scored_rows(self) -> ScoredRows:
         start = self.start if self.scored_start is None else self.scored_start

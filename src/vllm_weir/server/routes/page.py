@@ -16,6 +16,7 @@ FILES = {
     "/weir/vectors.js": ("vectors.js", "text/javascript"),
     "/weir/heatmap.js": ("heatmap.js", "text/javascript"),
     "/weir/features.js": ("features.js", "text/javascript"),
+    "/weir/probes.js": ("probes.js", "text/javascript"),
     "/weir/inside.js": ("inside.js", "text/javascript"),
 }
 """Path -> file and media type; nothing else is served."""

@@ -21,10 +21,10 @@ from vllm_weir.schema.interventions import Add, Clamp
 from vllm_weir.schema.request import MAX_INTERVENTIONS, parse_interventions
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.server.errors import declared, error
+from vllm_weir.server.room import check_room
 from vllm_weir.server.routes import steering_schemas as bodies
 from vllm_weir.server.routes.auth import require_admin
 from vllm_weir.server.routes.router import weir_router
-from vllm_weir.server.routes.vectors import check_room
 from vllm_weir.server.state import ServerState, server_state
 
 State = Annotated[ServerState, Depends(server_state)]

@@ -17,8 +17,8 @@ from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryCo
 from vllm_weir.schema.row_shapes import row_width
 from vllm_weir.schema.vector_files import Directions, kind_of, read_vectors, to_json
 from vllm_weir.server.errors import declared, error
-from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.names import check_name
+from vllm_weir.server.room import check_room
 from vllm_weir.server.routes.auth import require_admin
 from vllm_weir.server.routes.router import weir_router
 from vllm_weir.server.state import ServerState, server_state
@@ -156,27 +156,6 @@ def router() -> APIRouter:
         return Response(status_code=204) if found else _unknown(name)
 
     return routes
-
-
-def check_room(contents: RegistryContents, limits: ServerLimits) -> None:
-    """Raise WeirError if the contents exceed the server's limits."""
-    names = len(contents.vectors) + len(contents.modules)
-    if names > limits.vectors:
-        raise WeirError(f"{limits.vectors} names are in use, the limit (WEIR_SERVE_VECTORS); delete some", "name")
-    arrays = {
-        v.digest: v.array.nbytes
-        for n in contents.vectors.values()
-        for v in n.directions.values()
-        if v.array is not None
-    }
-    for one in (*(i for module in contents.modules.values() for i in module), *contents.always):
-        arrays |= {v.digest: v.array.nbytes for v in one.given if v.array is not None}
-    if sum(arrays.values()) > limits.vector_bytes:
-        raise WeirError(
-            f"{sum(arrays.values())} bytes of vectors are more than the server keeps ({limits.vector_bytes}, "
-            "WEIR_SERVE_VECTOR_BYTES); delete some",
-            "name",
-        )
 
 
 def describe(name: str, named: NamedVector) -> VectorInfo:

@@ -185,7 +185,8 @@ def _to_json(contents: RegistryContents, arrays: dict[str, np.ndarray]) -> dict[
         "tiers": contents.tiers,
         "saes": {name: list(shared) for name, shared in contents.saes.items()},
         "probes": {
-            name: [with_digests(one.probe).to_json(), one.everyone, one.alert] for name, one in contents.probes.items()
+            name: [with_digests(one.probe).to_json(), one.everyone, one.alerts, one.buckets]
+            for name, one in contents.probes.items()
         },
     }
 
@@ -210,8 +211,11 @@ def _from_json(data: Mapping[str, Any], vector_of: Callable[[str], Vector]) -> R
         saes={name: SharedSAE(*shared) for name, shared in data["saes"].items()},
         probes={
             name: RegisteredProbe(
-                parse_probe(wire_form, f"probes.{name}").with_vectors(lambda v, _at: vector_of(v.ref)), everyone, alert
+                parse_probe(wire_form, f"probes.{name}").with_vectors(lambda v, _at: vector_of(v.ref)),
+                everyone,
+                tuple(alerts),
+                tuple(buckets),
             )
-            for name, (wire_form, everyone, alert) in data.get("probes", {}).items()
+            for name, (wire_form, everyone, alerts, buckets) in data.get("probes", {}).items()
         },
     )

@@ -3,6 +3,7 @@
 import { FeatureSliders, described, enterFeatures, featuresOf, fillFeatures, listed } from "./features.js";
 import { colour, fillTable, format, magnitude } from "./heatmap.js";
 import { bodyOf, fillHeads, fillNeurons, read, servedBlocks } from "./inside.js";
+import { addGate, addProbeScores, askProbe, chosenProbe, paintProbe, showProbes, ungated } from "./probes.js";
 import { encode, events, fromBase64, safetensors, visibleParts } from "./rows.js";
 import { Vectors, describedAdd } from "./vectors.js";
 
@@ -52,6 +53,7 @@ async function connect() {
     vectors.show();
     const { saes } = await (await call("/v1/saes")).json();
     showSAEs(saes);
+    showProbes((await (await call("/v1/probes")).json()).probes);
   } catch (error) {
     $("model").textContent = "not connected";
     showError(error);
@@ -72,8 +74,8 @@ function interventions() {
   return [...vectors.interventions(), ...featureSliders.interventions()];
 }
 
-/** Return the request's `weir` object. */
-function weirFields() {
+/** Return the request's `weir` object, with what a probe of the server asks. */
+function weirFields(byProbe) {
   const probe = vectors.chosen;
   const weir = { v: 1, interventions: interventions() };
   if (probe) {
@@ -81,27 +83,27 @@ function weirFields() {
   }
   if ($("sae").value) weir.features = featuresOf($("sae").value);
   if (weir.capture || weir.features) weir.response = { stream: true };
-  return weir;
+  return askProbe(weir, byProbe);
 }
 
 /** Return the route and the body of the next request. */
-function request() {
+function request(byProbe) {
   const common = {
     model: state.model, stream: true, return_token_ids: true, temperature: Number($("temperature").value),
-    max_tokens: Number($("max-tokens").value), weir: weirFields(),
+    max_tokens: Number($("max-tokens").value), weir: weirFields(byProbe),
   };
   const messages = state.messages.map(({ role, text }) => ({ role, content: text }));
   if (state.chat) return ["/v1/chat/completions", { ...common, messages, logprobs: true, top_logprobs: 0 }];
   return ["/v1/completions", { ...common, prompt: messages.map((m) => m.content).join(""), logprobs: 0 }];
 }
 
-async function openStream(signal) {
+async function openStream(byProbe, signal) {
   try {
-    return await call(...request(), "POST", signal);
+    return await call(...request(byProbe), "POST", signal);
   } catch (error) {
     if (!state.chat || !/chat.template/i.test(error.message)) throw error;
     state.chat = false; // a base model without a chat template continues the text
-    return call(...request(), "POST", signal);
+    return call(...request(byProbe), "POST", signal);
   }
 }
 
@@ -112,10 +114,10 @@ async function send(text) {
   showMessage(message);
   const control = new AbortController();
   const reply = { role: "assistant", text: "", tokens: [], ids: [], promptIds: [], scored: 0, featured: 0, probe: $("probe").value,
-    sae: $("sae").value, steer: interventions() };
+    sae: $("sae").value, steer: interventions(), byProbe: chosenProbe() };
   setBusy(control);
   try {
-    const response = await openStream(control.signal);
+    const response = await openStream(reply.byProbe, control.signal);
     state.messages.push(reply);
     showMessage(reply);
     for await (const event of events(response)) addEvent(reply, event);
@@ -139,9 +141,11 @@ function addEvent(reply, event) {
     const delta = choice.delta?.content ?? choice.text ?? "";
     reply.text += delta;
     for (const [i, text] of visibleParts(texts ?? (delta ? [delta] : []), delta).entries()) addToken(reply, text, texts?.[i] ?? text);
-    if (choice.weir?.scores) addScores(reply, choice.weir.scores, Boolean(choice.weir.receipt));
+    if (choice.weir?.scores?.sites) addScores(reply, choice.weir.scores, Boolean(choice.weir.receipt));
+    if (choice.weir?.scores && reply.byProbe) addProbeScores(reply.byProbe, choice.weir.scores);
     if (choice.weir?.features) addFeatures(reply, choice.weir.features, Boolean(choice.weir.receipt));
     if (choice.weir?.receipt) finish(reply, choice.weir.receipt);
+    if (reply.byProbe) paint(reply);
   }
   $("messages").scrollTop = $("messages").scrollHeight;
 }
@@ -176,12 +180,16 @@ function finish(reply, receipt) {
   const steered = reply.steer.map((one) => (one.op === "add" ? describedAdd(one) : described(one)));
   const note = document.createElement("span");
   note.className = "note";
-  note.textContent = `${reply.tokens.length} tokens` + (steered.length ? `, steered by ${steered.join(", ")}` : "");
+  note.textContent = `${reply.tokens.length} tokens` + (steered.length ? `, steered by ${steered.join(", ")}` : "") + addGate(reply.byProbe, receipt);
   note.title = JSON.stringify(receipt, null, 1);
   reply.element.append(note);
 }
 
 function paint(reply) {
+  if (reply.byProbe) {
+    [$("low").textContent, $("high").textContent] = paintProbe(reply.byProbe, reply.tokens, reply.promptIds.length);
+    return;
+  }
   if (!reply.probe) return;
   const layer = Number($("probe-layer").value);
   const max = magnitude(reply.tokens.map((t) => t.scores[layer]));
@@ -253,7 +261,7 @@ async function showInside() {
   const asked = (state.asked = {}); // what is read for another token or block is not shown
   if (!hooks.length) return;
   try {
-    const body = bodyOf(state.model, ids, hooks, layer, open.reply.steer);
+    const body = bodyOf(state.model, ids, hooks, layer, ungated(open.reply.steer, open.reply.byProbe, ids.length));
     const { choices } = await (await call("/v1/completions", body)).json();
     const found = await read(choices[0], ids.length, async (url) => (await call(url)).arrayBuffer());
     if (state.asked === asked) show(found);
