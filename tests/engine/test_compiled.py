@@ -67,7 +67,7 @@ COMPILED = ["gemma2", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIE
 
 @pytest.mark.parametrize("family", COMPILED)
 def test_compiled_rows_and_steering(root, cache, family):
-    model_dir = directory(root, family, "b" if family == "gemma2" else "a")  # three blocks; compiling takes its time
+    model_dir = directory(root, family)
     llm, truth = compiled(model_dir, cache), SteeredOracle(model_dir)
     check_all(llm, truth)
     check_steering(llm, truth)
