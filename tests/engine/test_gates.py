@@ -167,7 +167,7 @@ def test_several_gates_and_several_probes(llm, truth):
 
 
 def test_a_probe_of_the_prompt_decides_on_what_is_generated(llm, truth):
-    """CAST's shape: scored at the prompt's last token, steered from there on; open for some prompts, shut for others."""
+    """CAST's shape: scored at the prompt's last token, steered from there on; open for some prompts only."""
     probe = random_probe("harm", "linear", ("resid_post", 1), 300, positions="last_prompt")
     texts = [tokens(20 + k, 120 + k) for k in range(12)]
     scores = [float(truth.gated(ids, len(ids), [probe], []).scores["harm"][1][0, 0]) for ids in texts]

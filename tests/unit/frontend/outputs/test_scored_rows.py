@@ -139,7 +139,7 @@ def test_a_pickle_has_no_more_than_its_own_rows():
     assert len(pickle.dumps(scores)) < 2_000
 
 
-ADD = weir.Add(torch.ones(D), "resid_post", 2)
+ADD = weir.Add(torch.ones(D), layers=2)
 
 
 def gated(*interventions, gate_of, factors, cached=0, reason="length"):
@@ -155,8 +155,8 @@ def gated(*interventions, gate_of, factors, cached=0, reason="length"):
 
 
 def test_a_receipt_says_how_often_each_gate_let_its_intervention_act():
-    layers = weir.Add({0: torch.ones(D), 2: -torch.ones(D)}, "resid_post", positions="generated")
-    zero = weir.Add(torch.zeros(D), "resid_post", 2)
+    layers = weir.Add({0: torch.ones(D), 2: -torch.ones(D)}, positions="generated")
+    zero = weir.Add(torch.zeros(D), layers=2)
     factors = [0, 1, 0.5, 1, 0, 0.25, 1]
     view = gated(ADD, ADD, layers, zero, gate_of=(-1, 0, 0, 0), factors=factors)
     receipt = view.receipt()
@@ -175,7 +175,7 @@ def test_a_receipt_says_how_often_each_gate_let_its_intervention_act():
 def test_positions_changed_count_once_and_only_where_a_gate_was_open():
     factors = [0, 1, 0.5, 1, 0, 0.25, 1]
     assert gated(ADD, ADD, gate_of=(0, 0), factors=factors).steered == 4
-    last = weir.Add(torch.ones(D), "resid_post", 2, positions="last_prompt")
+    last = weir.Add(torch.ones(D), layers=2, positions="last_prompt")
     never = [0.0] * (P + G)
     assert gated(ADD, last, gate_of=(0, -1), factors=never).steered == 1
     assert gated(ADD, gate_of=(0,), factors=factors, cached=2).steered == 3
