@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_weir.schema.taps import SCORES
 from vllm_weir.worker.runtime import WorkerRuntime
-from vllm_weir.worker.tap.op import ALL
+from vllm_weir.worker.tap.op import ALL, EVERYTHING
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ TOKENS_TO_NARROW, TOKENS_PER_IDLE_TAP = 8_000, 0.05
 """The same if plain requests share the step, as they would wait for the capture: the padding tokens
 that such steps must have wasted in sum, and what an idle tap counts for. A capture takes about as
 long as 2,000 tokens."""
+_WIDEST = (ALL, EVERYTHING)
 MAX_REMEMBERED = 4096
 """Different graphs whose demand is counted, or whose substitute is remembered."""
 DUE = 1 - 1e-6
@@ -47,7 +49,7 @@ class LiveGraph(NamedTuple):
     """What identifies a live graph.
 
     Attributes:
-        mask: the taps that it launches, one bit each, or ALL.
+        mask: the taps that it launches, one bit each, ALL or EVERYTHING.
         desc: vLLM's BatchExecutionDescriptor: mode, padded numbers of tokens and requests.
     """
 
@@ -146,11 +148,12 @@ class GraphSets:
 
         Depends only on what is the same on all ranks.
         """
+        widest = EVERYTHING if needed >> SCORES else ALL  # launches for probes that nobody has would cost time
         if not self.lazy:
-            return ALL
-        if needed in self._masks or (needed != ALL and len(self._masks) < MAX_SETS):
+            return widest
+        if needed in self._masks or (needed not in _WIDEST and len(self._masks) < MAX_SETS):
             return needed
-        return min((mask for mask in self._masks if mask & needed == needed), key=int.bit_count, default=ALL)
+        return min((mask for mask in self._masks if mask & needed == needed), key=int.bit_count, default=widest)
 
     def _capture_or_substitute(self, wanted: LiveGraph) -> LiveGraph | None:
         """Return `wanted` if it is captured now, else its substitute, or None."""
@@ -175,7 +178,7 @@ class GraphSets:
         return graph.desc.num_tokens, self._count_taps(graph.mask)
 
     def _count_taps(self, mask: int) -> int:
-        return len(self._runtime.taps) if mask == ALL else mask.bit_count()
+        return len(self._runtime.taps) if mask in _WIDEST else mask.bit_count()
 
     def _capture_share(self, wanted: LiveGraph, substitute: LiveGraph | None) -> float:
         """Return what one step adds to the demand for `wanted`: its part of a capture's cost."""
@@ -200,7 +203,7 @@ class GraphSets:
     def _capture_late(self, graph: LiveGraph) -> bool:
         """Capture one live graph while the engine serves; return whether that succeeded."""
         mask, desc = graph
-        if mask != ALL and mask not in self._masks:
+        if mask not in _WIDEST and mask not in self._masks:
             self._masks.append(mask)
         began, free = time.perf_counter(), _free_memory()
         done = self._try_capture(mask, {desc.cg_mode: [desc]}, self._late_capture)

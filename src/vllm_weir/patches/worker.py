@@ -63,7 +63,9 @@ def _start_warmup(worker: Any) -> TapWarmup | None:
         width = config.get_hidden_size()
     except AttributeError:
         return None  # `_place_taps` fails with the same error and reports it
-    return TapWarmup(width, config.dtype, worker.model_runner.device)
+    settings = Settings.load(worker.vllm_config.additional_config)
+    cells = settings.table_sizes(width).cells
+    return TapWarmup(width, config.dtype, worker.model_runner.device, cells=cells)
 
 
 def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> None:

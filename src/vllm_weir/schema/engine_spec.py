@@ -14,7 +14,7 @@ import msgspec
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec
-from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
+from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe, Scoring, scoring_steps
 from vllm_weir.util.lru import LruCache
 
 
@@ -37,8 +37,8 @@ class EngineSpec:
     @functools.cached_property
     def selectors(self) -> tuple[Positions, ...]:
         """The distinct selectors of captures, interventions and probes."""
-        selectors = [*self.captures.positions, *(move.positions for move in self.moves)]
-        return tuple(dict.fromkeys([*selectors, *(probe.positions for probe in self.probes)]))
+        moved, scored = (move.positions for move in self.moves), (probe.positions for probe in self.probes)
+        return tuple(dict.fromkeys([*self.captures.positions, *moved, *scored]))
 
     def gated_from(self, prompt_len: int) -> int | None:
         """Return the first position at which a gated intervention may act; None if there is none.
@@ -79,6 +79,13 @@ class EngineSpec:
         places = [(hook, tuple(layers)) for hook, layers in captured.items()]
         places += [(move.hook, move.layers) for move in self.moves]
         return (*places, *((probe.hook, (probe.layer,)) for probe in self.probes))
+
+    @functools.cached_property
+    def scoring(self) -> Scoring | None:
+        """What probes and gates ask of the workers; None if there are no probes."""
+        if not self.probes:
+            return None
+        return Scoring(self.probes, self.gates, (*self.moves, *scoring_steps(self.probes, self.gates)))
 
     @functools.cached_property
     def wire(self) -> bytes:

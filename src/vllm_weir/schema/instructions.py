@@ -158,7 +158,7 @@ class ResolvedIntervention:
 
     @property
     def scores(self) -> bool:
-        """Whether it scores rows for a probe, and changes none."""
+        """Whether it changes nothing, but writes a probe's raw numbers."""
         return bool(self.instructions) and self.instructions[0].kind == SCORE
 
     @functools.cached_property

@@ -146,6 +146,20 @@ class ResolvedGate(NamedTuple):
     sharpness: float = 0.0
 
 
+class Scoring(NamedTuple):
+    """What a request's probes and gates ask of the workers.
+
+    Attributes:
+        probes: of the request.
+        gates: likewise.
+        steps: its interventions, and then what writes the probes' raw numbers (`scoring_steps`).
+    """
+
+    probes: tuple[ResolvedProbe, ...]
+    gates: tuple[ResolvedGate, ...]
+    steps: tuple[ResolvedIntervention, ...]
+
+
 class CellLayout(NamedTuple):
     """Where a request's numbers stand among the cells of each of its tokens, which are float32.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,11 @@ MOST_SHARED = 64
 """Selectors with more numbers than this are not cached from request to request."""
 MOST_STEPS = 16
 """Steps for which the selected positions are cached."""
+
+
+def selector_bits(selectors: Iterable[Positions]) -> dict[Positions, int]:
+    """Return the distinct ones among selectors, each with its bit in the codes of positions."""
+    return {positions: bit for bit, positions in enumerate(dict.fromkeys(selectors))}
 
 
 class Selectors:

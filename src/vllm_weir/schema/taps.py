@@ -8,6 +8,9 @@ STAGES = 3
 """Stages of a tap at which rows are read: before its interventions, after them, and at a boundary
 of two blocks also after those at the next block's `resid_pre`."""
 
+SCORES = 4096
+"""In a mask of taps, bit t stands for tap t, and bit SCORES + t for the probes that read there."""
+
 _TAPPED = tuple(hook for hook in BLOCK_HOOKS[1:-1] if hook not in DERIVED_HOOKS)
 """Hook points of a block between its boundaries that have a tap, in the order in which a token meets them."""
 _PER_BLOCK = len(_TAPPED) + 1
@@ -29,6 +32,11 @@ def tap_of(site: Site) -> int:
         return _PER_BLOCK * (site.layer + 1) + 2
     place = 0 if site.hook == "resid_pre" else _PLACE[site.hook]
     return _PER_BLOCK * site.layer + 2 + place
+
+
+def comes_before(tap: int, other: int) -> bool:
+    """Return whether a token meets one tap before another."""
+    return other != tap and (other == 1 or (tap != 1 and tap < other))
 
 
 def is_boundary(tap: int) -> bool:

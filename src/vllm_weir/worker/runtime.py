@@ -29,6 +29,8 @@ from vllm_weir.worker.planning.row_layout import RowLayout
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.saes import WorkerSAEs
+from vllm_weir.worker.scoring.probe_table import ProbeTable
+from vllm_weir.worker.scoring.scorer import Scorer
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys
 from vllm_weir.worker.steering.vector_fetch import VectorFetcher
@@ -128,14 +130,16 @@ class WorkerRuntime:
         self.notifier = Notifier(host_rows, self.arena, self.buffer_server, self.name, model_info.engine)
 
         num_model_taps, width = num_taps(sites.num_layers), num_columns(sites.num_layers)
-        self.table = ProgramTable(
-            settings.table_sizes(d_model), num_model_taps, self.taps, d_model, self.layout.widths, self.layout.shards
-        )
+        sizes = settings.table_sizes(d_model)
+        self.table = ProgramTable(sizes, num_model_taps, self.taps, d_model, self.layout.widths, self.layout.shards)
+        self.probes = ProbeTable(sizes, self.table)
         self.row_seqs = RowSequences(self.arena, settings.timeout if settings.overflow == "wait" else None)
         self.row_seqs.grant, self.row_seqs.reader_columns = self._grant, self.layout.reader_columns
         columns = frozenset(tap * STAGES + stage for tap in sent_taps for stage in range(STAGES))
-        self.planner = Planner(columns, width, MAX_SITE_SETS, self.table, self.row_seqs, self.layout.ring_rows)
-        self.planner.steering_planner.reports = model_info.rank == 0
+        self.planner = Planner(
+            columns, width, MAX_SITE_SETS, self.table, self.row_seqs, self.layout.ring_rows, self.probes
+        )
+        self.planner.steering_planner.reports = self.planner.score_planner.reports = model_info.rank == 0
         self.planner.capture_planner.row_bytes = self.host.row_bytes
 
         self._table_writer = TableWriter(self.table, device)
@@ -143,10 +147,13 @@ class WorkerRuntime:
             plan=torch.full((model_info.max_tokens, 4), -1, dtype=torch.int32, device=device),
             ranks=torch.full((MAX_SITE_SETS, width), -1, dtype=torch.int32, device=device),
             ring=self.ring.buffer,
+            cells=torch.zeros(model_info.max_tokens, sizes.cells, dtype=torch.float32, device=device),
             **self._table_writer.tensors,
         )
+        self._scorer = Scorer(self.probes, self.tensors, sizes)
         self._plan_writer = PlanWriter(self.tensors.plan)
         self.switch = TapSwitch(self.tensors)
+        self.switch.score = self._scorer.launch
         for tap, anchor in anchors.items():
             place(model, anchor, tap, self.switch)
         self._module_path = ModulePath(model, anchors.values())
@@ -252,8 +259,10 @@ class WorkerRuntime:
             postprocess = spec.captures.postprocess
             if postprocess is not None and postprocess.directions and self.planner.columns:
                 wanted.setdefault(endpoint, []).extend(self._directions.absent(postprocess.directions))
-            for intervention in spec.moves:
-                if self.table.is_local(intervention) and (missing := self.table.missing_vectors(intervention.vectors)):
+            used = [i.vectors for i in spec.moves if self.table.is_local(i)]
+            used += [probe.vectors for probe in spec.probes if tap_of(probe.site) in self.taps]
+            for vectors in used:
+                if missing := self.table.missing_vectors(vectors):
                     wanted.setdefault(endpoint, []).extend(missing)
         self._vectors.prefetch({endpoint: digests for endpoint, digests in wanted.items() if digests})
 
@@ -285,10 +294,19 @@ class WorkerRuntime:
                 codec,
                 read_out_codec,
             )
-        if spec.moves:
+        if spec.moves or spec.probes:
             fetch = functools.partial(self._vectors.fetch, endpoint)
-            salt, gated_from = engine_request.cache_salt, spec.gated_from(prompt_len)
-            self.planner.add_steering(request_id, endpoint, spec.moves, prompt_len, prompt_ids, fetch, salt, gated_from)
+            self.planner.add_steering(
+                request_id,
+                endpoint,
+                spec.moves,
+                prompt_len,
+                prompt_ids,
+                fetch,
+                engine_request.cache_salt,
+                spec.scoring,
+                spec.gated_from(prompt_len),
+            )
 
     def _grant(self, endpoint: str, start: int, rows: int) -> None:
         self.host.prepare(start, rows)
@@ -333,6 +351,7 @@ class WorkerRuntime:
             plan = None
         if plan is None:
             self._plan_writer.silence()
+            self._scorer.silence()
             return
         self._note_failures(plan)
         self._table_writer.flush()
@@ -349,6 +368,7 @@ class WorkerRuntime:
             if acting_tokens is not None:
                 self.switch.launch = functools.partial(_launch_listed, acting_tokens)
             self._plan_writer.write(plan, first_row, input_ids)
+        self._scorer.begin(plan)
         self._step = first_row, plan
         self._reducer.seed(plan.reductions, first_row)
 
@@ -356,7 +376,7 @@ class WorkerRuntime:
         self, request_ids: Sequence[str], num_tokens: Sequence[int], num_computed: Sequence[int]
     ) -> StepPlan | None:
         plan = self.planner.plan(request_ids, num_tokens, num_computed)
-        if plan is not None and not self.switch.live and (plan.rows or (plan.programs >= 0).any()):
+        if plan is not None and not self.switch.live and (plan.rows or len(plan.runs) or (plan.programs >= 0).any()):
             raise WeirError("a step that was planned without taps has something for them to do")
         return plan
 
@@ -413,6 +433,8 @@ class WorkerRuntime:
             first_row, plan = step
             notice.arrived = self._send_rows(plan, first_row) or no_wait
             notice.arrivals, notice.steered = plan.arrivals, plan.steered
+            if plan.score_reads is not None:
+                notice.scored, notice.scores = plan.scored, self._scorer.read(plan.score_reads)
         notice.spill = self.arena.pressure > SPILL
         if notice.spill:
             self.row_seqs.retire_all()
@@ -443,6 +465,7 @@ class WorkerRuntime:
         self._step = None
         self.switch.turn(0)
         self._plan_writer.silence()
+        self._scorer.silence()
 
     def report(self) -> dict[str, Any]:
         """Return what this worker serves, for the caller's process."""
@@ -475,7 +498,8 @@ class WorkerRuntime:
         """Return how much is in use; `host_rows` counts also what readers still hold."""
         live = self.planner.capturing.keys() | self.planner.steered.keys()
         rows, sae_bytes = self.arena.used, self.saes.nbytes
-        return {"requests": len(live), "host_rows": rows, "sae_bytes": sae_bytes, **self.table.usage()}
+        tables = self.table.usage() | self.probes.usage()
+        return {"requests": len(live), "host_rows": rows, "sae_bytes": sae_bytes, **tables}
 
 
 def _launch_listed(listed: torch.Tensor, *arguments: Any) -> None:

@@ -20,10 +20,10 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec, SiteRequest
-from vllm_weir.schema.taps import tap_of
+from vllm_weir.schema.taps import SCORES, tap_of
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.runtime import WorkerRuntime
-from vllm_weir.worker.tap.op import ALL, TapSwitch, TapTensors, numbered
+from vllm_weir.worker.tap.op import ALL, EVERYTHING, TapSwitch, TapTensors, numbered
 
 
 @pytest.fixture(autouse=True)
@@ -394,6 +394,8 @@ def test_sets_for_particular_taps(none_at_start):
         assert used(mask)
     assert len(manager.captured) == MAX_SETS
     assert sets._mask_for(0b11) == 0b111 and sets._mask_for(0b1) == 0b1 and sets._mask_for(1 << 60) == ALL
+    assert sets._mask_for(1 << SCORES | 1) == EVERYTHING, "and no other graph launches what scores"
+    assert sets._substitute(LiveGraph(EVERYTHING, Desc(Mode.FULL, 4))) is None
     assert used(0b101) and len(manager.captured) == MAX_SETS
     assert used(1 << 60) and used(1 << 61) and len(manager.captured) == MAX_SETS + 1
     assert sets.report()["sets"] == MAX_SETS + 1

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.taps import tap_of
+from vllm_weir.schema.taps import SCORES, tap_of
 from vllm_weir.util.identity_cache import IdentityCache
 
 
 class ActiveTaps:
     """The requests that capture or steer something, each with the taps that it needs.
 
-    Taps are bit masks: bit t stands for tap t.
+    Taps are bit masks: bit t stands for tap t, and bit SCORES + t for the probes that read there.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,9 @@ def _remove_one(counter: Counter[int], key: int) -> bool:
 
 
 def _mask_of_spec(spec: EngineSpec) -> int:
-    return functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
+    taps = functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
+    probes = functools.reduce(operator.or_, (_mask(probe.hook, (probe.layer,)) for probe in spec.probes), 0)
+    return taps | probes << SCORES
 
 
 @functools.lru_cache(maxsize=1024)

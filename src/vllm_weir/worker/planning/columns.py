@@ -59,10 +59,22 @@ JOIN = _columns("<i4", *JOIN_FIELDS)
 kept between steps: where earlier steps left their part (`kept_from`), and where this step leaves
 its own (`kept_to`); -1 for none."""
 
+RUN = _columns("<i4", "tap", "probe", "token", "count", "fresh")
+"""`count` consecutive tokens from `token` on of a request, for a probe that reads at `tap`.
+
+probe: row in the table of probes.
+fresh: whether the probe and its gates begin anew.
+"""
+SCORE_READ = _columns("i8", "endpoint", "series", "position", "count", "token", "cells")
+"""`count` consecutive tokens and positions whose first `cells` cells are sent to the reader."""
+
 ARRIVAL = _columns("<i4", *messages.MARK_FIELDS)
 """What a reader is told of captured rows, in the layout of the message."""
 STEERED = _columns("<i4", *messages.STEER_FIELDS)
 """What a reader is told of steered positions, in the layout of the message."""
+
+SCORED = _columns("<i4", *messages.SCORED_FIELDS)
+"""What a reader is told of scored positions, in the layout of the message."""
 
 
 def as_integers(array: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from vllm_weir.worker.planning.columns import (
     concatenate,
 )
 from vllm_weir.worker.planning.row_sequences import RowSequence, RowSequences
+from vllm_weir.worker.planning.score_builder import ScoreBuilder
 from vllm_weir.worker.planning.step_plan import ProgramsByToken, RequestFailure, StepPlan
 
 
@@ -84,6 +85,7 @@ class PlanBuilder:
 
     Attributes:
         site_sets, programs, programs_by_token, failures: as in `StepPlan`.
+        scores: what probes read.
     """
 
     def __init__(self, size: int) -> None:
@@ -92,6 +94,7 @@ class PlanBuilder:
         self.programs = np.full(size, -1, np.int32)
         self.programs_by_token: list[ProgramsByToken] = []
         self.failures: list[RequestFailure] = []
+        self.scores = ScoreBuilder()
         self._placements: list[np.ndarray] = []
         self._num_placements = 0
         self._copy_runs: list[np.ndarray] = []
@@ -268,6 +271,7 @@ class PlanBuilder:
         if self._cancelled:
             slots[self.site_sets < 0] = -1
         copies, copy_runs, records = self._split_placements(placements, first_rows)
+        runs, scored, score_reads = self.scores.finish(endpoints, self._cancelled)
         return StepPlan(
             slots=slots,
             site_sets=self.site_sets,
@@ -285,10 +289,13 @@ class PlanBuilder:
             group_rows=group_rows,
             reductions=reductions,
             reduced=reduced,
+            runs=runs,
+            scored=scored,
+            score_reads=score_reads,
         )
 
     def _is_empty(self) -> bool:
-        if self._placements or self._reductions or self._arrivals or self._steered or self.failures:
+        if self._placements or self._reductions or self._arrivals or self._steered or self.failures or self.scores:
             return False
         return not (self.programs >= 0).any()
 

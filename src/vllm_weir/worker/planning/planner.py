@@ -21,21 +21,27 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec
+from vllm_weir.schema.resolved_probes import Scoring
 from vllm_weir.schema.selectors import SelectorSet
+from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import column_of
 from vllm_weir.util.identity_cache import IdentityCache
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.capture_planner import CapturePlanner, CapturingRequest, ReadOutCodec
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import RowSequences
+from vllm_weir.worker.planning.score_planner import ScorePlanner
 from vllm_weir.worker.planning.site_sets import SiteSets
 from vllm_weir.worker.planning.steady_state import SteadyState
 from vllm_weir.worker.planning.steering_planner import SteeredRequest, SteeringPlanner
 from vllm_weir.worker.planning.step_plan import RepeatedSteps, RequestFailure, StepPlan
+from vllm_weir.worker.scoring.probe_table import ProbeTable
 from vllm_weir.worker.steering.programs import ProgramTable
 
 MOST_EXPECTED = 4096
 """Cap on the generated tokens assumed when estimating how many rows a request will have."""
+
+NO_PROBES = TableSizes(vectors=0, programs=0, nodes=0, probes=0, gates=0, states=0)
 
 
 class Planner:
@@ -48,11 +54,12 @@ class Planner:
         table: where programs are held.
         row_seqs: where rows go; None for an unbounded arena of its own.
         ring_rows: column -> rows of the ring that one of its rows takes; left out where that is 1.
+        probes: where probes and gates are held; None if no request has any.
 
     Attributes:
         capturing, steered: the live requests that capture or are steered, by id.
         site_sets: the rank table.
-        capture_planner, steering_planner: plan one request each.
+        capture_planner, steering_planner, score_planner: plan one request each.
         steady_state: what goes on without change.
     """
 
@@ -64,12 +71,14 @@ class Planner:
         table: ProgramTable,
         row_seqs: RowSequences | None = None,
         ring_rows: Mapping[int, int] = MappingProxyType({}),
+        probes: ProbeTable | None = None,
     ) -> None:
         self.columns = columns
         self.row_seqs = row_seqs or RowSequences(Arena(1 << 50))
         self.site_sets = SiteSets(max_site_sets, num_columns)
         self.capture_planner = CapturePlanner(self.site_sets, self.row_seqs, table.vectors.shape[1], ring_rows)
-        self.steering_planner = SteeringPlanner(table, self.row_seqs)
+        self.score_planner = ScorePlanner(probes or ProbeTable(NO_PROBES, table), table, self.row_seqs)
+        self.steering_planner = SteeringPlanner(table, self.row_seqs, self.score_planner)
         self.capturing: dict[str, CapturingRequest] = {}
         self.steered: dict[str, SteeredRequest] = {}
         self.steady_state = SteadyState()
@@ -136,23 +145,26 @@ class Planner:
         prompt_ids: Sequence[int] | None,
         fetch: Callable[[list[str]], dict[str, np.ndarray]],
         salt: str = "",
+        scoring: Scoring | None = None,
         gated_from: int | None = None,
     ) -> None:
-        """Start steering a request; arguments and errors as for `SteeringPlanner.join`."""
+        """Start steering or scoring a request; arguments and errors as for `SteeringPlanner.join`."""
         self._end_repetition()
         self.steered[request_id] = self.steering_planner.join(
-            request_id, endpoint, interventions, prompt_len, prompt_ids, fetch, salt, gated_from
+            request_id, endpoint, interventions, prompt_len, prompt_ids, fetch, salt, scoring, gated_from
         )
         self.steady_state.add_request(request_id, endpoint)
 
     def resume(self, request_ids: Iterable[str]) -> None:
-        """Note that requests go on after a preemption.
+        """Note that requests go on after a preemption: their probes begin anew.
 
         The KV before their next tokens may now be other requests', from the prefix cache.
         """
         for request in filter(None, map(self.steered.get, request_ids)):
             self._end_repetition()
             request.entered = False
+            if request.scored is not None:
+                request.scored.fresh = True
             self.steady_state.unsettle(self.steady_state.slot_of(request.request_id))
 
     def remove(self, request_id: str) -> None:
@@ -241,7 +253,26 @@ class Planner:
         is_reported = groups >= 0
         if is_reported.any():
             builder.steer_one_each(steady.endpoint[slots[is_reported]], groups[is_reported], positions[is_reported])
+        self._plan_steady_scores(builder, slots, tokens, positions)
         return fits
+
+    def _plan_steady_scores(
+        self, builder: PlanBuilder, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray
+    ) -> None:
+        """Plan what probes read of one token each of requests in the steady state, all arrays [n]."""
+        steady = self.steady_state
+        is_scored = steady.probe[slots] >= 0
+        if not is_scored.any():
+            return
+        slots, tokens, positions = slots[is_scored], tokens[is_scored], positions[is_scored]
+        self.score_planner.plan_one_each(builder.scores, steady.probe[slots], tokens)
+        is_read = steady.series[slots] >= 0
+        if is_read.any():
+            slots = slots[is_read]
+            builder.scores.read(
+                steady.endpoint[slots], steady.series[slots], positions[is_read], 1, tokens[is_read],
+                steady.reported[slots],
+            )  # fmt: skip
 
     def _plan_one(self, builder: PlanBuilder, request_id: str, first_token: int, start: int, count: int) -> None:
         """Plan one request's tokens; a request that fails is removed, and its reader told why."""
@@ -280,4 +311,11 @@ class Planner:
             if position < start or steered.recipe.varies(code):
                 return self.steady_state.unsettle(slot)
             group, program = self.steering_planner.group_and_program(steered, code)
-        return self.steady_state.settle(slot, position, row_seq, site_set, program, group)
+        self.steady_state.settle(slot, position, row_seq, site_set, program, group)
+        scored = None if steered is None else steered.scored
+        if scored is not None and code & scored.recipe.bits:
+            if scored.fresh:  # nothing has been read yet, so the next token is planned alone
+                return self.steady_state.unsettle(slot)
+            series, reported = self.score_planner.series(scored), scored.recipe.layout.reported
+            self.steady_state.settle_scores(slot, int(scored.rows[0]), series, reported)
+        return None

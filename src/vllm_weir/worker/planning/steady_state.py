@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_weir.schema.selectors import NEVER
 
-_ARRAYS = ("ready", "row_seq", "site_set", "program", "group", "endpoint")
+_ARRAYS = ("ready", "row_seq", "site_set", "program", "group", "probe", "series", "reported", "endpoint")
 
 
 class SteadyState:
@@ -24,6 +24,10 @@ class SteadyState:
         program: int64 [slots], program of its tokens, -1 for none.
         group: int64 [slots], number of the interventions that are reported to the reader, -1 for
             none.
+        probe: int64 [slots], row of its first probe, -1 if none reads its tokens.
+        series: int64 [slots], number under which the reader knows its scores, -1 if they are not
+            reported.
+        reported: int64 [slots], how many numbers are reported for each token.
         endpoint: int64 [slots], number of its reader in `endpoints`.
     """
 
@@ -39,6 +43,9 @@ class SteadyState:
     site_set: np.ndarray
     program: np.ndarray
     group: np.ndarray
+    probe: np.ndarray
+    series: np.ndarray
+    reported: np.ndarray
     endpoint: np.ndarray
 
     def add_request(self, request_id: str, endpoint: str) -> None:
@@ -79,9 +86,14 @@ class SteadyState:
         self.ready[slot] = NEVER
 
     def settle(self, slot: int, ready: int, row_seq: int, site_set: int, program: int, group: int) -> None:
-        """Set a slot's values, which hold for every token from position `ready` on."""
+        """Set a slot's values, which hold for every token from position `ready` on; no probe reads these."""
         self.ready[slot], self.row_seq[slot], self.site_set[slot] = ready, row_seq, site_set
         self.program[slot], self.group[slot] = program, group
+        self.probe[slot] = self.series[slot] = -1
+
+    def settle_scores(self, slot: int, probe: int, series: int, reported: int) -> None:
+        """Set also what is scored of every token of a slot."""
+        self.probe[slot], self.series[slot], self.reported[slot] = probe, series, reported
 
     def _grow(self, size: int) -> None:
         used = len(self.ready) if self._slot_of else 1

@@ -11,10 +11,12 @@ import numpy as np
 from vllm_weir import messages
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.instructions import ResolvedIntervention
-from vllm_weir.schema.selectors import Selectors, SelectorSet, distinct
+from vllm_weir.schema.resolved_probes import Scoring
+from vllm_weir.schema.selectors import Selectors, SelectorSet, distinct, selector_bits
 from vllm_weir.util.identity_cache import IdentityCache
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import RowSequences
+from vllm_weir.worker.planning.score_planner import ScoredRequest, ScorePlanner
 from vllm_weir.worker.planning.step_plan import ProgramsByToken
 from vllm_weir.worker.steering.programs import ActiveIntervention, ProgramTable
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys, UnsteeredKV
@@ -34,17 +36,18 @@ class SteeringRecipe:
         choice: the distinct selectors of the interventions.
         interventions: (intervention, digest, bit of its selector), in the order in which they
             apply.
-        local: indices of interventions with a site at this worker's taps, which are those it can
-            report.
+        local: indices of interventions with a site at this worker's taps.
+        reported: those of them that the reader is told of: all that do not only write scores.
         vectors: digests of the vectors that they need.
         by_position: whether any intervention has instructions of their own for each position.
     """
 
     def __init__(self, interventions: tuple[ResolvedIntervention, ...], table: ProgramTable) -> None:
-        bits = {positions: bit for bit, positions in enumerate(dict.fromkeys(i.positions for i in interventions))}
+        bits = selector_bits(i.positions for i in interventions)
         self.choice = SelectorSet(tuple(bits))
         self.interventions = [(i, i.digest, bits[i.positions]) for i in interventions]
         self.local = frozenset(k for k, intervention in enumerate(interventions) if table.is_local(intervention))
+        self.reported = frozenset(k for k in self.local if not interventions[k].scores)
         self.vectors = tuple(sorted({digest for k in self.local for digest in interventions[k].vectors}))
         self.by_position = any(i.per_position for i in interventions)
         self._by_token = any(i.positions.needs_token_ids for i in interventions)
@@ -95,10 +98,12 @@ class SteeredRequest:
 
     Attributes:
         keys: what its keys in the prefix cache are made of.
+        vectors: digests of the vectors that it holds.
         entered: whether its first position computed here is known, and those before it reported.
         programs: programs that it holds: identity -> (key, number).
         groups: indices of interventions -> number under which the reader knows them.
         by_code: code -> (group, program), for codes where neither depends on the position.
+        scored: its probes; None if none reads at this worker's taps.
     """
 
     request_id: str
@@ -106,10 +111,12 @@ class SteeredRequest:
     selectors: Selectors
     recipe: SteeringRecipe
     keys: SteeredKeys
+    vectors: tuple[str, ...]
     entered: bool = False
     programs: dict[ProgramIdentity, tuple[object, int]] = field(default_factory=dict)
     groups: dict[tuple[int, ...], int] = field(default_factory=dict)
     by_code: dict[int, tuple[int, int]] = field(default_factory=dict)
+    scored: ScoredRequest | None = None
 
 
 class SteeringPlanner:
@@ -118,14 +125,15 @@ class SteeringPlanner:
     Args:
         table: where programs are held.
         row_seqs: where readers are told of groups.
+        scores: plans what probes read.
 
     Attributes:
         reports: whether this worker reports what was steered; one per tensor-parallel group does.
         unsteered_kv: blocks in the prefix cache that were not steered as their keys say.
     """
 
-    def __init__(self, table: ProgramTable, row_seqs: RowSequences) -> None:
-        self.table, self._row_seqs = table, row_seqs
+    def __init__(self, table: ProgramTable, row_seqs: RowSequences, scores: ScorePlanner) -> None:
+        self.table, self._row_seqs, self.scores = table, row_seqs, scores
         self.reports = True
         self.unsteered_kv = UnsteeredKV()
         self._group_numbers = itertools.count()
@@ -142,6 +150,7 @@ class SteeringPlanner:
         prompt_ids: Sequence[int] | None,
         fetch: Callable[[list[str]], dict[str, np.ndarray]],
         salt: str = "",
+        scoring: Scoring | None = None,
         gated_from: int | None = None,
     ) -> SteeredRequest:
         """Return a request's steering, which holds its vectors until it leaves.
@@ -154,24 +163,37 @@ class SteeringPlanner:
             prompt_ids: their ids, None if only the device knows them.
             fetch: returns missing vectors by digest.
             salt: of the request's keys in the prefix cache.
+            scoring: its probes and gates.
             gated_from: see `EngineSpec.gated_from`.
 
         Raises:
             WeirError: if the tables cannot hold it.
         """
         interventions = tuple(interventions)
-        is_cached = sum(len(i.instructions) for i in interventions) <= MOST_CACHED
-        recipe = self._recipes[interventions] if is_cached else SteeringRecipe(interventions, self.table)
+        steps = interventions if scoring is None else scoring.steps
+        is_cached = sum(len(i.instructions) for i in steps) <= MOST_CACHED
+        recipe = self._recipes[steps] if is_cached else SteeringRecipe(steps, self.table)
         selectors = recipe.choice.of(prompt_len, prompt_ids)
-        self.table.hold_vectors(recipe.vectors, fetch)
         keys = SteeredKeys(interventions, prompt_len, prompt_ids, salt, gated_from)
-        return SteeredRequest(request_id, endpoint, selectors, recipe, keys)
+        scores = None if scoring is None else self.scores.recipe(scoring, is_cached)
+        vectors = recipe.vectors if scores is None else tuple({*recipe.vectors, *scores.vectors})
+        self.table.hold_vectors(vectors, fetch)
+        request = SteeredRequest(request_id, endpoint, selectors, recipe, keys, vectors)
+        if scores is not None and scores.probes:
+            try:
+                request.scored = self.scores.join(request_id, endpoint, scores)
+            except WeirError:
+                self.table.release_vectors(vectors)
+                raise
+        return request
 
     def leave(self, request: SteeredRequest) -> None:
         """Release what a request holds."""
         for key, _ in request.programs.values():
             self.table.release(key)
-        self.table.release_vectors(request.recipe.vectors)
+        self.table.release_vectors(request.vectors)
+        if request.scored is not None:
+            self.scores.leave(request.scored)
 
     def plan(
         self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, first: int, start: int, count: int
@@ -185,6 +207,8 @@ class SteeringPlanner:
             self._report_cached(builder, request, endpoint, start)
         request.entered = True
         end, offset = start + count, first - start
+        if request.scored is not None:
+            self.scores.plan(builder.scores, request.scored, request.selectors, endpoint, first, start, count)
         runs = None if request.recipe.by_position else request.selectors.runs(start, end)
         if runs is None:
             self._plan_scattered(builder, request, endpoint, offset, np.arange(start, end))
@@ -254,8 +278,8 @@ class SteeringPlanner:
         if not self.reports:
             return -1
         reported = request.recipe.active(code)
-        if len(request.recipe.local) < len(request.recipe.interventions):
-            reported = tuple(k for k in reported if k in request.recipe.local)
+        if len(request.recipe.reported) < len(request.recipe.interventions):
+            reported = tuple(k for k in reported if k in request.recipe.reported)
         if not reported:
             return -1
         group = request.groups.get(reported)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_weir.schema.positions import ENDLESS
-from vllm_weir.worker.planning.columns import COPY_RUN, RECORD, REDUCTION, ROW_COPY, concatenate, copied
+from vllm_weir.worker.planning.columns import COPY_RUN, RECORD, REDUCTION, ROW_COPY, RUN, concatenate, copied
 from vllm_weir.worker.planning.row_sequences import RowSequences
 
 
@@ -28,6 +28,19 @@ class ProgramsByToken:
     tokens: np.ndarray
     token_sets: tuple[tuple[int, ...], ...]
     programs: np.ndarray
+
+
+class ScoreReads(NamedTuple):
+    """Which cells of a step's tokens are sent to readers.
+
+    Attributes:
+        tokens, columns: as many tokens, and cells of each, hold them all.
+        places: endpoint -> int64 [n]: where its numbers stand in an array [tokens, columns].
+    """
+
+    tokens: int
+    columns: int
+    places: dict[str, np.ndarray]
 
 
 class RequestFailure(NamedTuple):
@@ -63,6 +76,9 @@ class StepPlan:
         group_rows: ring rows of the groups of reductions, which come before all others.
         reductions: REDUCTION [n], reductions to go on with.
         reduced: ROW_COPY, the results of reductions that the step completes.
+        runs: RUN [n], tokens that probes read or that gates decide on, by tap.
+        scored: endpoint -> SCORED [m].
+        score_reads: the scores and factors of `scored`; None if there are none.
     """
 
     slots: np.ndarray
@@ -81,6 +97,9 @@ class StepPlan:
     group_rows: int = 0
     reductions: np.ndarray = field(default_factory=lambda: np.empty(0, REDUCTION))
     reduced: np.ndarray = field(default_factory=lambda: np.empty(0, ROW_COPY))
+    runs: np.ndarray = field(default_factory=lambda: np.empty(0, RUN))
+    scored: dict[str, np.ndarray] = field(default_factory=dict)
+    score_reads: ScoreReads | None = None
 
     @property
     def acting_tokens(self) -> np.ndarray:
@@ -168,6 +187,12 @@ class AdvancedPlan(StepPlan):
         }
 
     @functools.cached_property
+    def scored(self) -> dict[str, np.ndarray]:  # type: ignore[override]
+        return {
+            endpoint: _advanced(scored, ("position",), self._times) for endpoint, scored in self._base.scored.items()
+        }
+
+    @functools.cached_property
     def segments(self) -> np.ndarray:
         rows_per_copy = self._base.rows_per_copy
         if not rows_per_copy:
@@ -177,7 +202,7 @@ class AdvancedPlan(StepPlan):
 
 _SHARED = (
     "slots", "site_sets", "programs", "rows", "captured_tokens", "copy_runs", "programs_by_token", "failures", "spans",
-    "group_rows", "reductions", "reduced",
+    "group_rows", "reductions", "reduced", "runs", "score_reads",
 )  # fmt: skip
 """Attributes that an advanced plan shares with its base."""
 

@@ -25,11 +25,13 @@ from vllm_weir.schema.instructions import BLEND, CONST, Instruction, ResolvedInt
 from vllm_weir.schema.row_shapes import Shard, ring_rows
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import tap_of
+from vllm_weir.worker.steering.host_tables import HostTables
 from vllm_weir.worker.steering.slots import Move, Slots
 
 LAST, AFTER_POST = 1, 2
 """Node flags: the last term of an intervention; the intervention belongs to the next block's
-resid_pre."""
+resid_pre. Above them, from bit `CELL_BIT` on, stands the instruction's cell."""
+CELL_BIT = 8
 INT_FIELDS = ("kind", "u", "w", "next", "flags", "lo", "hi", "shift")
 FLOAT_FIELDS = ("a", "b", "lo", "hi")
 BY_COLUMN = (CONST, BLEND)
@@ -67,7 +69,7 @@ class Node(NamedTuple):
     shift: int
 
 
-class ProgramTable:
+class ProgramTable(HostTables):
     """The host's copy of the tables.
 
     A vector wider than `d_model` takes several rows of its table, one after the other.
@@ -85,7 +87,7 @@ class ProgramTable:
         ints: int32 [nodes, 8], see INT_FIELDS.
         floats: float32 [nodes, 4], see FLOAT_FIELDS.
         vectors: float32 [vectors, d_model].
-        changed: table name -> rows that were written since the last `take_changes`.
+        followers: called when vectors move to other rows, with int64 [vectors]: the new row of each.
     """
 
     def __init__(
@@ -101,7 +103,8 @@ class ProgramTable:
         self.ints = np.full((sizes.nodes, len(INT_FIELDS)), -1, np.int32)
         self.floats = np.zeros((sizes.nodes, len(FLOAT_FIELDS)), np.float32)
         self.vectors = np.zeros((sizes.vectors, d_model), np.float32)
-        self.changed: dict[str, set[int]] = {"heads": set(), "ints": set(), "floats": set(), "vectors": set()}
+        super().__init__("heads", "ints", "floats", "vectors")
+        self.followers: list[Callable[[np.ndarray], None]] = []
         self._lengths = [0] * sizes.vectors
         """Values of the vector that begins at a row."""
         self._row_of: dict[int, TapRow] = {}
@@ -177,6 +180,23 @@ class ProgramTable:
         first_rows = self.ints[nodes, 1:3]
         self.ints[nodes, 1:3] = np.where(first_rows >= 0, new_slot[first_rows], -1)
         self.changed["ints"].update(nodes.tolist())
+        for follow in self.followers:
+            follow(new_slot)
+
+    def vector_row(self, digest: str, width: int) -> int:
+        """Return the first row of a vector of `width` values that is held.
+
+        Raises:
+            WeirError: if it has another number of values.
+        """
+        slot = self._vector_slots.slot_of[digest]
+        if self._lengths[slot] != width:
+            raise WeirError(f"a vector of {self._lengths[slot]} values for {width} hidden units", "probes")
+        return slot
+
+    def row_at(self, tap: int) -> TapRow | None:
+        """Return the row of a tap, None if this worker does not have the tap."""
+        return self._row_of.get(tap)
 
     def release_vectors(self, digests: Iterable[str]) -> None:
         """Release a request's vectors."""
@@ -216,13 +236,6 @@ class ProgramTable:
         """Return how many rows are in use."""
         nodes = sum(len(n) for n in self._nodes_of.values())
         return {"vectors": self._vector_slots.in_use, "programs": self._program_slots.in_use, "nodes": nodes}
-
-    def take_changes(self) -> dict[str, np.ndarray]:
-        """Return the rows written since the last call, int64 and ascending, by table name."""
-        changes = {name: np.fromiter(sorted(rows), np.int64) for name, rows in self.changed.items() if rows}
-        for rows in self.changed.values():
-            rows.clear()
-        return changes
 
     def _write(self, key: Hashable, number: int, active: Sequence[ActiveIntervention]) -> None:
         """Write a program's chains; raises WeirError, before anything is written, if that cannot be done."""
@@ -301,7 +314,8 @@ class ProgramTable:
                     "interventions",
                 )
             self._check_vectors(term, stop - start)
-            nodes.append(Node(term, flags | end, lo - row.start, hi - row.start, row.start - start))
+            node_flags = flags | end | term.cell << CELL_BIT
+            nodes.append(Node(term, node_flags, lo - row.start, hi - row.start, row.start - start))
             end = 0
         return tuple(reversed(nodes))
 

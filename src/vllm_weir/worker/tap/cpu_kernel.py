@@ -12,24 +12,13 @@ one (`reductions`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import torch
 
-from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, FEATURE, KEEP_NORM, NORM
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.schema.row_shapes import ring_rows
 from vllm_weir.schema.taps import STAGES
-from vllm_weir.worker.steering.programs import AFTER_POST, LAST
-
-MEASURING = (AFFINE, CLAMP, FEATURE)
-"""Kinds that measure rows along a vector."""
-MAX_SEPARATE_CHAINS = 6
-"""Follow up to this many different chains one by one, and more than that together."""
-NOTHING_ADDED = -0.0
-"""Changes no value when it is added to it, not even the sign of a zero, as 0.0 would."""
+from vllm_weir.worker.tap.cpu_chains import Cells, Chains, as_index, read_rows
 
 
 def launch(
@@ -43,12 +32,14 @@ def launch(
     ints: torch.Tensor,
     floats: torch.Tensor,
     vectors: torch.Tensor,
+    cells: torch.Tensor | None = None,
 ) -> None:
     """Record and steer rows of the stream at one tap, as the plan says.
 
     `hidden` and `other` are [tokens, width], and their weighted sum is the stream; `number` is the
     tap's number tensor (`vllm_weir.worker.tap.op.numbered`). The other tensors are those of
-    `vllm_weir.worker.tap.op.TapTensors`. The width of the row need not be the ring's.
+    `vllm_weir.worker.tap.op.TapTensors`; `cells` may be left out if no node has one. The width of
+    the row need not be the ring's.
     """
     fields = number.numpy()  # in small tables numpy looks things up faster than torch
     tap, keep_other = int(fields[0]), bool(fields[3])
@@ -62,11 +53,11 @@ def launch(
         return
     tokens = torch.from_numpy(active)
     nodes, stage_ranks, slots, spans = nodes[active], stage_ranks[active], slots[active], spans[active]
-    steered = (nodes >= 0).nonzero()[0]
     rows = _stream_rows(hidden, other, tokens, scale, other_scale).float()
+    chains = Chains(ints.numpy(), floats, vectors, Cells(cells, tokens, hidden.dtype), len(active))
     for stage in range(STAGES):
         if stage and (nodes >= 0).any():
-            nodes, rows = _follow_chains(nodes, rows, stage == STAGES - 1, ints.numpy(), floats, vectors)
+            nodes, rows = chains.follow(nodes, rows, stage == STAGES - 1)
         recorded = (stage_ranks[:, stage] >= 0).nonzero()[0]
         if len(recorded):
             values = (rows if len(recorded) == len(rows) else rows[torch.from_numpy(recorded)]).to(ring.dtype)
@@ -74,6 +65,7 @@ def launch(
                 joined = slots[recorded], stage_ranks[recorded, stage], spans[recorded]
                 recorded, values = _reduce_groups(ring, *joined, values, recorded)
             _write_rows(ring, slots[recorded] + stage_ranks[recorded, stage], values)
+    steered = chains.changed.nonzero()[0]
     if len(steered):
         steered_tokens, written = tokens[torch.from_numpy(steered)], rows[torch.from_numpy(steered)] / scale
         if keep_other:
@@ -118,7 +110,7 @@ def _reduce_groups(
     first = members[heads]
     cell_rows = slots[first] // words + ranks[first]
     maximum, seeded = spans[first] & MAXIMUM != 0, spans[first] & SEEDED != 0
-    joined = _read_rows(cells, cell_rows, values.shape[1])
+    joined = read_rows(cells, cell_rows, values.shape[1])
     joined[torch.from_numpy(~seeded)] = 0.0
     joined[torch.from_numpy(~seeded & maximum)] = float("-inf")
     for k in range(counts.max()):
@@ -132,188 +124,12 @@ def _reduce_groups(
     return recorded[not_grouped], values[torch.from_numpy(not_grouped)]
 
 
-def _read_rows(table: torch.Tensor, first: np.ndarray, width: int) -> torch.Tensor:
-    """Return rows of `width` values; each begins at a row of the table and may go on in the next ones."""
-    d_model = table.shape[1]
-    if width == d_model:
-        return table[_index(first)]
-    rows = [table[_index(first + k)] for k in range(ring_rows(width, d_model))]
-    return torch.cat(rows, 1)[:, :width]
-
-
 def _write_rows(table: torch.Tensor, first: np.ndarray, values: torch.Tensor) -> None:
-    """Write what `_read_rows` reads."""
+    """Write what `read_rows` reads."""
     d_model, width = table.shape[1], values.shape[1]
     if width == d_model:
-        table[_index(first)] = values
+        table[as_index(first)] = values
         return
     for k in range(ring_rows(width, d_model)):
         part = values[:, k * d_model : (k + 1) * d_model]
-        table[_index(first + k), : part.shape[1]] = part
-
-
-def _index(numbers: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(numbers.astype(np.int64))
-
-
-def _follow_chains(
-    nodes: np.ndarray,
-    rows: torch.Tensor,
-    past_post: bool,
-    ints: np.ndarray,
-    floats: torch.Tensor,
-    vectors: torch.Tensor,
-) -> tuple[np.ndarray, torch.Tensor]:
-    """Follow each row's chain of nodes as far as the stage goes.
-
-    Args:
-        nodes: int [n], the node that each row is at, -1 for none.
-        rows: float32 [n, width].
-        past_post: whether nodes that come after the stream was recorded are followed too.
-        ints: table of the nodes' integers.
-        floats: table of the nodes' coefficients.
-        vectors: table of vectors.
-
-    Returns:
-        The nodes where the chains stopped, and the new rows.
-    """
-    nodes, rows = nodes.copy(), rows.clone()
-    starts = np.unique(nodes[nodes >= 0]).tolist()
-    if len(starts) > MAX_SEPARATE_CHAINS:
-        _follow_together(nodes, rows, past_post, ints, floats, vectors)
-        return nodes, rows
-    d_model, width, values = vectors.shape[1], rows.shape[1], vectors.view(-1)
-    for start in starts:
-        members = (nodes == start).nonzero()[0]
-        own_rows = rows[torch.from_numpy(members)]
-        delta, node = None, start
-        while node >= 0:
-            kind, u, w, following, flags, lo, hi, shift = ints[node].tolist()
-            if flags & AFTER_POST and not past_post:
-                break
-            u_values = values[u * d_model + lo + shift : u * d_model + hi + shift]
-            w_values = values[w * d_model + lo + shift : w * d_model + hi + shift] if w >= 0 else None
-            if hi - lo == width:
-                term = _term(kind, own_rows, u_values, w_values, *floats[node].tolist())
-                delta = term if delta is None else delta + term
-            else:
-                term = _term(kind, _columns(own_rows, lo, hi), u_values, w_values, *floats[node].tolist())
-                delta = _added_to_columns(own_rows, delta, lo, hi, term)
-            if flags & LAST:
-                own_rows, delta = own_rows + delta, None
-            node = following
-        rows[torch.from_numpy(members)] = own_rows
-        nodes[members] = node
-    return nodes, rows
-
-
-def _added_to_columns(
-    rows: torch.Tensor, delta: torch.Tensor | None, lo: int, hi: int, term: torch.Tensor
-) -> torch.Tensor:
-    """Return what has been added to rows so far (None: nothing), with a term for some columns."""
-    if delta is None:
-        delta = torch.full_like(rows, NOTHING_ADDED)
-    elif delta.dim() == 1:  # the same for all rows
-        delta = delta.expand_as(rows).clone()
-    delta[:, lo:hi] += term
-    return delta
-
-
-def _columns(rows: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
-    """Return columns of rows; contiguous, so that sums do not depend on what is around them."""
-    return rows if hi - lo == rows.shape[1] else rows[:, lo:hi].contiguous()
-
-
-def _follow_together(
-    nodes: np.ndarray,
-    rows: torch.Tensor,
-    past_post: bool,
-    ints: np.ndarray,
-    floats: torch.Tensor,
-    vectors: torch.Tensor,
-) -> None:
-    """Advance all rows by one node at a time, in place; the results are the same to the bit."""
-    delta = torch.full_like(rows, NOTHING_ADDED)
-    moving = (nodes >= 0).nonzero()[0]
-    while len(moving):
-        at = nodes[moving]
-        if not past_post:
-            in_stage = ints[at, 4] & AFTER_POST == 0
-            moving, at = moving[in_stage], at[in_stage]
-        _, u, w, following, flags, *_ = ints[at].T
-        for of_group, kind, lo, hi, shift in _alike(ints[at]):
-            members = torch.from_numpy(moving[of_group])
-            coefficients = floats[_index(at[of_group]), :, None].unbind(1)
-            into = _read_rows(vectors, u[of_group], hi + shift)[:, lo + shift :]
-            along = _read_rows(vectors, w[of_group], hi + shift)[:, lo + shift :] if kind in MEASURING else None
-            term = _term(kind, _columns(rows[members], lo, hi), into, along, *coefficients)
-            if hi - lo == rows.shape[1]:
-                delta[members] += term
-            else:
-                delta[members, lo:hi] += term
-        ends = torch.from_numpy(moving[flags & LAST != 0])
-        rows[ends] += delta[ends]
-        delta[ends] = NOTHING_ADDED
-        nodes[moving] = following
-        moving = moving[following >= 0]
-
-
-def _alike(fields: np.ndarray) -> Iterator[tuple[np.ndarray, int, int, int, int]]:
-    """Divide nodes, int32 [n, 8], into those with equal kind and columns.
-
-    Yields:
-        A mask [n], and their kind, lo, hi and shift.
-    """
-    kinds, columns = fields[:, 0], fields[:, 5:]
-    if (columns == columns[:1]).all():
-        for kind in np.unique(kinds).tolist():
-            yield kinds == kind, kind, *columns[0].tolist()
-        return
-    keys = fields[:, (0, 5, 6, 7)]
-    for key in np.unique(keys, axis=0):
-        yield (keys == key).all(1), *key.tolist()
-
-
-def _term(
-    kind: int,
-    rows: torch.Tensor,
-    u: torch.Tensor,
-    w: torch.Tensor | None,
-    a: float | torch.Tensor,
-    b: float | torch.Tensor,
-    low: Any,
-    high: Any,
-) -> torch.Tensor:
-    """Return what one instruction adds to rows [n, d].
-
-    Args:
-        kind: of the instruction.
-        rows: [n, d].
-        u: vector [d], or [n, d], that is added.
-        w: vector [d], or [n, d], along which rows are measured.
-        a: coefficient, a float or [n, 1], like the following.
-        b: second coefficient.
-        low: lower bound of a clamp, bias of a feature.
-        high: upper bound of a clamp, threshold of a feature.
-    """
-    if kind == BLEND:
-        return a * (u - rows)
-    if kind == CONST:
-        return a * u
-    if kind == NORM:
-        return a * rows.norm(dim=1, keepdim=True) * u
-    if kind == KEEP_NORM:
-        norm = rows.norm(dim=1, keepdim=True)
-        turned = rows + (a + b * norm) * u
-        length = turned.norm(dim=1, keepdim=True)
-        return torch.where(length > 0, turned * (norm / length) - rows, 0.0)
-    assert w is not None
-    along = (rows * w).sum(1, keepdim=True)
-    if kind == AFFINE:
-        return (a * along + b) * u
-    if kind == CLAMP:
-        return a * (along.clamp(low, high) - along) * u
-    if kind == FEATURE:
-        along = along + low
-        return (a * torch.where(along > high, along, 0.0) + b) * u
-    raise AssertionError(f"unknown instruction {kind}")
+        table[as_index(first + k), : part.shape[1]] = part

@@ -7,7 +7,7 @@ import torch
 
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.step_plan import ProgramsByToken, StepPlan
-from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.steering.host_tables import HostTables
 
 STAGING = 4
 """Staging buffers of the plan: how many steps the host may be ahead of copies to the device."""
@@ -110,17 +110,17 @@ class _WrittenPlan:
 
 
 class TableWriter:
-    """Mirrors a `ProgramTable` on the device.
+    """Mirrors tables of the host on the device.
 
     Args:
-        table: the table on the host.
+        table: the tables on the host.
         device: of the mirror.
 
     Attributes:
         tensors: the mirrored arrays by name.
     """
 
-    def __init__(self, table: ProgramTable, device: torch.device) -> None:
+    def __init__(self, table: HostTables, device: torch.device) -> None:
         self._table = table
         self.tensors = {name: torch.from_numpy(getattr(table, name)).clone().to(device) for name in table.changed}
 

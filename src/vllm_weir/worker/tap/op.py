@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 
+from vllm_weir.schema.taps import SCORES
 from vllm_weir.worker.tap import cpu_kernel
 
 _LIBRARY = torch.library.Library("weir", "DEF")
@@ -45,6 +46,8 @@ class TapTensors:
         ints: int32 [nodes, 8], integer fields of the nodes.
         floats: float32 [nodes, 4], coefficients of the nodes.
         vectors: float32 [vectors, d_model]. A wider vector takes several rows.
+        cells: float32 [max tokens, cells]: numbers of each token of the step, which probes write and
+            gates read (`vllm_weir.schema.resolved_probes.CellLayout`).
     """
 
     plan: torch.Tensor
@@ -54,10 +57,13 @@ class TapTensors:
     ints: torch.Tensor
     floats: torch.Tensor
     vectors: torch.Tensor
+    cells: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
 
-ALL = -1
-"""Mask of every tap; bit t of a mask stands for tap t."""
+ALL = (1 << SCORES) - 1
+"""Mask of every tap; bit t of a mask stands for tap t, and bit SCORES + t for the probes there."""
+EVERYTHING = -1
+"""Mask of every tap and all probes."""
 
 
 class TapSwitch:
@@ -77,9 +83,11 @@ class TapSwitch:
             its row; a tap without an entry has them all.
         launch: called by the taps in place of their kernel, with the same arguments; None for the
             kernel.
+        score: called after a tap at which probes read, with its number; None where there are no
+            probes.
     """
 
-    __slots__ = ("__weakref__", "_kept", "columns", "launch", "mask", "numbers", "pinned", "tables", "tensors")
+    __slots__ = ("__weakref__", "_kept", "columns", "launch", "mask", "numbers", "pinned", "score", "tables", "tensors")
 
     def __init__(self, tensors: TapTensors) -> None:
         self.tensors = tensors
@@ -88,6 +96,7 @@ class TapSwitch:
         self.numbers: dict[int, int] = {}
         self.columns: dict[int, tuple[int, int]] = {}
         self.launch: Callable[..., None] | None = None
+        self.score: Callable[[int], None] | None = None
         self._kept: list[torch.Tensor] = []
 
     def enrol(self, number: torch.Tensor, tap: int, columns: tuple[int, int] | None = None) -> None:
@@ -111,15 +120,15 @@ class TapSwitch:
 
     def turn(self, mask: int) -> None:
         """Let the taps of `mask` act from the next forward pass on, and no others."""
-        self.mask = ALL if self.pinned else mask
+        self.mask = EVERYTHING if self.pinned else mask
 
     def pin(self) -> None:
         """Let all taps act for good."""
-        self.mask, self.pinned = ALL, True
+        self.mask, self.pinned = EVERYTHING, True
 
     def wants(self, tap: int) -> bool:
-        """Return whether a tap acts."""
-        return self.mask == ALL or bool(self.mask >> tap & 1)
+        """Return whether a tap acts; ``SCORES + tap`` stands for its probes."""
+        return bool(self.mask >> tap & 1)
 
 
 _switches: weakref.WeakValueDictionary[int, TapSwitch] = weakref.WeakValueDictionary()
@@ -156,6 +165,8 @@ def _act(kernel: Callable[..., None], hidden: torch.Tensor, other: torch.Tensor 
     if other is not None and other.dim() == 3:
         other = other.squeeze(0)
     (switch.launch or kernel)(hidden, other, number, *switch.tables)
+    if switch.score is not None and switch.wants(SCORES + (tap := switch.numbers[address])):
+        switch.score(tap)
 
 
 def _as_rows(tensor: torch.Tensor, columns: tuple[int, int] | None) -> torch.Tensor:

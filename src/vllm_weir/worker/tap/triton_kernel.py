@@ -34,6 +34,8 @@ _CLAMP = tl.constexpr(kinds.CLAMP)
 _BLEND = tl.constexpr(kinds.BLEND)
 _KEEP_NORM = tl.constexpr(kinds.KEEP_NORM)
 _FEATURE = tl.constexpr(kinds.FEATURE)
+_SCORE = tl.constexpr(kinds.SCORE)
+_CELL_BIT = tl.constexpr(programs.CELL_BIT)
 _LAST = tl.constexpr(programs.LAST)
 _AFTER_POST = tl.constexpr(programs.AFTER_POST)
 _SPAN = tl.constexpr(SPAN)
@@ -100,6 +102,18 @@ def _term(node, row, ints, floats, vectors, width, d_model, offsets, inside):
 
 
 @triton.jit
+def _raw_number(node, row, ints, floats, vectors, width, d_model, offsets, inside):
+    """Return the number that the SCORE instruction at `node` makes of the row."""
+    w = tl.load(ints + node * _INTS + 2).to(tl.int64)
+    lo, hi = tl.load(ints + node * _INTS + 5), tl.load(ints + node * _INTS + 6)
+    shift = tl.load(ints + node * _INTS + 7)
+    whole = (lo == 0) & (hi == width) & (shift == 0)
+    acts = inside & (offsets >= lo) & (offsets < hi)
+    direction = _elements(vectors, w, d_model, offsets, inside, shift, acts, whole)
+    return tl.sum(tl.where(acts, row, 0.0) * direction, axis=0) + tl.load(floats + node * _FLOATS + 1)
+
+
+@triton.jit
 def _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER: tl.constexpr):
     """Return the token's rows of `hidden` and `other`; twice the former if there is no other."""
     row = tl.load(hidden + token * hidden_stride + offsets, mask=inside, other=0.0)
@@ -141,21 +155,32 @@ def _write(
 
 
 @triton.jit
-def _follow(node, h, past_post, ints, floats, vectors, width, d_model, offsets, inside):
-    """Follow a chain of nodes; return where it stopped, and the new row.
+def _follow(node, h, past_post, cells, ints, floats, vectors, width, d_model, offsets, inside, DTYPE: tl.constexpr):
+    """Follow a chain of nodes; return where it stopped, the new row, and whether something was added.
 
-    Unless `past_post`, stop also at the first node that acts after resid_post was recorded.
+    Unless `past_post`, stop also at the first node that acts after resid_post was recorded. `cells`
+    points to the token's. Probes see the row as it is recorded, in DTYPE.
     """
     delta = _nothing(h)
+    changed = 0
     flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
     while (node >= 0) & (past_post | ((flags & _AFTER_POST) == 0)):
-        delta += _term(node, h, ints, floats, vectors, width, d_model, offsets, inside)
+        cell = flags >> _CELL_BIT
+        if tl.load(ints + node * _INTS) == _SCORE:
+            seen = h.to(DTYPE).to(tl.float32)
+            raw = _raw_number(node, seen, ints, floats, vectors, width, d_model, offsets, inside)
+            tl.store(cells + cell - 1, raw)
+        else:
+            share = tl.load(cells + cell - 1, mask=cell > 0, other=1.0)
+            if share != 0.0:
+                delta += share * _term(node, h, ints, floats, vectors, width, d_model, offsets, inside)
+                changed = 1
         if (flags & _LAST) != 0:
             h = h + delta
             delta = _nothing(h)
         node = tl.load(ints + node * _INTS + 3).to(tl.int64)
         flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
-    return node, h
+    return node, h, changed
 
 
 @triton.jit
@@ -194,7 +219,9 @@ def _reduce_group(
     ints,
     floats,
     vectors,
+    cells,
     num_taps,
+    num_cells,
     width,
     d_model,
     HAS_OTHER: tl.constexpr,
@@ -239,17 +266,24 @@ def _reduce_group(
                         )
                         row = _stream(row, other_row, scale, other_scale, HAS_OTHER)
                         first_node, h = node, row.to(tl.float32)
+                        own_cells = cells + (token + k) * num_cells
+                        changed = 0
                         if stage > 0:
-                            node, h = _follow(
-                                node, h, stage > 1, ints, floats, vectors, width, d_model, offsets, inside
-                            )
+                            node, h, changed = _follow(
+                                node, h, stage > 1, own_cells, ints, floats, vectors, width, d_model, offsets, inside,
+                                row.dtype,
+                            )  # fmt: skip
                         so_far = _combine(so_far, h.to(row.dtype), True, maximum)
                         if (stage == last_stage) & (first_node >= 0):
-                            node, h = _follow(node, h, True, ints, floats, vectors, width, d_model, offsets, inside)
-                            _write(
-                                hidden, other, token + k, hidden_stride, other_stride, tap, h, other_row, offsets,
-                                inside, HAS_OTHER,
+                            node, h, changed_after = _follow(
+                                node, h, True, own_cells, ints, floats, vectors, width, d_model, offsets, inside,
+                                row.dtype,
                             )  # fmt: skip
+                            if (changed | changed_after) != 0:
+                                _write(
+                                    hidden, other, token + k, hidden_stride, other_stride, tap, h, other_row, offsets,
+                                    inside, HAS_OTHER,
+                                )  # fmt: skip
             else:
                 for k in range(0, span, 2):
                     # Two at a time: both loads are under way before the first row is joined.
@@ -272,7 +306,7 @@ def _reduce_group(
 
 
 # Specialising on these would only compile more kernels.
-@triton.jit(do_not_specialize=["plan_size", "rank_width", "num_taps"])
+@triton.jit(do_not_specialize=["plan_size", "rank_width", "num_taps", "num_cells"])
 def _tap(
     hidden,
     other,
@@ -284,12 +318,14 @@ def _tap(
     ints,
     floats,
     vectors,
+    cells,
     listed,
     hidden_stride,
     other_stride,
     plan_size,
     rank_width,
     num_taps,
+    num_cells,
     width,
     d_model,
     HAS_OTHER: tl.constexpr,
@@ -325,7 +361,8 @@ def _tap(
             cell = ring.to(tl.pointer_type(tl.float32)) + slot // words * d_model
             _reduce_group(
                 hidden, other, hidden_stride, other_stride, tap, tap_index, token, flagged_span, cell, stage_ranks,
-                plan, heads, ints, floats, vectors, num_taps, width, d_model, HAS_OTHER, STAGES, BLOCK, GROUP,
+                plan, heads, ints, floats, vectors, cells, num_taps, num_cells, width, d_model, HAS_OTHER, STAGES,
+                BLOCK, GROUP,
             )  # fmt: skip
     elif recorded | (node >= 0):
         offsets = tl.arange(0, BLOCK)
@@ -338,11 +375,18 @@ def _tap(
             tl.store(ring + (slot + rank_1) * d_model + offsets, row, mask=inside & (rank_1 >= 0))
             tl.store(ring + (slot + rank_2) * d_model + offsets, row, mask=inside & (rank_2 >= 0))
         else:
-            node, h = _follow(node, row.to(tl.float32), False, ints, floats, vectors, width, d_model, offsets, inside)
+            own_cells = cells + token * num_cells
+            node, h, changed = _follow(
+                node, row.to(tl.float32), False, own_cells, ints, floats, vectors, width, d_model, offsets, inside,
+                row.dtype,
+            )  # fmt: skip
             tl.store(ring + (slot + rank_1) * d_model + offsets, h.to(row.dtype), mask=inside & (rank_1 >= 0))
-            node, h = _follow(node, h, True, ints, floats, vectors, width, d_model, offsets, inside)
+            node, h, changed_after = _follow(
+                node, h, True, own_cells, ints, floats, vectors, width, d_model, offsets, inside, row.dtype
+            )
             tl.store(ring + (slot + rank_2) * d_model + offsets, h.to(row.dtype), mask=inside & (rank_2 >= 0))
-            _write(hidden, other, token, hidden_stride, other_stride, tap, h, other_row, offsets, inside, HAS_OTHER)
+            if (changed | changed_after) != 0:
+                _write(hidden, other, token, hidden_stride, other_stride, tap, h, other_row, offsets, inside, HAS_OTHER)
 
 
 def launch(
@@ -356,6 +400,7 @@ def launch(
     ints: torch.Tensor,
     floats: torch.Tensor,
     vectors: torch.Tensor,
+    cells: torch.Tensor | None = None,
     *,
     listed: torch.Tensor | None = None,
 ) -> None:
@@ -363,7 +408,8 @@ def launch(
 
     `hidden` and `other` are [tokens, width], and their weighted sum is the stream; `tap` is the
     tap's number tensor (`vllm_weir.worker.tap.op.numbered`). The other tensors are those of
-    `vllm_weir.worker.tap.op.TapTensors`. The width of the row need not be the ring's.
+    `vllm_weir.worker.tap.op.TapTensors`; `cells` may be left out if no node has one. The width of
+    the row need not be the ring's.
 
     `listed` is int32, the tokens that the plan has something for; those that begin a group come
     first, since they take longest. None means all tokens, as in a CUDA graph, which serves any
@@ -391,12 +437,14 @@ def launch(
         ints,
         floats,
         vectors,
+        floats if cells is None else cells,
         plan if listed is None else listed,
         hidden.stride(0),
         0 if other is None else other.stride(0),
         plan.shape[0],
         ranks.shape[1],
         heads.shape[1],
+        0 if cells is None else cells.shape[1],
         width,
         ring.shape[1],
         HAS_OTHER=other is not None,

@@ -8,8 +8,14 @@ from typing import Any
 
 import torch
 
+from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.worker.planning.columns import JOIN_FIELDS
-from vllm_weir.worker.tap.op import numbered
+from vllm_weir.worker.scoring.probe_table import ProbeTable
+from vllm_weir.worker.scoring.scorer import Scorer
+from vllm_weir.worker.scoring.tensors import ScoreTensors
+from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.tap.device_tables import TableWriter
+from vllm_weir.worker.tap.op import TapTensors, numbered
 
 
 class TapWarmup:
@@ -20,10 +26,18 @@ class TapWarmup:
         dtype: of its activations.
         device: of the model.
         widths: of the rows of its hook points, besides `d_model`.
+        cells: of each token, for the kernel that computes scores; 0 if probes are not served.
     """
 
-    def __init__(self, d_model: int, dtype: torch.dtype, device: torch.device, widths: Iterable[int] = ()) -> None:
-        self._d_model, self._dtype, self._device = d_model, dtype, device
+    def __init__(
+        self,
+        d_model: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        widths: Iterable[int] = (),
+        cells: int = 0,
+    ) -> None:
+        self._d_model, self._dtype, self._device, self._cells = d_model, dtype, device, cells
         self._done: list[Future[None]] = []
         self.add(widths)
 
@@ -31,7 +45,7 @@ class TapWarmup:
         """Compile kernels for rows of these widths, too."""
         if self._device.type == "cuda":
             thread = ThreadPoolExecutor(1, thread_name_prefix="weir-warm")
-            self._done.append(thread.submit(_launch, self._d_model, self._dtype, self._device, widths))
+            self._done.append(thread.submit(_launch, self._d_model, self._dtype, self._device, widths, self._cells))
             thread.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -43,7 +57,8 @@ class TapWarmup:
             done.result()
 
 
-def _launch(d_model: int, dtype: torch.dtype, device: torch.device, widths: Iterable[int]) -> None:
+def _launch(d_model: int, dtype: torch.dtype, device: torch.device, widths: Iterable[int], cells: int) -> None:
+    from vllm_weir.worker.scoring.triton_kernel import launch as score
     from vllm_weir.worker.tap.reduction_kernel import join
     from vllm_weir.worker.tap.triton_kernel import launch
 
@@ -55,7 +70,20 @@ def _launch(d_model: int, dtype: torch.dtype, device: torch.device, widths: Iter
     # One reduction without columns.
     work = torch.zeros(1, len(JOIN_FIELDS), dtype=torch.int32, device=device)
     join(work, 1, *torch.zeros(2, 1, d_model, dtype=torch.float32, device=device))
+    if cells:
+        score(0, score_stand_in(d_model, cells, device))
     torch.cuda.current_stream().synchronize()
+
+
+def score_stand_in(d_model: int, cells: int, device: torch.device) -> ScoreTensors:
+    """Return what the score kernel is given in a step without runs."""
+    sizes = TableSizes(vectors=1, programs=1, nodes=1, probes=1, gates=1, states=1, cells=cells)
+    programs = ProgramTable(sizes, 1, (), d_model)
+    tables = TableWriter(programs, device).tensors
+    none = torch.full((1, 4), -1, dtype=torch.int32, device=device)
+    numbers = torch.zeros(1, cells, dtype=torch.float32, device=device)
+    tensors = TapTensors(none, none, tables["vectors"], **tables, cells=numbers)
+    return Scorer(ProbeTable(sizes, programs), tensors, sizes).tensors
 
 
 def stand_ins(
@@ -70,7 +98,7 @@ def stand_ins(
     hidden, residual, ring = torch.zeros(3, 1, d_model, dtype=dtype, device=device)
     none = torch.full((1, 4), -1, dtype=torch.int32, device=device)
     floats = torch.zeros(1, d_model, dtype=torch.float32, device=device)
-    tables = (numbered(0, device=device), none, none, ring, none, none, floats, floats)
+    tables = (numbered(0, device=device), none, none, ring, none, none, floats, floats, floats)
     # A kernel is compiled for a power of two, and for whether 16 divides the width.
     others = {((width - 1).bit_length(), width % 16 == 0): width for width in widths if width != d_model}
     rows = [torch.zeros(1, width, dtype=dtype, device=device) for width in others.values()]

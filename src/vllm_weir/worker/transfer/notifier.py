@@ -33,6 +33,8 @@ class StepNotice:
         steered: what was steered, STEERED [n].
         failures: request id -> why it failed.
         spill: whether readers should empty their retired extents.
+        scored: which positions were scored, SCORED [n].
+        scores: waits for their scores, and returns them by endpoint, float32; raises if they are lost.
     """
 
     arrived: Callable[[], None]
@@ -41,6 +43,8 @@ class StepNotice:
     steered: dict[str, np.ndarray] = field(default_factory=dict)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
     spill: bool = False
+    scored: dict[str, np.ndarray] = field(default_factory=dict)
+    scores: Callable[[], dict[str, np.ndarray]] = dict
 
 
 class Notifier:
@@ -91,26 +95,25 @@ class Notifier:
 
     def _run(self) -> None:
         while (notice := self._notices.get()) is not None:
-            broken = ""
+            broken, scores = "", {}
             try:
                 notice.arrived()
+                scores = notice.scores()
             except Exception as e:  # noqa: BLE001 - a dead thread would leave every reader waiting for its timeout
                 broken = _describe(e)
-            told = (
-                notice.layout_updates.keys() | notice.arrivals.keys() | notice.steered.keys() | notice.failures.keys()
-            )
-            for endpoint in sorted(told):
-                self._tell(endpoint, notice, broken)
+            parts = (notice.layout_updates, notice.arrivals, notice.steered, notice.failures, notice.scored)
+            for endpoint in sorted(set().union(*parts)):
+                self._tell(endpoint, notice, broken, scores.get(endpoint, _NO_SCORES))
         for socket in self._sockets.values():
             socket.close(linger=1000)
         self._context.term()
 
-    def _tell(self, endpoint: str, notice: StepNotice, broken: str) -> None:
+    def _tell(self, endpoint: str, notice: StepNotice, broken: str, scores: np.ndarray) -> None:
         """Send one reader's part of a notice; `broken` says why its rows are lost, if they are."""
         layout_updates = notice.layout_updates.get(endpoint) or messages.LayoutUpdate()
         maps_buffer = True
         try:
-            maps_buffer = self._announce(endpoint, notice, layout_updates, broken)
+            maps_buffer = self._announce(endpoint, notice, layout_updates, broken, scores)
         except Exception as e:  # noqa: BLE001 - as above
             self._report_loss(endpoint, layout_updates, _describe(e))
         for extent in layout_updates.retired:
@@ -120,13 +123,22 @@ class Notifier:
         for row_seq in layout_updates.closed:
             self._remote.pop(row_seq, None)
 
-    def _announce(self, endpoint: str, notice: StepNotice, layout_updates: messages.LayoutUpdate, broken: str) -> bool:
+    def _announce(
+        self,
+        endpoint: str,
+        notice: StepNotice,
+        layout_updates: messages.LayoutUpdate,
+        broken: str,
+        scores: np.ndarray,
+    ) -> bool:
         """Send the message; return whether the reader maps the buffer."""
         to = messages.ReaderEndpoint.parse(endpoint)
         arrivals = _NO_ARRIVALS if broken else notice.arrivals.get(endpoint, _NO_ARRIVALS)
         steered = _NO_STEERED if broken else notice.steered.get(endpoint, _NO_STEERED)
         failures = notice.failures.get(endpoint, {})
         header = self._header(to, layout_updates, failures, notice.spill, broken)
+        if len(scores):
+            header.scored, header.scores = notice.scored[endpoint].tobytes(), scores.tobytes()
         frames = [messages.encode(header), arrivals.tobytes(), steered.tobytes()]
         maps_buffer = not (layout_updates or len(arrivals)) or self._buffer_server.maps(endpoint)
         if not maps_buffer:
@@ -203,7 +215,7 @@ class Notifier:
         return self._sockets[address]
 
 
-_NO_ARRIVALS, _NO_STEERED = np.empty(0, ARRIVAL), np.empty(0, STEERED)
+_NO_ARRIVALS, _NO_STEERED, _NO_SCORES = np.empty(0, ARRIVAL), np.empty(0, STEERED), np.empty(0, np.float32)
 
 
 def _describe(error: Exception) -> str:

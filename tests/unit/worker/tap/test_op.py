@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, FEATURE, KEEP_NORM, NORM
+from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, FEATURE, KEEP_NORM, NORM, SCORE
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.discovery.anchors import AddedTerm, Anchor, TensorKey
 from vllm_weir.worker.planning.site_sets import SiteSets
-from vllm_weir.worker.steering.programs import AFTER_POST, LAST
-from vllm_weir.worker.tap import cpu_kernel, install
+from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, LAST
+from vllm_weir.worker.tap import cpu_chains, install
 from vllm_weir.worker.tap import op as tap_module
 from vllm_weir.worker.tap.install import place
 from vllm_weir.worker.tap.op import TapSwitch, TapTensors, numbered
@@ -418,13 +418,17 @@ def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(see
     count = programs * length
     node = torch.arange(count, dtype=torch.int32).reshape(programs, length)
     following = torch.where(torch.arange(length) < length - 1, node + 1, -1)
-    kinds = torch.tensor([BLEND, CONST, NORM, AFFINE, CLAMP, KEEP_NORM, FEATURE])[numbers(0, 7, count).long()]
+    kinds = torch.tensor([BLEND, CONST, NORM, AFFINE, CLAMP, KEEP_NORM, FEATURE, SCORE])[numbers(0, 8, count).long()]
     # What comes after the stream has been recorded comes last, and begins with a row of its own.
     turn = numbers(0, length + 1, programs, 1)
     late = torch.arange(length) >= turn
     last = (numbers(0, 2, programs, length) > 0) | (torch.arange(length) + 1 == turn) | (following < 0)
     flags = late * AFTER_POST | last * LAST
-    fields = [kinds, *numbers(0, 6, 2, count), following.flatten(), flags.flatten(), *columns_of_nodes(draw, count, d)]
+    # Cells 1 and 2 hold factors, and scores are written into 3 to 6.
+    cell = torch.where(kinds == SCORE, numbers(3, 7, count), numbers(0, 3, count))
+    flags = flags.flatten() | cell << CELL_BIT
+    cells = torch.tensor([0.0, 1.0, 0.5])[numbers(0, 3, tokens, 6).long()]
+    fields = [kinds, *numbers(0, 6, 2, count), following.flatten(), flags, *columns_of_nodes(draw, count, d)]
     ints = torch.stack(fields, 1).int()
     floats = normal(count, 4)
     floats[:, 2:] = floats[:, 2:].sort(1)[0]
@@ -433,10 +437,15 @@ def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(see
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for few in (0, programs):
-            patch.setattr(cpu_kernel, "MAX_SEPARATE_CHAINS", few)
-            found.append(cpu_kernel._follow_chains(nodes.numpy(), h, past_post, ints.numpy(), floats, vectors))
-    (stopped, rows), (same_stop, same_rows) = found
+            patch.setattr(cpu_chains, "MAX_SEPARATE_CHAINS", few)
+            own_cells = cells.clone()
+            of_tokens = cpu_chains.Cells(own_cells, torch.arange(tokens), torch.float32)
+            chains = cpu_chains.Chains(ints.numpy(), floats, vectors, of_tokens, tokens)
+            found.append((*chains.follow(nodes.numpy(), h, past_post), chains.changed, own_cells))
+    (stopped, rows, changed, written), (same_stop, same_rows, same_changed, same_written) = found
     assert (stopped == same_stop).all() and torch.equal(rows, same_rows)
+    assert (changed == same_changed).all() and torch.equal(written, same_written)
+    assert torch.equal(rows[~changed], h[~changed])
 
 
 def added(kind, h, u, w, a, b, low, high):
@@ -536,7 +545,7 @@ def test_rows_of_any_width_are_read_and_steered_in_any_of_their_columns(
     tables = [torch.from_numpy(x) for x in (heads, ints, floats, vectors)]
     switch = live(TapTensors(torch.from_numpy(plan), torch.from_numpy(ranks), ring, *tables))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernel, "MAX_SEPARATE_CHAINS", 9 if separate else 0)
+        patch.setattr(cpu_chains, "MAX_SEPARATE_CHAINS", 9 if separate else 0)
         for tap in range(taps):
             number, before = numbered(tap), whole.clone()
             switch.enrol(number, tap, (around[0], around[0] + width))

@@ -18,7 +18,7 @@ from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
 from vllm_weir.worker.tap.op import TapTensors
-from vllm_weir.worker.tap.warmup import TapWarmup, stand_ins
+from vllm_weir.worker.tap.warmup import TapWarmup, score_stand_in, stand_ins
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +115,21 @@ def test_kernels_are_compiled_for_what_workers_have(dtype):
         for table, entry in zip(tables, fields(TapTensors), strict=True):
             assert table.dtype == getattr(runtime.tensors, entry.name).dtype, entry.name
     assert [other is None for _, other, *_ in made] == [True, False]
+
+
+def test_the_score_kernel_is_compiled_for_what_workers_have():
+    sites = SiteMap(1, {Site("resid_post", 0): Anchor("0", "after", TensorKey("out", -1))})
+    info = ModelInfo(64, torch.float32, torch.device("cpu"), 8)
+    runtime = WorkerRuntime(torch.nn.Sequential(torch.nn.Identity()), info, Settings.load({}), sites)
+    runtime.close()
+    theirs = runtime._scorer.tensors
+    made = score_stand_in(64, theirs.cells.shape[1], torch.device("cpu"))
+    for entry in fields(made):
+        one, other = getattr(made, entry.name), getattr(theirs, entry.name)
+        assert one.dtype == other.dtype, entry.name
+        assert entry.name == "heads" or one.shape[1:] == other.shape[1:], entry.name  # that width is no constant
+        assert one.storage_offset() * 4 % 16 == other.storage_offset() * 4 % 16 == 0, "kernels differ by alignment"
+    assert not made.offsets.any()
 
 
 def test_rows_of_other_widths_are_compiled_once_for_each_kernel():

@@ -1,0 +1,148 @@
+"""Which tokens the probes of a request read, planned one request after the other. Pure numpy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_weir import messages
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.resolved_probes import Scoring
+from vllm_weir.schema.selectors import Selectors
+from vllm_weir.util.identity_cache import IdentityCache
+from vllm_weir.worker.planning.row_sequences import RowSequences
+from vllm_weir.worker.planning.score_builder import ScoreBuilder
+from vllm_weir.worker.scoring.probe_table import NEXT, TAP, HeldProbes, ProbeTable
+from vllm_weir.worker.scoring.recipe import ScoringRecipe
+from vllm_weir.worker.steering.programs import ProgramTable
+
+
+@dataclass
+class ScoredRequest:
+    """A live request's probes and gates.
+
+    Attributes:
+        held: their rows in the tables.
+        taps, rows: int64 [probes], the tap and the row of each probe.
+        fresh: whether no token has been read since the request joined or was resumed.
+        series: number under which the reader knows its scores, -1 before the first.
+    """
+
+    request_id: str
+    endpoint: str
+    recipe: ScoringRecipe
+    held: HeldProbes
+    taps: np.ndarray
+    rows: np.ndarray
+    fresh: bool = True
+    series: int = -1
+
+
+class ScorePlanner:
+    """Plans what the probes of requests read.
+
+    Args:
+        probes: the table of probes.
+        table: where the programs are that write raw numbers.
+        row_seqs: where readers are told of series.
+
+    Attributes:
+        reports: whether this worker reports scores; one per tensor-parallel group does.
+    """
+
+    def __init__(self, probes: ProbeTable, table: ProgramTable, row_seqs: RowSequences) -> None:
+        self.table, self._row_seqs = probes, row_seqs
+        self.reports = True
+        self._programs = table
+        self._series_numbers = itertools.count()
+        self._recipes: IdentityCache[Scoring, ScoringRecipe] = IdentityCache(
+            lambda scoring: ScoringRecipe(scoring, table)
+        )
+
+    def recipe(self, scoring: Scoring, cached: bool) -> ScoringRecipe:
+        """Return what requests with the same probes have in common, the same object if it is `cached`.
+
+        Raises:
+            WeirError: if this worker cannot do what is asked.
+        """
+        return self._recipes[scoring] if cached else ScoringRecipe(scoring, self._programs)
+
+    def join(self, request_id: str, endpoint: str, recipe: ScoringRecipe) -> ScoredRequest:
+        """Give rows to a request's probes, of which there are some, until it leaves.
+
+        Raises:
+            WeirError: if a table is full.
+        """
+        held = self.table.hold(recipe)
+        return ScoredRequest(request_id, endpoint, recipe, held, np.array(recipe.taps), np.array(held.probes))
+
+    def leave(self, request: ScoredRequest) -> None:
+        """Release what a request holds."""
+        self.table.release(request.held)
+
+    def plan(
+        self,
+        builder: ScoreBuilder,
+        request: ScoredRequest,
+        selectors: Selectors,
+        endpoint: int,
+        first: int,
+        start: int,
+        count: int,
+    ) -> None:
+        """Plan a request's `count` tokens: positions from `start`, tokens of the step from `first`.
+
+        Raises:
+            WeirError: if a gate would need to know what follows.
+        """
+        recipe = request.recipe
+        if recipe.early_bits and count > 1:
+            codes = selectors.codes(np.arange(start + 1, start + count))
+            if (codes & recipe.early_bits).any():
+                raise WeirError(
+                    "a gate with delay=1 acts at or before its probe's block, so it needs the score of a token that is "
+                    'computed in the same pass; use positions="generated", or a later block (after a preemption, '
+                    "generated tokens are computed together: send the request again)",
+                    "interventions",
+                )
+        spans = list(_spans(selectors, recipe.bits, start, start + count))
+        if not spans:
+            return
+        builder.add_runs(request.taps, request.rows, first, count, request.fresh)
+        request.fresh = False
+        if (series := self.series(request)) >= 0:
+            positions, ends = np.array(spans).T
+            tokens = first + positions - start
+            builder.read(endpoint, series, positions, ends - positions, tokens, recipe.layout.reported)
+
+    def plan_one_each(self, builder: ScoreBuilder, probes: np.ndarray, tokens: np.ndarray) -> None:
+        """Plan one token each of requests with these first probes; both int64 [n]."""
+        while len(probes):
+            fields = self.table.probes[probes]
+            builder.add_runs(fields[:, TAP], probes, tokens, 1, False)
+            goes_on = fields[:, NEXT] >= 0
+            probes, tokens = fields[goes_on, NEXT], tokens[goes_on]
+
+    def series(self, request: ScoredRequest) -> int:
+        """Return the number under which the reader knows a request's scores, -1 if they are not reported."""
+        if request.series < 0 and self.reports:
+            request.series = next(self._series_numbers)
+            opened = messages.SeriesOpened(request.series, request.request_id, request.recipe.layout.reported)
+            self._row_seqs.layout_update_for(request.endpoint).series.append(opened)
+        return request.series
+
+
+def _spans(selectors: Selectors, bits: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, end) of the runs of positions between `start` and `end` that have any of `bits`."""
+    runs = selectors.runs(start, end)
+    if runs is not None:
+        yield from ((first, last) for code, first, last in runs if code & bits)
+        return
+    chosen = np.flatnonzero(selectors.codes(np.arange(start, end)) & bits)
+    if len(chosen):
+        breaks = np.flatnonzero(np.diff(chosen) > 1) + 1
+        for run in np.split(chosen + start, breaks):
+            yield int(run[0]), int(run[-1]) + 1

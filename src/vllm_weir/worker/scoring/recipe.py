@@ -1,0 +1,81 @@
+"""`ScoringRecipe`: what requests with the same probes and gates have in common on a worker. Pure."""
+
+from __future__ import annotations
+
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.instructions import ResolvedIntervention
+from vllm_weir.schema.resolved_probes import CellLayout, Scoring
+from vllm_weir.schema.selectors import selector_bits
+from vllm_weir.schema.taps import comes_before, tap_of
+from vllm_weir.worker.steering.programs import ProgramTable
+
+
+class ScoringRecipe:
+    """Probes and gates of requests with the same steps.
+
+    Args:
+        scoring: the probes, gates and steps.
+        table: knows this worker's taps.
+
+    Attributes:
+        probes: those with a tap on this worker: all of them, or none.
+        gates: likewise.
+        layout: where their numbers stand.
+        taps: of the probes.
+        vectors: digests of vectors that they use beside those of the steps.
+        bits: selectors of the probes and of what they gate: nothing is to be known of other
+            positions.
+        early: indices of gates whose factor a token needs before it reaches their probe.
+        early_bits: selectors of what these gate.
+
+    Raises:
+        WeirError: if this worker cannot do what is asked.
+    """
+
+    def __init__(self, scoring: Scoring, table: ProgramTable) -> None:
+        probes, self.gates, steps = scoring
+        self.layout = CellLayout.of(*scoring[:2])
+        self.taps = tuple(tap_of(probe.site) for probe in probes)
+        local = [table.row_at(tap) is not None for tap in self.taps]
+        if any(local) and not all(local):
+            raise WeirError("the probes of one request have to be on one pipeline stage", "probes")
+        self.probes = probes if all(local) else ()
+        for tap in self.taps if self.probes else ():
+            row = table.row_at(tap)
+            if row is not None and row.stop - row.start < row.width:
+                raise WeirError(
+                    "a probe reads a row of which this worker has a part only; probe the residual stream", "probes"
+                )
+        self.vectors = frozenset(row for probe in self.probes for row in probe.out_rows)
+        self.bits = self.early_bits = 0
+        early: set[int] = set()
+        bit_of = selector_bits(step.positions for step in steps)
+        for step in steps:
+            bit, gates = bit_of[step.positions], self._gates_of(step)
+            if step.scores or gates:
+                self.bits |= 1 << bit
+            if gates and not self.probes and table.is_local(step):
+                raise WeirError("a gate's probe has to be on the pipeline stage of what it gates", "interventions")
+            if found := {gate for gate in gates if self._is_early(gate, step)}:
+                if any(self.gates[gate].delay == 0 for gate in found):
+                    raise WeirError(
+                        "a gate without delay acts before its probe has read; use a later block, or delay=1",
+                        "interventions",
+                    )
+                early |= found
+                self.early_bits |= 1 << bit
+        self.early = frozenset(early)
+        if not self.probes:
+            self.gates, self.bits, self.early_bits, self.early = (), 0, 0, frozenset()
+
+    def _gates_of(self, step: ResolvedIntervention) -> set[int]:
+        """Return the indices of the gates that decide on a step."""
+        if step.scores:
+            return set()
+        return {self.layout.factors.index(one.cell - 1) for one in step.instructions if one.cell}
+
+    def _is_early(self, gate: int, step: ResolvedIntervention) -> bool:
+        """Return whether a token can reach a step before the probe that decides on it."""
+        probe_tap = self.taps[self.gates[gate].probe]
+        return any(not comes_before(probe_tap, tap_of(Site(step.hook, layer))) for layer in step.layers)

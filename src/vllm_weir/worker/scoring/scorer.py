@@ -1,0 +1,116 @@
+"""`Scorer`: a worker's probes and gates, from the tables on the host to the numbers for the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import numpy as np
+import torch
+
+from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.util.h2d import upload
+from vllm_weir.worker.planning.step_plan import ScoreReads, StepPlan
+from vllm_weir.worker.scoring import cpu_kernel
+from vllm_weir.worker.scoring.probe_table import EARLY, FACTOR, FLAGS, GATE, GATE_STATE, NEXT_GATE, ZERO, ProbeTable
+from vllm_weir.worker.scoring.run_writer import RunWriter
+from vllm_weir.worker.scoring.tensors import ScoreTensors
+from vllm_weir.worker.tap.device_tables import TableWriter
+from vllm_weir.worker.tap.op import TapTensors
+
+
+class Scorer:
+    """Scores the tokens of each step; all that it does on a GPU is ordered on the current stream.
+
+    Args:
+        table: the probes and gates of live requests.
+        tap_tensors: what the taps write and read.
+        sizes: rows of the tables.
+
+    Attributes:
+        tensors: what the score kernels read and write.
+    """
+
+    def __init__(self, table: ProbeTable, tap_tensors: TapTensors, sizes: TableSizes) -> None:
+        device = tap_tensors.plan.device
+        self._table, self._device = table, device
+        self._table_writer = TableWriter(table, device)
+        self._run_writer = RunWriter(tap_tensors.heads.shape[1], sizes.probes, device)
+        shared = {entry.name: getattr(tap_tensors, entry.name) for entry in fields(tap_tensors)}
+        self.tensors = ScoreTensors(
+            offsets=self._run_writer.offsets,
+            runs=self._run_writer.runs,
+            states=torch.zeros(sizes.states + 1, dtype=torch.float32, device=device),
+            **{name: shared[name] for name in ("plan", "heads", "ints", "vectors", "cells")},
+            **self._table_writer.tensors,
+        )
+        self._early: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Places in `cells` of factors that are needed before the pass reaches their probe, and in `states`."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """Prepare the coming forward pass."""
+        for move in self._table.take_moves():
+            source = upload(move, self._device)
+            self.tensors.states[: len(move)] = self.tensors.states[source]
+        self._table_writer.flush()
+        if self._run_writer.write(plan.runs):
+            self._early = self._find_early(plan.runs) if self._table.early else None
+        if self._early is not None:
+            cells, states = self._early
+            self.tensors.cells.view(-1).index_copy_(0, cells, self.tensors.states[states])
+
+    def silence(self) -> None:
+        """Let nothing be scored in the coming forward pass."""
+        self._run_writer.silence()
+        self._early = None
+
+    def launch(self, tap: int) -> None:
+        """Compute the scores and factors that follow from what a tap has written."""
+        if self._device.type == "cuda":
+            from vllm_weir.worker.scoring.triton_kernel import launch
+
+            launch(tap, self.tensors)
+        else:
+            cpu_kernel.launch(tap, self.tensors)
+
+    def read(self, reads: ScoreReads) -> Callable[[], dict[str, np.ndarray]]:
+        """Copy what readers are told of the step, after its forward pass was issued.
+
+        Returns:
+            A function that waits for the copy, and returns endpoint -> float32 [n].
+        """
+        cells = self.tensors.cells[: reads.tokens, : reads.columns]
+        if self._device.type != "cuda":
+            picked = _pick(cells.contiguous(), reads)
+            return lambda: picked
+        host = torch.empty(cells.shape, dtype=cells.dtype, pin_memory=True)
+        host.copy_(cells, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def arrived() -> dict[str, np.ndarray]:
+            copied.synchronize()
+            return _pick(host, reads)
+
+        return arrived
+
+    def _find_early(self, runs: np.ndarray) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return `_early` for RUN [n]: of the first token of each run."""
+        table, width = self._table, self.tensors.cells.shape[1]
+        gates, tokens, fresh = table.probes[runs["probe"], GATE], runs["token"].astype(np.int64), runs["fresh"] != 0
+        cells, states = [], []
+        while (has := gates >= 0).any():
+            gates, tokens, fresh = gates[has], tokens[has], fresh[has]
+            at = table.gates[gates].astype(np.int64)
+            early = at[:, FLAGS] & EARLY != 0
+            cells.append((tokens * width + at[:, FACTOR])[early])
+            states.append(np.where(fresh, ZERO, at[:, GATE_STATE])[early])
+            gates = at[:, NEXT_GATE]
+        if not sum(map(len, cells)):
+            return None
+        return upload(np.concatenate(cells), self._device), upload(np.concatenate(states), self._device)
+
+
+def _pick(cells: torch.Tensor, reads: ScoreReads) -> dict[str, np.ndarray]:
+    values = cells.numpy().reshape(-1)
+    return {endpoint: values[places] for endpoint, places in reads.places.items()}
