@@ -401,7 +401,7 @@ class WorkerRuntime:
         """Tell the readers of all requests of a step that they failed."""
         for request_id, computed in zip(request_ids, num_computed, strict=True):
             steered = self.planner.steered.get(request_id)
-            if steered is not None:
+            if steered is not None and steered.keys.interventions:
                 self.planner.steering_planner.unsteered_kv.add(steered.keys, int(computed))
             request = self.planner.capturing.get(request_id) or steered
             if request is not None:

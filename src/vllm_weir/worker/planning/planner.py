@@ -289,7 +289,7 @@ class Planner:
             builder.failures.append(RequestFailure(self.steady_state.endpoints[endpoint], request_id, str(e)))
             builder.cancel(first_token, count)
             self.remove(request_id)
-            if steered is not None:
+            if steered is not None and steered.keys.interventions:
                 self.steering_planner.unsteered_kv.add(steered.keys, start)
 
     def _settle(
