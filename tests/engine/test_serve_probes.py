@@ -1,4 +1,4 @@
-"""Probes over HTTP, on a server of two processes: scores beside their tokens, stops, gates, and metrics of everyone's."""
+"""Probes over HTTP, on a server of two processes: scores beside their tokens, stops, gates, and metrics."""
 
 from __future__ import annotations
 
