@@ -58,6 +58,13 @@ SAYS = {
         "block 99 does not exist",
         "weir_steered_tokens_total",
     ),
+    "probes_in_production.py": (
+        "kept: mood linear at block 2 scores sampled",
+        "stopped: stop probe:mood after ",
+        "a plain request has scores of its own: False",
+        "weir_probe_sequences_total{",
+        "left: []",
+    ),
     "activation_oracle.py": ("the placeholder is token ", "layer=1): 1}"),
     "client_capture.py": (
         "scale +2: Tom",
@@ -117,7 +124,7 @@ def test_every_example_is_known() -> None:
 NO_ENGINE = {"keep.py", "analyse.py"}
 # These start a server as users do, one of them with processes that import everything again; the others are forks of one
 # that has imported vLLM, and have their engine in them, but for the asynchronous one.
-SERVERS = {"client_capture.py", "inspect_eval.py", "serve_rows.py", "steering_server.py"}
+SERVERS = {"client_capture.py", "inspect_eval.py", "probes_in_production.py", "serve_rows.py", "steering_server.py"}
 SPAWNING = "steering_server.py"
 PROCESSES = SERVERS | {"stream.py"}
 

@@ -31,7 +31,7 @@ class ServerLimits(BaseModel):
         spool_bytes: Bytes of results that are kept to be fetched; the oldest are removed first.
         spool_seconds: Seconds for which a result is kept.
         rows: The most rows that one sequence may return.
-        vectors: The most names of vectors and modules.
+        vectors: The most names of vectors, modules and probes.
         vector_bytes: The most bytes of vectors under names and in the steering of every request
             (float32; equal vectors count once).
         pace: Requests with Weir's keys admitted per second while plain requests are served; each

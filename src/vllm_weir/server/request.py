@@ -10,7 +10,7 @@ from typing import Any
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.compat.vllm_lens import refuse_lens
 from vllm_weir.schema.json_text import loads
-from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, WIRE_KEY, fork_fields, misplaced, places
+from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, PROJECTED_KEYS, WIRE_KEY, fork_fields, misplaced, places
 from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.rhizonymph import with_fork
 
@@ -112,10 +112,20 @@ def _weir_object(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], int, 
                 "over HTTP a sink is 'memory' or the name of one that the server's operator set up",
                 f"capture[{i}].sink",
             )
+    _check_probe_names(weir_object.get("probes"))
     lens = weir_object.get("lens")
     if isinstance(lens, Mapping) and lens.get("path") is not None:
         raise WeirError("over HTTP only the logit lens is served, which has no path", "lens.path")
     return weir_object, inline, stream
+
+
+def _check_probe_names(probes: Any) -> None:
+    """Raise WeirError for a probe whose scores would stand in the place of something else."""
+    probe_list = probes if isinstance(probes, Sequence) and not isinstance(probes, str) else [probes]
+    for i, probe in enumerate(probe_list):
+        name = probe.get("name") if isinstance(probe, Mapping) else None
+        if name in PROJECTED_KEYS:
+            raise WeirError(f"{name!r} is a key of responses; choose another name", f"probes[{i}].name")
 
 
 def _response_options(data: Any, limits: ServerLimits) -> tuple[int, bool]:

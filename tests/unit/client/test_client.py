@@ -388,6 +388,84 @@ def test_a_stream_whose_request_could_not_be_done_is_an_error_after_its_text(ser
     assert driver.kind == "sync" or "".join(texts) == "answer 0 to a"
 
 
+PROBE = weir.Probe("own", [1.0] * 8, 0.5, layer=3, activation="sigmoid")
+PROBE_SCORES = {
+    "own": {"positions": [1, 2, 3], "values": [[0.25], [None], [0.75]]},
+    "topic": {"positions": [3], "values": [[1.0, 2.0]]},
+}
+
+
+def test_probes_and_rules_travel_and_scores_come_back(server, driver) -> None:
+    receipt = RECEIPT.to_dict() | {"gates": [None, {"probe": "own", "fired": 1, "of": 3, "spans": [[2, 3]]}]}
+    server.weir = lambda body: {"receipt": receipt, "scores": PROBE_SCORES}
+    out = driver.generate("a", probes=[PROBE, "topic"], stop_when="own > 0.9")
+    (body,) = generations(server)
+    assert body["weir"]["probes"] == [PROBE.to_json(), "topic"]
+    spec = RequestSpec.parse(body["weir"])
+    assert [rule.name for rule in spec.stop_when] == ["own"] and "response" not in body["weir"]
+    assert list(out.scores) == ["own", "topic"] and out.scores["topic"].tolist() == [[1.0, 2.0]]
+    assert out.scores["own"][[0, 2]].tolist() == [[0.25], [0.75]] and out.scores["own"].isnan().sum() == 1
+    assert out.scores.positions["own"].tolist() == [1, 2, 3]
+    assert out.activations is None and out.receipt.gates == tuple(receipt["gates"])
+    server.weir = lambda body: {"receipt": receipt, "scores": PROBE_SCORES | SCORES}
+    both = driver.generate("a", probes=PROBE, capture=weir.Capture(layers=3, project=[1.0] * 8))
+    assert list(both.scores) == ["own", "topic"] and both.activations["resid_post", 3].shape == (3, 2)
+    for wrong, field in (({"probes": 3}, "probes"), ({"stop_when": "own"}, "stop_when")):
+        with pytest.raises(weir.WeirError) as e:
+            driver.generate("a", **wrong)
+        assert e.value.field.startswith(field) and len(generations(server)) == 2
+
+
+def test_a_rule_that_ended_a_choice_is_its_stop_reason(server, driver) -> None:
+    choice = {"index": 0, "text": "a", "finish_reason": "stop", "stop_reason": "probe:own", "weir": {}}
+    server.plan["POST /v1/completions"] = [httpx.Response(200, json={"choices": [choice]})]
+    assert driver.generate("a", stop_when="own > 0.9", probes=PROBE).stop_reason == "probe:own"
+    pieces = [f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n".encode()]
+    server.plan["POST /v1/completions"] = [httpx.Response(200, stream=Body(pieces))]
+    first, last = driver.stream("a", stop_when="own > 0.9", probes=PROBE)
+    assert first.stop_reason == last.result.stop_reason == "probe:own"
+
+
+def test_scores_of_probes_are_streamed_once(server, driver) -> None:
+    def event(text, reason=None, **weir_object):
+        choice = {"index": 0, "text": text, "finish_reason": reason, "weir": weir_object or None}
+        return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+
+    def part(first, end):
+        return {"own": {key: values[first:end] for key, values in PROBE_SCORES["own"].items()}}
+
+    pieces = [event("a", scores=part(0, 1)), event("b"), event("c", scores=part(1, 2))]
+    pieces += [event("d", "length", receipt=RECEIPT.to_dict(), scores=PROBE_SCORES), b"data: [DONE]\n\n"]
+    server.plan["POST /v1/completions"] = [httpx.Response(200, stream=Body(pieces))]
+    *parts, last = driver.stream("a", probes=["own", "topic"])
+    assert generations(server)[0]["weir"]["response"] == {"stream": True}
+    assert [None if c.scores is None else dict(c.scores.positions) for c in parts] == [
+        {"own": torch.tensor([1])},
+        None,
+        {"own": torch.tensor([2])},
+        {"own": torch.tensor([3]), "topic": torch.tensor([3])},
+    ]
+    assert last.result.scores.positions["own"].tolist() == [1, 2, 3]
+
+
+def test_administration_of_probes(server, driver, tmp_path) -> None:
+    probes = driver.client.probes
+    PROBE.save(tmp_path / "p.safetensors")
+    wire = {key: value for key, value in PROBE.to_json().items() if key != "name"}
+    for given in (PROBE, PROBE.to_json(), tmp_path / "p.safetensors"):
+        driver.wait(probes.put("mood", given))
+        assert server.seen[-1] == ("PUT", "/v1/probes/mood", wire)
+        assert server.headers[-1]["x-weir-admin-key"] == "root"
+    driver.wait(probes.put("mood", PROBE, everyone=True, alert=0.9, buckets=torch.tensor([0.25, 0.5])))
+    assert server.seen[-1][2] == wire | {"everyone": True, "alert": 0.9, "buckets": [0.25, 0.5]}
+    driver.wait(probes.get("mood"))
+    driver.wait(probes.list())
+    driver.wait(probes.delete("a b"))
+    assert [(method, path) for method, path, _ in server.seen[-3:]] == [
+        ("GET", "/v1/probes/mood"), ("GET", "/v1/probes"), ("DELETE", "/v1/probes/a b"),
+    ]  # fmt: skip
+
+
 def test_modules_travel_by_name(server, driver) -> None:
     driver.generate("a", modules="calm")
     driver.generate("a", modules=["calm", {"name": "loud", "scale": 2.0}], capture=CAPTURE)

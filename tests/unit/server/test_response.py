@@ -21,6 +21,7 @@ from vllm_weir.client.response_fields import activations_of
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.pacing import Pacing
 from vllm_weir.results.activations import Activations
+from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server import response as module
 from vllm_weir.server.lens_response import encode
@@ -43,12 +44,16 @@ def acts(rows=3):
 class View(SimpleNamespace):
     """Stands for a view whose rows are there."""
 
-    start, end = 0, 3
+    start, end, scored_end = 0, 3, 3
+    pending = SimpleNamespace(admitted=SimpleNamespace(told=0))
     part = SimpleNamespace(spec=SimpleNamespace(postprocess=None, site_requests=(1,)), has_rows=True, read_outs=())
 
     def activations(self):
         self.wait()
         return acts()
+
+    def scores(self):
+        return None
 
     def receipt(self):
         return SimpleNamespace(to_dict=lambda: {"complete": True})
@@ -100,7 +105,7 @@ def test_only_the_last_chunk_of_a_choice_changes(server):
 def test_scores_come_with_their_token_and_not_before_it(server, monkeypatch):
     """The chunk that opens a chat had those of the first token, whose own chunk then had none."""
     monkeypatch.setattr(module, "projects", lambda _: True)
-    monkeypatch.setattr(module, "new_values", lambda view, start: {"scores": {"positions": [start]}})
+    monkeypatch.setattr(module, "new_values", lambda view, start, _: {"scores": {"positions": [start]}})
 
     async def go():
         opening = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
@@ -347,6 +352,46 @@ def test_scores_that_are_not_finite_are_null():
     heads = torch.stack([rows, rows.flip(1)], dim=1)
     found = projected(Activations({site: heads}, {site: torch.arange(2)}, {site: torch.arange(2)}))
     assert found["sites"] == {"resid_post.0": [[[1.5, None], [None, 1.5]], [[None, -2.0], [-2.0, None]]]}
+
+
+def test_scores_of_probes_stand_under_their_names(server):
+    """Beside those of captures, without the probes that have no rows, and null for what is not finite."""
+    scores = {"mood": torch.tensor([[0.5], [float("nan")]]), "late": torch.zeros(0, 2)}
+    view = View()
+    view.scores = lambda: Scores(scores, {"mood": torch.tensor([4, 6]), "late": torch.zeros(0, dtype=torch.int64)})
+    out = asyncio.run(reply(server, view, 1 << 20).weir_objects())[0]
+    assert out["scores"] == {"mood": {"positions": [4, 6], "values": [[0.5], [None]]}}
+    assert out["activations"]["sites"] == ["resid_post.0"]
+    view.part = SimpleNamespace(
+        spec=SimpleNamespace(postprocess=SimpleNamespace(directions=(1,)), site_requests=(1,)),
+        has_rows=True,
+        read_outs=(),
+    )
+    both = asyncio.run(reply(server, view).weir_objects())[0]
+    assert set(both["scores"]) == {"positions", "token_ids", "sites", "mood"} and "activations" not in both
+    assert both["scores"]["mood"] == out["scores"]["mood"]
+
+
+def test_scores_of_probes_are_streamed_from_where_the_last_ended(server, monkeypatch):
+    """The last token has a score already and no row, where the stream waits for scores."""
+    asked = []
+    monkeypatch.setattr(module, "new_values", lambda view, *starts: asked.append(starts) or {"scores": {"p": {}}})
+    views = [View(end=3, scored_end=4), View(end=3, scored_end=4), View(end=4, scored_end=5)]
+    for view in views:
+        view.part = SimpleNamespace(spec=View.part.spec, has_rows=False, read_outs=())
+        view.pending = SimpleNamespace(admitted=SimpleNamespace(told=1))
+        view.concluded = lambda: True
+
+    async def go():
+        made = reply(server, views[0], stream=True)
+        found = []
+        for view in views:
+            made.add_view(0, view)
+            found.append(json.loads((await made._rewrite(f"data: {json.dumps(chunk())}\n\n"))[6:])["choices"][0])
+        return found
+
+    first, again, second = asyncio.run(go())
+    assert asked == [(0, 0), (3, 4)] and "weir" in first and "weir" in second and "weir" not in again
 
 
 @pytest.mark.parametrize("inline", [0, 1 << 20])

@@ -436,7 +436,7 @@ def test_gated_interventions_of_every_request(frontend):
 
 
 def test_a_probe_of_every_request(frontend):
-    frontend.register_probe(probe("w"), everyone=True, alert=0.5)
+    frontend.register_probe(probe("w"), everyone=True)
     assert frontend.universal and [one.name for one in scores(frontend, {}).probes] == ["w"]
     found = scores(frontend, asked([probe("a")]))
     assert [one.name for one in found.probes] == ["a", "w"] and found.asked == ()
@@ -444,7 +444,17 @@ def test_a_probe_of_every_request(frontend):
     with pytest.raises(WeirError) as error:
         scores(frontend, asked([probe("w")]))
     assert error.value.field == "probes[0].name"
-    assert frontend.probes.infos()["w"]["alert"] == 0.5
+    assert frontend.probes.infos()["w"]["everyone"]
+
+
+def test_scores_that_a_request_of_a_server_did_not_ask_for_are_not_told(frontend):
+    """They are counted in metrics instead; offline they come back."""
+    frontend.register_probe(probe("w"), everyone=True)
+    assert scores(frontend, asked([probe("b")])).told == 2
+    frontend.serve(1 << 20)
+    for extra, told, index in (({}, 0, 0), (asked([probe("a")]), 1, 1), (asked(["w"]), 1, 0)):
+        found = scores(frontend, extra)
+        assert found.told == told and [(k, one.probe.name) for k, one in found.counted] == [(index, "w")]
 
 
 def test_selectors_of_probes_that_select_nothing_are_refused(frontend):
