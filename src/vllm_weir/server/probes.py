@@ -166,8 +166,9 @@ def _bounds(buckets: Any) -> tuple[float, ...]:
     return bounds
 
 
-def _alerts(outputs: int, alert: Any) -> tuple[float | None, ...]:
+def _alerts(outputs: int | None, alert: Any) -> tuple[float | None, ...]:
     """Return a threshold for each output, empty for none."""
+    assert outputs is not None, "its weights are arrays"
     if alert is None:
         return ()
     if not isinstance(alert, list):

@@ -183,6 +183,7 @@ def _reading(routes: APIRouter) -> None:
 def describe(kept: RegisteredProbe) -> ProbeInfo:
     """Return the description of a probe."""
     probe, alerts = kept.probe, list(kept.alerts)
+    assert probe.outputs is not None, "its weights are arrays"
     return ProbeInfo(
         name=probe.name,
         kind=probe.kind,
@@ -196,7 +197,7 @@ def describe(kept: RegisteredProbe) -> ProbeInfo:
         everyone=kept.everyone,
         alert=alerts[0] if len(alerts) == 1 else alerts or None,
         buckets=list(kept.buckets) or None,
-        bytes=sum(vector.array.nbytes for vector in probe.given),
+        bytes=sum(vector.array.nbytes for vector in probe.given if vector.array is not None),
     )
 
 
