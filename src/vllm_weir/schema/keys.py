@@ -48,6 +48,8 @@ _INNER_KEYS = {
     "captures": "capture",
     "interventions": "interventions",
     "intervention": "interventions",
+    "probes": "probes",
+    "stop_when": "stop_when",
 }
 """Keys that belong inside the object under `WIRE_KEY` -> the name there."""
 

@@ -26,7 +26,7 @@ from vllm_weir.schema.stop_rules import StopText, parse_stop_when
 from vllm_weir.schema.vectors import number
 
 WIRE_VERSION = 1
-KEYS = ("v", "capture", "interventions", "modules", "features", "lens", "probes", "stop_when")
+WIRE_FIELDS = ("v", "capture", "interventions", "modules", "features", "lens", "probes", "stop_when")
 """Keys of a request's wire form."""
 MAX_CAPTURES = 62
 """With the one of vllm-lens's key, as many selectors as `Selectors` can tell apart (63)."""
@@ -130,7 +130,7 @@ class RequestSpec:
             data = _loads(data, path)
         if not isinstance(data, Mapping):
             raise WeirError(f"expected an object, got {type(data).__name__}", path)
-        refuse_unknown_keys(data, KEYS, path)
+        refuse_unknown_keys(data, WIRE_FIELDS, path)
         version = data.get("v")
         if version != WIRE_VERSION or isinstance(version, bool):
             problem = "missing" if version is None else f"got {brief(version)}"

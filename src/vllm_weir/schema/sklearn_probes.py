@@ -92,10 +92,11 @@ def _fold(step: Any, weight: np.ndarray, bias: np.ndarray, field: str) -> tuple[
 
 
 def _fold_standard(step: Any, weight: np.ndarray, bias: np.ndarray, _field: str) -> tuple[np.ndarray, np.ndarray]:
-    # x -> (x - mean) / scale, each of which may be left out.
+    # x -> (x - mean) / scale, each of which may be left out; the mean is there even if it is not subtracted.
     if step.scale_ is not None:
         weight = weight / step.scale_
-    return weight, bias if step.mean_ is None else bias - weight @ step.mean_
+    centred = step.get_params().get("with_mean", True)
+    return weight, bias - weight @ step.mean_ if centred else bias
 
 
 def _fold_min_max(step: Any, weight: np.ndarray, bias: np.ndarray, field: str) -> tuple[np.ndarray, np.ndarray]:

@@ -114,11 +114,11 @@ def test_what_vllm_itself_calls_things_passes():
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("key", ["capture", "captures", "intervention", "interventions"])
+@pytest.mark.parametrize("key", ["capture", "captures", "intervention", "interventions", "probes", "stop_when"])
 def test_what_belongs_inside_is_told_where(key, place):
     for value in ([], {}, [{"hook": "resid_post"}], '{"hook": "resid_post"}'):
         e = said(place, key, value)
-        right = "capture" if key.startswith("c") else "interventions"
+        right = {"c": "capture", "i": "interventions"}.get(key[0], key)
         assert e is not None and e.field == key and f'"{right}": [...]' in e.message and "'weir'" in e.message
     for value in (None, True, 3, 0.5):  # somebody's switch
         assert said(place, key, value) is None
