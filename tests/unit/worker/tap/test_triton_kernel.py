@@ -134,8 +134,8 @@ for seed in range(60):
         sums = torch.from_numpy(draw.standard_normal((cells // words, d))).float()
         ring[:cells].view(-1).view(torch.float32)[:] = sums.view(-1)
         number = numbered(tap, scale, scale * ratio, form == "offset")
-        cells = torch.from_numpy(draw.choice([0.0, 1.0, 0.5], (tokens, 5))).float()
-        given = [hidden, other, ring, cells]
+        numbers = torch.from_numpy(draw.choice([0.0, 1.0, 0.5], (tokens, 5))).float()
+        given = [hidden, other, ring, numbers]
         ours, theirs = ([None if x is None else x.clone() for x in given] for _ in range(2))
         if form == "offset":
             ours[1] = theirs[1] = other
@@ -155,9 +155,9 @@ for seed in range(60):
             # Sums over a row are taken in another order.
             error = (got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1)
             assert error <= DTYPES[dtype], (seed, tap, form, dtype, float(error))
-        still = [t for t in range(tokens) if not acts_on(tables, int(plan[t, 2]), tap, cells[t])]
-        kept += sum(plan[t, 2] >= 0 and tables[0][plan[t, 2], tap] >= 0 for t in still)
-        scored += int((ours[3] != cells).sum())
+        still = [t for t in range(tokens) if not acts_on(tables, int(plan[t, 2]), tap, numbers[t])]
+        kept += sum(int(plan[t, 2] >= 0 and tables[0][plan[t, 2], tap] >= 0) for t in still)
+        scored += int((ours[3] != numbers).sum())
         assert torch.equal(ours[0][still], hidden[still]), "neighbours are bit-identical"
         recorded += int((ours[2][cells:] != 7).any(1).sum())
         steered += tokens - len(still)
