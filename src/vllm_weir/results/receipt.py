@@ -71,6 +71,7 @@ class Receipt:
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("compression", "sinks", "gates"):
             out[name] = deepcopy(out[name])
+        out["gates"] = list(out["gates"])
         for name in ("captured", "dropped"):
             out[name] = {f"{s.hook}.{s.layer}": n for s, n in getattr(self, name).items()}
         out["steered"] = [{f"{s.hook}.{s.layer}": n for s, n in sites.items()} for sites in self.steered]

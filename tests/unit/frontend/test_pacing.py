@@ -207,7 +207,7 @@ def test_which_requests_in_the_engine_are_plain():
     )
     vllm = SimpleNamespace(vllm_config=config, output_processor=Processor(), engine_core=SimpleNamespace())
     frontend = engine._make_frontend(vllm, SimpleNamespace(refusal="none of it is served"), hold=False)
-    frontend.admit = lambda *asked: (SimpleNamespace(name=lambda caller, index: None), None)
+    frontend.admit = lambda *asked: (SimpleNamespace(name=lambda caller, index: None, held=None), None)
     frontend.pacing.pace = 1.0
     add, states = engine.add_request(Processor.add_request, SimpleNamespace(refusal=None)), vllm.output_processor
 

@@ -164,8 +164,8 @@ def test_a_stream_has_no_token_after_it(engine, kind):
     assert [c.token_ids for c in out] == [engine.tokens[e - 1 if delta else 0 : e] for e in ends]
     text = "".join(c.text for c in out) if delta else out[-1].text
     assert text.strip() == engine.text(3) == "Tom went to"
-    assert [len(c.logprobs) for c in out] == ([1, 1, 1] if delta else ends)
-    assert all(list(step) == [token] for c in out for step, token in zip(c.logprobs, c.token_ids, strict=True))
+    for c in out if delta else out[-1:]:  # vLLM goes on appending to the list that it has handed out
+        assert [list(step) for step in c.logprobs] == [[token] for token in c.token_ids]
     assert [c.finish_reason for c in out] == [None, None, "stop"]
     scored = [c.scores.positions["p"].tolist() for c in out]
     assert scored == [[0, 1, 2, 3], [4], [5]] if delta else scored == [list(range(P + e)) for e in ends]
