@@ -56,7 +56,7 @@ def intervention(form: str, hook: str, layers: Any, positions: Any, seed: int) -
     at = {"hook": hook, "layers": layers, "positions": positions}
     if form == "head":
         head = seed % HEADS["z"]
-        return functools.partial(weir.Add, v(width // HEADS["z"]), scale=2.0, **at | {"hook": "z"}, heads=[head])
+        return functools.partial(weir.Add, v(WIDTHS["z"] // HEADS["z"]), scale=2.0, **at | {"hook": "z"}, heads=[head])
     makers = {
         "add": functools.partial(weir.Add, v(width), scale=1.5),
         "norm_match": functools.partial(weir.Add, v(width), scale=0.7, norm_match=True),

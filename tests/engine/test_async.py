@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 
 import pytest
 import torch
@@ -308,7 +307,7 @@ def test_a_stop_of_a_probe_in_streams(served, root, name):
         last = outs[-1].outputs[0]
         assert outs[-1].finished and (last.finish_reason, last.stop_reason) == ("stop", "probe:p")
         parts = [list(out.outputs[0].token_ids) for out in outs]
-        assert (list(itertools.chain.from_iterable(parts)) if name == "DELTA" else parts[-1]) == made[: k + 1]
+        assert ([t for part in parts for t in part] if name == "DELTA" else parts[-1]) == made[: k + 1]
         ids = list(outs[-1].prompt_token_ids) + made[: k + 1]
         at, scores = probe.scores(probed.rows(ids)[probe.site], len(ids) - k - 1, ids)
         told = [out.scores for out in outs] if name == "DELTA" else [outs[-1].scores]

@@ -104,7 +104,7 @@ def test_every_form_of_gate(llm, truth, size):
         at = list(range(len(ids) + 5))
         check_receipt(out, 0, acts[0], traced, at)
         counts.append(len(fired_at(traced.factors[0], at)) / len(at))
-    assert sum(0.1 < share < 0.9 for share in counts) >= 6, "gates that were open or shut all the time show little"
+    assert sum(0.1 < share < 0.9 for share in counts) >= 4, "gates that are open or shut all the time show little"
     del outs, out
     assert_nothing_is_held(llm)
 
@@ -167,7 +167,7 @@ def test_several_gates_and_several_probes(llm, truth):
 
 
 def test_a_probe_of_the_prompt_decides_on_what_is_generated(llm, truth):
-    """CAST's shape: scored at the prompt's last token, steered from there on; open for some prompts only."""
+    """CAST's shape: scored at the prompt's last token, steered from there on, for some of the prompts."""
     probe = random_probe("harm", "linear", ("resid_post", 1), 300, positions="last_prompt")
     texts = [tokens(20 + k, 120 + k) for k in range(12)]
     scores = [float(truth.gated(ids, len(ids), [probe], []).scores["harm"][1][0, 0]) for ids in texts]
@@ -349,6 +349,7 @@ def test_blocks_under_a_gate_are_nobody_elses(llm, truth):
         (every, Act(add("all"), open_), 0, 0),
         (every, Act(add("all"), shut), 0, 0),
         (late, Act(add("70:"), open_), 64, 64),
+        (late, Act(add("all"), open_), 64, 64),  # before the first score every gate is shut
         (probe, Act(add("generated"), open_), 96, 96),
         (probe, Act(add("-1:"), shut), 96, 96),
     ]
@@ -381,7 +382,7 @@ def test_generated_blocks_under_a_gate_are_nobody_elses(llm, truth):
 
 
 def gate(**more):
-    return weir.When("p", **({"above": 0.5} | more))
+    return weir.When("p", **({"above": 0.5, "output": 0} | more))
 
 
 def bad(when, layers=2, probe_at=("resid_post", 1), positions="all", **more):
@@ -404,11 +405,13 @@ BAD = [
     (lambda: bad(gate(above=float("nan"))), "above"),
     (lambda: bad(weir.When("q", above=0.0)), "interventions[0].when.probe"),
     (lambda: bad("p > 0.5"), "when"),
-    (lambda: bad(gate(), layers=1), "interventions[0].when"),  # the same tap
-    (lambda: bad(gate(), layers=0), "interventions[0].when"),
-    (lambda: bad(gate(), layers="all"), "interventions[0].when"),
-    (lambda: bad(gate(delay=1), layers=0), "interventions[0].when"),  # a prompt's token would wait for one of its pass
-    (lambda: bad(gate(), probe_at=("final_norm", 0), layers=3), "interventions[0].when"),
+    (lambda: bad(gate(), layers=1), "interventions[0].when.probe"),  # the same tap
+    (lambda: bad(gate(), layers=0), "interventions[0].when.probe"),
+    (lambda: bad(gate(), layers="all"), "interventions[0].when.probe"),
+    (lambda: bad(gate(output=None)), "interventions[0].when.output"),  # it has two
+    # A prompt's token would wait for one of the same pass.
+    (lambda: bad(gate(delay=1), layers=0), "interventions[0].when.delay"),
+    (lambda: bad(gate(), probe_at=("final_norm", 0), layers=3), "interventions[0].when.probe"),
     (
         lambda: weir.params(sampling(2), interventions=weir.Add(torch.ones(D), 2, when=gate())),
         "interventions[0].when.probe",

@@ -128,7 +128,7 @@ def _with_vectors(item: Any, change: Any) -> Any:
     out = copy.copy(item)
     for name in item.vectors:
         value = getattr(item, name)
-        if value is not None:
+        if value is not None and name != item.numbers:
             object.__setattr__(out, name, SimpleNamespace(array=change(value.array)))
     return out
 
