@@ -104,8 +104,8 @@ class ScorePlanner:
             if (codes & recipe.early_bits).any():
                 raise WeirError(
                     "a gate with delay=1 acts at or before its probe's block, so it needs the score of a token that is "
-                    'computed in the same pass; use positions="generated", or a later block (after a preemption, '
-                    "generated tokens are computed together: send the request again)",
+                    "computed in the same pass: the request was preempted, and its generated tokens are computed again "
+                    "together; send it again, or gate a later block than the probe's",
                     "interventions",
                 )
         spans = list(_spans(selectors, recipe.bits, start, start + count))
