@@ -52,6 +52,13 @@ def write_jsonl(path: Path, values: Sequence[Any], column: str = "text") -> Path
     return path
 
 
+def layers_of(layers: Any) -> list[int]:
+    """What a run reads: of the fake model's two layers all, some, or the one whose features are read."""
+    if layers == "all":
+        return [0, 1]
+    return [layers] if isinstance(layers, int) else list(layers)
+
+
 class FakeEngine:
     """Rows are a function of site, position and token; a token is a word."""
 
@@ -60,7 +67,7 @@ class FakeEngine:
 
     def __init__(self, wanted: RunSpec, pause: float = 0.0) -> None:
         self.wanted, self.pause, self.reads = wanted, pause, 0
-        self.layers = [0, 1] if wanted.layers == "all" else list(wanted.layers)
+        self.layers = layers_of(wanted.layers)
 
     def encode(self, values: Sequence[Any]) -> list[Any]:
         return [self._encode(value) for value in values]

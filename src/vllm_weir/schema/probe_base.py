@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from vllm_weir.errors import WeirError, brief
+from vllm_weir.errors import StoreError, WeirError, brief
 from vllm_weir.schema.fields import refuse_unknown_keys, set_fields, with_fields
 from vllm_weir.schema.hooks import DERIVED_HOOKS, HEAD_HOOKS, MODEL_HOOKS, Site, normalise_hook, split_transformer_lens
 from vllm_weir.schema.instructions import VectorCollector
 from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.probe_codec import encode
 from vllm_weir.schema.resolved_probes import (
     EMA,
     MAXIMUM,
@@ -27,6 +29,7 @@ from vllm_weir.schema.resolved_probes import (
 from vllm_weir.schema.row_shapes import RowShape, row_width
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import Vector, number
+from vllm_weir.util.atomic_write import atomic_write
 
 MAX_NAME, MAX_WINDOW = 256, 65_536
 ACTIVATIONS = {"none": NO_ACTIVATION, "sigmoid": SIGMOID, "softmax": SOFTMAX}
@@ -279,6 +282,18 @@ class ProbeBase:
         """Return the fields that have no default."""
         return [f.name for f in fields(cls) if f.default is MISSING]  # type: ignore[arg-type]
 
+    def to_bytes(self, form: str = "safetensors") -> bytes:
+        """Return the contents of the file that `save` writes.
+
+        Args:
+            form: ``"safetensors"`` or ``"json"``.
+
+        Raises:
+            WeirError: if a vector is only a name.
+        """
+        vectors = {name: getattr(self, name) for name in self.vectors}
+        return encode({"kind": self.kind, **self.plain_fields()}, vectors, self.path, form)
+
     def save(self, path: str | os.PathLike) -> None:
         """Write the probe to a safetensors file, or to a JSON file if the name ends in ``.json``.
 
@@ -288,9 +303,12 @@ class ProbeBase:
             WeirError: if a vector is only a name.
             StoreError: if the file cannot be written.
         """
-        from vllm_weir.schema.probe_files import write_probe
-
-        write_probe(self, path)
+        data = self.to_bytes("json" if Path(path).suffix.lower() == ".json" else "safetensors")
+        try:
+            with atomic_write(path) as file:
+                file.write(data)
+        except (OSError, ValueError) as e:
+            raise StoreError(f"cannot write {brief(path, 200)}: {str(e)[:80]}", "path") from None
 
 
 def _no_lookup(ref: str, field: str) -> np.ndarray:

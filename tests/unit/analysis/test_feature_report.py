@@ -19,7 +19,7 @@ from tests.support.extracting import FakeFeatureEngine, fake_features, run_fake,
 from vllm_weir.analysis import sae_report
 from vllm_weir.analysis.feature_report.logit_effects import Unembedding
 from vllm_weir.analysis.feature_report.page import render
-from vllm_weir.analysis.feature_report.report import ContextToken, FeatureContext, FeatureReport, SAEReport
+from vllm_weir.analysis.feature_report.results import ContextToken, FeatureContext, FeatureReport, SAEReport
 from vllm_weir.analysis.feature_report.statistics import BINS, FeatureTotals
 from vllm_weir.analysis.feature_report.token_texts import TokenTexts
 from vllm_weir.api import demo_model, demo_sae

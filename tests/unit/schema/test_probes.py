@@ -16,7 +16,7 @@ from tests.unit.request_strategies import selectors
 from vllm_weir.errors import MissingFile, WeirError
 from vllm_weir.schema.gates import When
 from vllm_weir.schema.intervention_kinds import parse_intervention, parse_stored
-from vllm_weir.schema.probe_files import probe_bytes, read_probe
+from vllm_weir.schema.probe_files import read_probe
 from vllm_weir.schema.probes import AttentionProbe, MLPProbe, Probe, parse_probe, parse_probes
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.stop_rules import parse_stop_when
@@ -65,7 +65,7 @@ def test_probes_read_back_as_they_were(probe):
     wire = json.loads(json.dumps(probe.to_json()))
     assert parse_probe(wire, "probe").to_json() == probe.to_json()
     for kind in ("safetensors", "json"):
-        assert read_probe(probe_bytes(probe, kind), "file").to_json() == probe.to_json()
+        assert read_probe(probe.to_bytes(kind), "file").to_json() == probe.to_json()
     spec = RequestSpec(probes=(probe, "registered"))
     again = RequestSpec.parse(json.dumps(spec.to_json()))
     assert again.to_json() == spec.to_json() and again.probes[1] == "registered"
@@ -181,7 +181,7 @@ def test_files(tmp_path):
         Probe("a", "named", layer=1).save(tmp_path / "q")
     with pytest.raises(WeirError, match="cannot name"):
         read_probe(json.dumps(Probe("a", "named", layer=1).to_json()).encode(), "file")
-    for damaged in (b"", b"\0" * 64, b"[]", b"{", probe_bytes(probe)[:-4], b"\xff" * 100):
+    for damaged in (b"", b"\0" * 64, b"[]", b"{", probe.to_bytes()[:-4], b"\xff" * 100):
         with pytest.raises(WeirError) as error:
             read_probe(damaged, "file")
         assert error.value.field.startswith("file")

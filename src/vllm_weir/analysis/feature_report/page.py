@@ -8,7 +8,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from vllm_weir.analysis.feature_report.report import ContextToken, FeatureContext, FeatureReport, SAEReport
+from vllm_weir.analysis.feature_report.results import ContextToken, FeatureContext, FeatureReport, SAEReport
 from vllm_weir.analysis.feature_report.statistics import BINS
 from vllm_weir.analysis.feature_report.token_texts import TokenTexts
 

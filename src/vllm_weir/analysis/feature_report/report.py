@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vllm_weir.analysis.feature_report.logit_effects import LogitEffects, Unembedding, check_site
+from vllm_weir.analysis.feature_report.page import render
+from vllm_weir.analysis.feature_report.results import ContextToken, FeatureContext, FeatureReport, SAEReport
 from vllm_weir.analysis.feature_report.statistics import FeatureTotals, Peak, details_of, totals_of
 from vllm_weir.analysis.feature_report.token_texts import TokenTexts
 from vllm_weir.errors import StoreError, WeirError, brief
@@ -24,79 +25,6 @@ from vllm_weir.util.atomic_write import atomic_write
 ORDERS = ("max", "density")
 BEFORE, AFTER = 24, 12
 """Tokens of a context before and after its most active one."""
-
-
-@dataclass(frozen=True)
-class ContextToken:
-    """A token of a context, and the activation of the context's feature on it."""
-
-    text: str
-    token_id: int
-    position: int
-    value: float
-
-
-@dataclass(frozen=True)
-class FeatureContext:
-    """Tokens around the one on which a feature is most active in a record.
-
-    Attributes:
-        record: the record.
-        value: the feature's largest activation there.
-        tokens: neighbouring rows of the record.
-        cut: whether the record has rows before these, and after these.
-    """
-
-    record: int
-    value: float
-    tokens: tuple[ContextToken, ...]
-    cut: tuple[bool, bool]
-
-
-@dataclass(frozen=True, eq=False)
-class FeatureReport:
-    """What a page shows of a feature.
-
-    Attributes:
-        feature: its number.
-        density: share of the rows on which it is active.
-        active: number of these rows.
-        largest: its largest activation.
-        mean: its mean activation where it is active.
-        histogram: rows by activation, in bins of equal width from 0 to `largest`.
-        contexts: of the records in which it is most active.
-        effects: the tokens whose logits it changes most; None if not known.
-    """
-
-    feature: int
-    density: float
-    active: int
-    largest: float
-    mean: float
-    histogram: np.ndarray
-    contexts: tuple[FeatureContext, ...]
-    effects: LogitEffects | None
-
-
-@dataclass(frozen=True, eq=False)
-class SAEReport:
-    """All that a page shows.
-
-    Attributes:
-        info: which autoencoder, and which of its features the dataset holds.
-        records: number of records of the dataset.
-        totals: counts over all its rows.
-        features: the chosen features.
-        texts: texts of tokens.
-        notes: sentences on what is left out, and why.
-    """
-
-    info: FeatureInfo
-    records: int
-    totals: FeatureTotals
-    features: tuple[FeatureReport, ...]
-    texts: TokenTexts
-    notes: tuple[str, ...]
 
 
 def sae_report(
@@ -139,8 +67,6 @@ def sae_report(
     Raises:
         WeirError: Naming the argument, if it is wrong, or the features are of another autoencoder.
     """
-    from vllm_weir.analysis.feature_report.page import render
-
     if order not in ORDERS:
         raise WeirError(f"choose from {', '.join(ORDERS)}, got {brief(order)!r}", "order")
     _check_count(contexts, "contexts")

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
-from vllm_weir.schema.probe_files import probe_bytes
 from vllm_weir.server import probes
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.routes.auth import require_admin
@@ -176,7 +175,7 @@ def _reading(routes: APIRouter) -> None:
         if kept is None:
             return _unknown(name)
         if format == "safetensors":
-            return Response(probe_bytes(kept.probe), media_type="application/vnd.safetensors")
+            return Response(kept.probe.to_bytes(), media_type="application/vnd.safetensors")
         return ProbeContent(**kept.probe.to_json() | describe(kept).model_dump())
 
 
