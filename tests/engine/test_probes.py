@@ -23,6 +23,7 @@ from tests.engine.probe_cases import (
     shared_engine,
 )
 from tests.support.engines import get_llm
+from tests.support.machine import module, needs
 from tests.support.sae_reference import weights
 from tests.support.steered import chunks
 from vllm_weir.errors import WeirError
@@ -215,9 +216,9 @@ def test_outputs_with_scores_pickle(llm):
     assert torch.equal(again.scores.positions["p"], out.scores.positions["p"])
 
 
+@needs(module("sklearn"))
 def test_sklearn(llm, truth):
     """Fitted on captured rows, folded into one probe: scikit-learn's own numbers at every token."""
-    pytest.importorskip("sklearn")
     from sklearn.decomposition import PCA
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline

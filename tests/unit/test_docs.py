@@ -46,7 +46,7 @@ NOT_IN_THE_REPOSITORY = {"bench/results/latest.json", "out/demo/", "vllm-lens/",
 """What docs name in backticks that looks like a path: files that commands write, and prefixes of model names."""
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 UsageError: Any = typer.BadParameter.__mro__[1]
-OTHERS = {"cd", "git", "inspect", "vllm"}
+OTHERS = {"cd", "git", "grep", "inspect", "vllm"}
 """Commands of others, whose words are not looked at here."""
 
 

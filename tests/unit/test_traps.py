@@ -265,7 +265,7 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
 
         def admit(self, request_id, extra_args, ids, length, max_tokens, streams, has_embeddings):
             seen.append((request_id, copy.deepcopy(extra_args)))
-            tracker = SimpleNamespace(name=lambda caller, index: names.append((request_id, caller, index)))
+            tracker = SimpleNamespace(name=lambda caller, index: names.append((request_id, caller, index)), held=None)
             return tracker, {"reply": request_id}
 
         def add_request(self, request, index):

@@ -61,9 +61,9 @@ class ProbeMetrics:
             for score in column[np.isfinite(column)].tolist():
                 child.observe(score)
         self._sequences.labels(self._model, name).inc()
-        thresholds = [np.inf if one is None else one for one in registered.alerts]
-        if thresholds and bool((scores > np.array(thresholds, scores.dtype)).any()):
-            self._alerts.labels(self._model, name).inc()
+        if registered.alerts:
+            thresholds = np.array([np.inf if one is None else one for one in registered.alerts], scores.dtype)
+            self._alerts.labels(self._model, name).inc(int((scores > thresholds).any()))
 
 
 def default_buckets(probe: AnyProbe) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vllm_weir as weir
+from tests.support.machine import module, needs
 from tests.unit.request_strategies import selectors
 from vllm_weir.errors import MissingFile, WeirError
 from vllm_weir.schema.gates import When
@@ -378,9 +379,9 @@ def test_estimators_that_are_refused(estimator, said):
     assert error.value.field.startswith("estimator")
 
 
+@needs(module("sklearn"))
 @pytest.mark.parametrize("classes", [2, 3])
 def test_real_estimators_score_alike(classes):
-    pytest.importorskip("sklearn")
     from sklearn.decomposition import PCA
     from sklearn.linear_model import LinearRegression, LogisticRegression, RidgeClassifier, SGDClassifier
     from sklearn.pipeline import make_pipeline

@@ -79,6 +79,14 @@ def test_an_alert_is_a_sequence_with_a_score_above_the_threshold(meter, registry
     assert value(registry, "weir_probe_sequences_total") == 6
 
 
+def test_the_first_sequence_shows_the_counter_of_alerts(meter, registry):
+    """Without `show`: a rate of alerts must not lack what it counts until one is raised."""
+    meter.observe(watch("p", SHARES, alerts=(0.9,)), np.array([[0.1]]))
+    meter.observe(watch("quiet", SHARES), np.array([[0.1]]))
+    assert value(registry, "weir_probe_alerts_total") == 0
+    assert value(registry, "weir_probe_alerts_total", "quiet") is None
+
+
 def test_each_output_has_a_threshold_of_its_own(meter, registry):
     one = watch("p", SHARES, alerts=(None, 0.5, 0.8))
     for scores in ([[1, 0.5, 0.8]], [[0, 0.51, 0]], [[0, 0, 0.7], [0, 0, 0.81]], [[np.inf, 0, 0]]):

@@ -22,8 +22,11 @@ from vllm_weir.schema.taps import num_taps
 from vllm_weir.util import identity_cache
 from vllm_weir.util.identity_cache import IdentityCache
 from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.planner import NO_PROBES
 from vllm_weir.worker.planning.row_sequences import RowSequences
+from vllm_weir.worker.planning.score_planner import ScorePlanner
 from vllm_weir.worker.planning.steering_planner import MOST_CACHED, SteeringPlanner
+from vllm_weir.worker.scoring.probe_table import ProbeTable
 from vllm_weir.worker.steering.programs import ProgramTable
 
 
@@ -103,7 +106,9 @@ def test_where_a_request_s_wishes_end(chosen, P):
 def test_recipes_of_many_instructions_are_not_kept():
     """They may be megabytes each."""
     table = ProgramTable(TableSizes(400, 400, 1000), num_taps(3), range(num_taps(3)), 4)
-    steering_planner = SteeringPlanner(table, RowSequences(Arena(100)))
+    row_seqs = RowSequences(Arena(100))
+    score_planner = ScorePlanner(ProbeTable(NO_PROBES, table), table, row_seqs)
+    steering_planner = SteeringPlanner(table, row_seqs, score_planner)
     rows = {f"v{k}": np.full(4, float(k), np.float32) for k in range(1, MOST_CACHED + 2)}
     for count, kept in ((MOST_CACHED, 1), (MOST_CACHED + 1, 1)):
         terms = tuple(Instruction(CONST, f"v{k}", None, a=1.0) for k in range(1, count + 1))
