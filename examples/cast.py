@@ -72,8 +72,8 @@ def main() -> None:
     declined = sum(not out.outputs[0].text.strip() for out, f in zip(outs, fired, strict=True) if f)
     print(f"the condition is right on {right} of {len(new)} new stories: {right / len(new):.1%}")
     print(f"where it holds, {declined} of {sum(fired)} stories are declined")
-    for which in (True, False):
-        k = fired.index(which)
+    for verdict in (True, False):
+        k = next(k for k, story in enumerate(new) if fired[k] == verdict == (story.topic == TOPIC))
         score = float(outs[k].scores["topic"][-1])
         print(f"score {score:+.1f}: {openings[k]} | {outs[k].outputs[0].text.strip() or '(declined)'}")
 

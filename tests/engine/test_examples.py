@@ -20,10 +20,10 @@ SAYS = {
     "stream.py": ("rows [", "together ["),
     "steer.py": ("scale -2: Anna", "scale +2: Anna", "({Site(hook='resid_post', layer=2): ", "rows changed: ({},)"),
     "cast.py": (
-        " of 120 new stories: ",
-        "stories are declined",
+        "the condition is right on 114 of 120 new stories: 95.0%",
+        "where it holds, 54 of 54 stories are declined",
         "| (declined)",
-        "are bit-identical to plain ones: True",
+        "the other 66 stories are bit-identical to plain ones: True",
     ),
     "patch.py": ("words, at [", "last token", "\n5 "),
     "inside_block.py": (
@@ -60,9 +60,10 @@ SAYS = {
     ),
     "probes_in_production.py": (
         "kept: mood linear at block 2 scores sampled",
-        "stopped: stop probe:mood after ",
+        "' happy': [1.0]",
+        "stopped: stop probe:mood after 3 tokens",
         "a plain request has scores of its own: False",
-        "weir_probe_sequences_total{",
+        'probe="mood"} 3.0\nweir_probe_alerts_total{',
         "left: []",
     ),
     "activation_oracle.py": ("the placeholder is token ", "layer=1): 1}"),
