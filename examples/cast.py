@@ -1,7 +1,8 @@
 """Conditional steering: the model declines stories about football, and tells all others bit by bit as ever.
 
 A condition vector is compared with the prompt, and a behaviour vector is added only where it holds (CAST, Lee et al.
-2024, arXiv:2409.05907). Both are differences of means. Declining is what this small model knows: to end the text.
+2024, arXiv:2409.05907). The condition is Fisher's linear discriminant, the behaviour a difference of means. Declining is
+what this small model knows: to end the text.
 
 python examples/cast.py
 """
@@ -39,9 +40,11 @@ def condition(llm: LLM, told: Sequence[Story]) -> weir.Probe:
     """Return a probe of the mean over the prompt: above 0 where the story is about the topic."""
     about = torch.tensor([story.topic == TOPIC for story in told])
     means = rows(llm, [story.opening for story in told], CONDITION, positions="prompt", reduce="mean")
-    weight = means[about].mean(0) - means[~about].mean(0)
-    scores = means @ weight
-    middle = (scores[about].mean() + scores[~about].mean()) / 2
+    centres = means[about].mean(0), means[~about].mean(0)
+    spread = torch.cov((means - torch.where(about[:, None], *centres)).T)
+    spread += 1e-3 * spread.diagonal().mean() * torch.eye(len(spread))
+    weight = torch.linalg.solve(spread, centres[0] - centres[1])
+    middle = (centres[0] + centres[1]) @ weight / 2
     smooth = ("mean", 256)  # as long as any prompt here
     return weir.Probe("topic", weight, -float(middle), "resid_post", CONDITION, smooth=smooth, positions="prompt")
 
@@ -58,7 +61,7 @@ def main() -> None:
     options = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 256 << 20, "enforce_eager": True}
     llm = LLM(model, enable_prefix_caching=False, **options)
 
-    known = stories(seed=1)
+    known = stories(seed=1, n=200)
     probe, vector = condition(llm, known), behaviour(llm, known)
     # "sampled" begins at the prompt's last token, whose score is the mean over the whole prompt.
     decline = weir.Add(vector, BEHAVIOUR, 2.0, positions="sampled", when=weir.When("topic", above=0.0))

@@ -20,10 +20,10 @@ SAYS = {
     "stream.py": ("rows [", "together ["),
     "steer.py": ("scale -2: Anna", "scale +2: Anna", "({Site(hook='resid_post', layer=2): ", "rows changed: ({},)"),
     "cast.py": (
-        "the condition is right on 114 of 120 new stories: 95.0%",
-        "where it holds, 54 of 54 stories are declined",
+        "the condition is right on 120 of 120 new stories: 100.0%",
+        "where it holds, 60 of 60 stories are declined",
         "| (declined)",
-        "the other 66 stories are bit-identical to plain ones: True",
+        "the other 60 stories are bit-identical to plain ones: True",
     ),
     "patch.py": ("words, at [", "last token", "\n5 "),
     "inside_block.py": (
