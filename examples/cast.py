@@ -1,8 +1,8 @@
 """Conditional steering: the model declines stories about football, and tells all others bit by bit as ever.
 
 A condition vector is compared with the prompt, and a behaviour vector is added only where it holds (CAST, Lee et al.
-2024, arXiv:2409.05907). The condition is Fisher's linear discriminant, the behaviour a difference of means. Declining is
-what this small model knows: to end the text.
+2024, arXiv:2409.05907). The condition is Fisher's linear discriminant, the behaviour a difference of means. Declining
+is what this small model knows: to end the text.
 
 python examples/cast.py
 """
