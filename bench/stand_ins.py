@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.engine import EngineCoreRequest
 
@@ -83,15 +84,19 @@ class Line:
         _, _, (state, *_), _ = self._frontend._receiver.close.peek()
         for parcel in self.parcels:
             replies = sorted(parcel.layout_updates.keys() | parcel.arrivals.keys() | parcel.steered.keys())
+            scores = parcel.scores()
             for reply in replies:
                 with clock.part(f"worker: drain thread, {kind} message"):
-                    self._drain._tell(reply, parcel, "")
+                    self._drain._tell(reply, parcel, "", scores.get(reply, NO_SCORES))
                 with clock.part(f"caller: receiver thread, {kind} message"):
                     deliver(self._frontend.store, state.endpoint.token, self._frames.pop(), state._mapped)
                 with clock.part(f"caller: receiver thread, what is made after a {kind} message"):
                     while self._frontend.store.prepare():
                         pass
         self.parcels.clear()
+
+
+NO_SCORES = np.empty(0, np.float32)
 
 
 class Scheduler:

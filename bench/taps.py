@@ -44,14 +44,14 @@ def tensors(case: str, tokens: int) -> dict[str, torch.Tensor]:
     floats = torch.tensor([[0.5, 0.0, 0.0, 0.0]] * tokens)
     on_host = {"plan": plan, "ranks": ranks, "heads": heads, "ints": ints, "floats": floats}
     ring = torch.zeros(tokens * LAYERS if case == "capture" else 1, WIDTH, dtype=torch.bfloat16)
-    on_host |= {"ring": ring, "vectors": torch.randn(tokens, WIDTH)}
+    on_host |= {"ring": ring, "vectors": torch.randn(tokens, WIDTH), "cells": torch.zeros(tokens, 1)}
     return {name: tensor.cuda() for name, tensor in on_host.items()}
 
 
 def measure(launch, case: str, tokens: int, behind: bool) -> list[float]:
     """Microseconds a launch, REPEATS times; `behind`: each behind another kernel, whose time is taken off."""
     given = tensors(case, tokens)
-    order = [given[name] for name in ("plan", "ranks", "ring", "heads", "ints", "floats", "vectors")]
+    order = [given[name] for name in ("plan", "ranks", "ring", "heads", "ints", "floats", "vectors", "cells")]
     hidden, residual = torch.randn(2, LAYERS, tokens, WIDTH, device="cuda").bfloat16()
     numbers = [numbered(i, device=hidden.device) for i in range(LAYERS)]
 

@@ -78,7 +78,8 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
         ring = torch.zeros(3 * n, d_model, dtype=dtype, device=device)
         tables = [torch.from_numpy(getattr(table, name)).to(device) for name in ("heads", "ints", "floats", "vectors")]
         number = numbered(1, scale, other_scale, kind == "offset", device)
-        switch = TapSwitch(TapTensors(plan.to(device), ranks.to(device), ring, *tables))
+        cells = torch.zeros(len(plan), 1, device=device)
+        switch = TapSwitch(TapTensors(plan.to(device), ranks.to(device), ring, *tables, cells))
         switch.pin()
         switch.enrol(number, 1)
         getattr(torch.ops.weir, f"tap_{kind}")(h, r, number)
