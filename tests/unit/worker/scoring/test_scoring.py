@@ -15,7 +15,7 @@ from tests.unit.worker.scoring.bench import Asked, Bench, D, Draw, blocks
 from tests.unit.worker.scoring.plain_scores import PlainModel
 from vllm_weir.schema.instructions import CONST, Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.resolved_probes import EMA, LINEAR, MEAN, NO_SMOOTHING, ResolvedGate
+from vllm_weir.schema.resolved_probes import EMA, LINEAR, MEAN, MLP, NO_SMOOTHING, ResolvedGate
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 
@@ -249,4 +249,31 @@ def test_states_move_together_when_room_is_in_pieces():
     bench.join("f", asked["a"], [0])
     bench.step({"f": (0, rows["a"][:1])}, {"f": [0]})
     assert "max_probes" in bench.got["f"].failures[0]
+    bench.close()
+
+
+def test_a_probe_whose_vectors_move_in_their_table_goes_on():
+    """As they do when a wide vector needs rows side by side, while the request is under way."""
+    draw, bench = Draw(11), Bench()
+    before = Asked((), (linear(draw, "a", 1),), (), draw.vectors)
+    units, out = (draw.vector(), draw.vector()), draw.vector(2)
+    network = linear(draw, "m", 1, kind=MLP, rows=units, offsets=(0.1, 0.2), out_rows=(out,), out_offsets=(0.3,))
+    asked = Asked((), (network,), (), draw.vectors)
+    rows, ids = rows_of(draw, 4), {"a": [0], "m": [0] * 4}
+    bench.join("a", before, [0])
+    bench.step({"a": (0, rows[:1])}, ids)  # so that its vector stands first
+    bench.join("m", asked, [0] * 2)
+    bench.step({"m": (0, rows[:2])}, ids)
+    bench.leave("a")
+    bench.step({"m": (2, rows[2:3])}, ids)
+    slots = bench.runtime.table._vector_slots
+    stood = slots.slot_of[out]
+    slots.forget(before.probes[0].rows[0])
+    slots._move_together()
+    assert slots.slot_of[out] < stood
+    bench.join("b", Asked((), (linear(draw, "b", 1),), (), draw.vectors), [0])  # takes a place that has become free
+    bench.step({"m": (3, rows[3:]), "b": (0, rows[:1])}, ids | {"b": [0]})
+    check(bench.got["m"], asked, 2, ids["m"], rows)
+    bench.leave("m")
+    bench.leave("b")
     bench.close()
