@@ -49,12 +49,12 @@ class EngineSpec:
         Args:
             prompt_len: tokens of the prompt.
         """
-        factors = CellLayout.of(self.probes, self.gates).factors
+        layout = CellLayout.of(self.probes, self.gates)
         firsts = []
         for move in self.moves:
             if not move.is_gated:
                 continue
-            gate = self.gates[factors.index(move.instructions[0].cell - 1)]
+            gate = self.gates[layout.gate_of(move.instructions[0])]
             acts = move.positions.first(prompt_len)
             scored = self.probes[gate.probe].positions.first(prompt_len)
             if acts is not None and scored is not None:

@@ -180,6 +180,10 @@ class CellLayout(NamedTuple):
     reported: int
     cells: int
 
+    def gate_of(self, instruction: Instruction) -> int:
+        """Return the index of the gate whose factor an instruction with a cell is multiplied by."""
+        return self.factors.index(instruction.cell - 1)
+
     @classmethod
     @functools.lru_cache(maxsize=1024)
     def of(cls, probes: tuple[ResolvedProbe, ...], gates: tuple[ResolvedGate, ...]) -> CellLayout:

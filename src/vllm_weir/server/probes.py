@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from vllm_weir.errors import WeirError, brief
+from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.vector_registry import RegistryContents, VectorRegistry
 from vllm_weir.frontend.engine_frontend import refuse_gating
@@ -18,6 +17,7 @@ from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import PROJECTED_KEYS
 from vllm_weir.schema.probe_files import read_probe
 from vllm_weir.schema.probes import AnyProbe, Probe, parse_probe
+from vllm_weir.schema.vectors import number
 from vllm_weir.server.names import check_name
 from vllm_weir.server.probe_metrics import default_buckets
 from vllm_weir.server.room import check_room
@@ -160,7 +160,7 @@ def _bounds(buckets: Any) -> tuple[float, ...]:
     """Return the upper bounds of a histogram."""
     if not isinstance(buckets, list):
         raise WeirError(f"expected a list of numbers, got {type(buckets).__name__}", "buckets")
-    bounds = tuple(_number(bound, f"buckets[{i}]") for i, bound in enumerate(buckets))
+    bounds = tuple(number(bound, f"buckets[{i}]") for i, bound in enumerate(buckets))
     if not 0 < len(bounds) <= MAX_BUCKETS or any(a >= b for a, b in itertools.pairwise(bounds)):
         raise WeirError(f"expected 1 to {MAX_BUCKETS} upper bounds, ascending", "buckets")
     return bounds
@@ -174,16 +174,10 @@ def _alerts(outputs: int | None, alert: Any) -> tuple[float | None, ...]:
     if not isinstance(alert, list):
         if outputs != 1:
             raise WeirError("the probe has several outputs: give a list with a threshold, or null, for each", "alert")
-        return (_number(alert, "alert"),)
+        return (number(alert, "alert"),)
     if len(alert) != outputs:
         raise WeirError(f"{len(alert)} thresholds for {outputs} outputs", "alert")
-    return tuple(None if one is None else _number(one, f"alert[{i}]") for i, one in enumerate(alert))
-
-
-def _number(value: Any, field: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise WeirError(f"expected a number, got {brief(value)}", field)
-    return float(value)
+    return tuple(None if one is None else number(one, f"alert[{i}]") for i, one in enumerate(alert))
 
 
 def _check_everyone(probe: AnyProbe) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import secrets
 from collections.abc import Awaitable, Mapping, MutableMapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from vllm_weir.frontend.admission.sae_registry import LoadedSAE, SharedSAE
 from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE
+from vllm_weir.sae.named_path import NamedPath
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.server.errors import StateNotSaved
 from vllm_weir.server.limits import SAES as VARIABLE
@@ -25,7 +25,6 @@ from vllm_weir.server.names import check_name
 from vllm_weir.server.state import ServerState
 
 OPTION = "--weir-sae"
-_SITE = re.compile(r"^(.+)@([a-z_]+)\.(\d{1,4})$", re.ASCII | re.DOTALL)
 
 
 class SAESource(NamedTuple):
@@ -48,14 +47,11 @@ def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
     """
     sources: dict[str, list[Any]] = {}
     for option in options:
-        name, given, path = option.partition("=")
-        if not given or not path:
-            raise WeirError(f"expected name=path, got {brief(option)!r}", OPTION)
+        name, path, site = NamedPath.parse(option, OPTION)
         if name in sources:
             raise WeirError(f"{brief(name)!r} is given twice", OPTION)
         check_name(name, OPTION)
-        match = _SITE.match(path)
-        sources[name] = [path] if match is None else [match[1], [match[2], int(match[3])]]
+        sources[name] = [path] if site is None else [path, list(site)]
     if sources:
         environ[VARIABLE] = json.dumps(sources)
 

@@ -25,7 +25,7 @@ from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, Registere
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Asked, Vocabulary, asked_of, resolve_tokens
 from vllm_weir.frontend.admission.read_outs import on_device, read_outs_of
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
-from vllm_weir.frontend.admission.scoring import ProbeResolver
+from vllm_weir.frontend.admission.scoring import ProbeResolver, by_move
 from vllm_weir.frontend.derived.sources import DerivedPoints
 from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.capture import Capture
@@ -102,7 +102,7 @@ class AdmittedRequest:
         """For each of `moves`, the index of its gate, or -1."""
         if not self.gates:
             return (-1,) * len(self.moves)
-        return tuple(gate for gate, count in zip(self.gate_of, self.parted, strict=True) for _ in range(count))
+        return by_move(self.gate_of, self.parted)
 
     @functools.cached_property
     def columns(self) -> dict[Site | RowShard, int]:

@@ -32,7 +32,7 @@ class CheckSite(Protocol):
     def __call__(self, site: Site, path: str, layers_field: str = "") -> None: ...
 
 
-class Scoring(NamedTuple):
+class AdmittedScoring(NamedTuple):
     """The fields of an `AdmittedRequest` that its probes determine.
 
     Attributes:
@@ -68,11 +68,21 @@ class Scoring(NamedTuple):
         if not self.gates:
             return tuple(moves)
         factors = CellLayout.of(self.probes, self.gates).factors
-        gate_of_move = (gate for gate, count in zip(self.gate_of, parted, strict=True) for _ in range(count))
+        gate_of_move = by_move(self.gate_of, parted)
         return tuple(
             move if move is None or gate < 0 else _with_cell(move, factors[gate] + 1)
             for move, gate in zip(moves, gate_of_move, strict=True)
         )
+
+
+def by_move(gate_of: Sequence[int], parted: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of the gate of each resolved intervention, or -1.
+
+    Args:
+        gate_of: the same of each intervention as it was given.
+        parted: how many resolved ones each of these became.
+    """
+    return tuple(gate for gate, count in zip(gate_of, parted, strict=True) for _ in range(count))
 
 
 def _with_cell(move: ResolvedIntervention, cell: int) -> ResolvedIntervention:
@@ -112,7 +122,7 @@ class ProbeResolver:
         stop_when: Sequence[StopText],
         interventions: Sequence[Intervention],
         given: int,
-    ) -> Scoring:
+    ) -> AdmittedScoring:
         """Resolve what one request scores.
 
         Args:
@@ -149,7 +159,7 @@ class ProbeResolver:
         resolved = tuple(self._probes.values())
         gated = [one for one in interventions if one.when is not None]
         self._check_stages(resolved, gated)
-        return Scoring(resolved, tuple(gates), tuple(gate_of), stops, self._rows, asked_of(own), told, counted)
+        return AdmittedScoring(resolved, tuple(gates), tuple(gate_of), stops, self._rows, asked_of(own), told, counted)
 
     def _index(self, name: str, field: str, own: bool = True) -> int:
         """Return the index of the probe of a name; a registered one is added if the request has not listed it."""

@@ -73,7 +73,7 @@ class ScoringRecipe:
         """Return the indices of the gates that decide on a step."""
         if step.scores:
             return set()
-        return {self.layout.factors.index(one.cell - 1) for one in step.instructions if one.cell}
+        return {self.layout.gate_of(one) for one in step.instructions if one.cell}
 
     def _is_early(self, gate: int, step: ResolvedIntervention) -> bool:
         """Return whether a token can reach a step before the probe that decides on it."""
