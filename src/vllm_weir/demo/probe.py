@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Probe:
+class LogisticProbe:
     """A direction in the residual stream and a threshold on it.
 
     Attributes:
@@ -24,7 +24,7 @@ class Probe:
         return rows.double() @ self.weight + self.bias
 
 
-def fit_probe(x: torch.Tensor, y: torch.Tensor, l2: float = 0.01) -> Probe:
+def fit_probe(x: torch.Tensor, y: torch.Tensor, l2: float = 0.01) -> LogisticProbe:
     """Fit logistic regression with an L2 penalty on standardised rows, by L-BFGS.
 
     Args:
@@ -57,7 +57,7 @@ def fit_probe(x: torch.Tensor, y: torch.Tensor, l2: float = 0.01) -> Probe:
 
     optimizer.step(closure)
     direction = weight.detach() * scale
-    return Probe(direction, float(bias.detach() - direction @ centre))
+    return LogisticProbe(direction, float(bias.detach() - direction @ centre))
 
 
 def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:

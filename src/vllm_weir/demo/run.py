@@ -128,7 +128,7 @@ def _first(stories: list[Story], sentiment: str) -> int:
 
 def _fit(
     train_rows: StoryRows, held_rows: StoryRows, labels: torch.Tensor, held_labels: torch.Tensor
-) -> tuple[list[pr.Probe], list[LayerResult]]:
+) -> tuple[list[pr.LogisticProbe], list[LayerResult]]:
     """Fit a probe for any token at each layer, and measure probes on last tokens and on means."""
     probes, results = [], []
     for layer in range(len(train_rows.last)):
@@ -183,7 +183,7 @@ def _compare(model: str, held_rows: StoryRows, parameters: int | None) -> float 
 
 
 def _draw(
-    probes: list[pr.Probe],
+    probes: list[pr.LogisticProbe],
     results: list[LayerResult],
     held_rows: StoryRows,
     words: list[list[str]],
@@ -206,7 +206,7 @@ def _draw(
 
 
 def _steer(
-    llm: Any, train_rows: StoryRows, probes: list[pr.Probe], labels: torch.Tensor, shipped: bool
+    llm: Any, train_rows: StoryRows, probes: list[pr.LogisticProbe], labels: torch.Tensor, shipped: bool
 ) -> list[steering.DoseResult]:
     """Write and print stories steered along the difference of the sentiments' mean rows."""
     layer = len(probes) // 2

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import vllm_weir as weir
-from vllm_weir.demo.probe import Probe
+from vllm_weir.demo.probe import LogisticProbe
 from vllm_weir.demo.stories import openings, sentiment_of, well_formed
 
 SCALES = (-6.0, -3.0, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0, 3.0, 6.0)
@@ -82,7 +82,9 @@ class DoseResult:
         return self.flipped is not None and self.flipped >= MIN_FLIPPED and self.well_formed >= MIN_WELL_FORMED
 
 
-def write_stories(llm: Any, vector: torch.Tensor, layer: int, probe: Probe, console: Console) -> list[DoseResult]:
+def write_stories(
+    llm: Any, vector: torch.Tensor, layer: int, probe: LogisticProbe, console: Console
+) -> list[DoseResult]:
     """Continue neutral openings at every scale, all in one batch.
 
     Args:
@@ -120,7 +122,7 @@ def write_stories(llm: Any, vector: torch.Tensor, layer: int, probe: Probe, cons
     return [DoseResult(scale, steered, flipped(steered, by_scale[0.0], scale)) for scale, steered in by_scale.items()]
 
 
-def _scores(llm: Any, outputs: Sequence[Any], layer: int, probe: Probe) -> list[float]:
+def _scores(llm: Any, outputs: Sequence[Any], layer: int, probe: LogisticProbe) -> list[float]:
     """Return the mean probe score over each output's tokens, read without steering."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt

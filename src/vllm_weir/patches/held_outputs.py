@@ -41,7 +41,7 @@ class StoppableDetokenizer:
         return getattr(self._inner, name)
 
 
-class _Source(NamedTuple):
+class _Origin(NamedTuple):
     """Where an output came from; outputs of one source are processed together."""
 
     engine: int
@@ -105,7 +105,7 @@ class OutputReader:
         holder = self._holder
         if not len(holder):
             return [outputs]
-        source = _Source(outputs.engine_index, getattr(outputs, "weight_version", None))
+        source = _Origin(outputs.engine_index, getattr(outputs, "weight_version", None))
         plain, touched = [], {}
         for output in outputs.outputs:
             held = holder.find(output.request_id)
@@ -123,8 +123,8 @@ class OutputReader:
         return [*_as_outputs(released), outputs]
 
 
-def _by_source(released: Iterable[Release]) -> dict[_Source, list[Any]]:
-    groups: dict[_Source, list[Any]] = {}
+def _by_source(released: Iterable[Release]) -> dict[_Origin, list[Any]]:
+    groups: dict[_Origin, list[Any]] = {}
     for one in released:
         source, output = one.output
         if one.cut:
@@ -133,7 +133,7 @@ def _by_source(released: Iterable[Release]) -> dict[_Source, list[Any]]:
     return groups
 
 
-def _as_outputs(groups: dict[_Source, list[Any]]) -> list[Any]:
+def _as_outputs(groups: dict[_Origin, list[Any]]) -> list[Any]:
     """Return ``EngineCoreOutputs`` of outputs that come later than the others of their step."""
     out = []
     for source, outputs in groups.items():

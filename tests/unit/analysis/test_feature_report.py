@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests.support import machine
 from tests.support.extracting import FakeFeatureEngine, fake_features, run_fake, texts, write_jsonl
 from vllm_weir.analysis import sae_report
-from vllm_weir.analysis.feature_report.logit_effects import Unembedding
+from vllm_weir.analysis.feature_report.logit_effects import CheckpointUnembedding
 from vllm_weir.analysis.feature_report.page import render
 from vllm_weir.analysis.feature_report.results import ContextToken, FeatureContext, FeatureReport, SAEReport
 from vllm_weir.analysis.feature_report.statistics import BINS, FeatureTotals
@@ -125,7 +125,7 @@ def test_norms_of_other_models(kind: str) -> None:
     if kind in weights:
         torch.nn.init.normal_(network.get_parameter(weights[kind]), 0.5, 0.2)
     direction = torch.randn(32, generator=torch.Generator().manual_seed(1))
-    found = Unembedding.of_network(network).effects(direction.numpy(), 50)
+    found = CheckpointUnembedding.of_network(network).effects(direction.numpy(), 50)
     effects = torch.zeros(50)
     for token, value in found.raised:
         effects[token] = value

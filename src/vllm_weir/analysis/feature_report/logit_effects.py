@@ -25,7 +25,7 @@ class LogitEffects:
     lowered: tuple[tuple[int, float], ...]
 
 
-class Unembedding:
+class CheckpointUnembedding:
     """The weight of a model's final norm, and its unembedding.
 
     The division by the norm of the stream, which is the same for all tokens, is left out, and so
@@ -41,7 +41,7 @@ class Unembedding:
         self.weight, self.centres, self.matrix = weight, centres, matrix
 
     @classmethod
-    def of_checkpoint(cls, model: str) -> Unembedding:
+    def of_checkpoint(cls, model: str) -> CheckpointUnembedding:
         """Read them from a twin of a checkpoint in transformers, on the CPU.
 
         Raises:
@@ -59,7 +59,7 @@ class Unembedding:
         return cls.of_network(network)
 
     @classmethod
-    def of_network(cls, network: Any) -> Unembedding:
+    def of_network(cls, network: Any) -> CheckpointUnembedding:
         """Read them from a causal language model of transformers."""
         head = network.get_output_embeddings()
         if head is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_weir.analysis.feature_report.logit_effects import LogitEffects, Unembedding, check_site
+from vllm_weir.analysis.feature_report.logit_effects import CheckpointUnembedding, LogitEffects, check_site
 from vllm_weir.analysis.feature_report.page import render
 from vllm_weir.analysis.feature_report.results import ContextToken, FeatureContext, FeatureReport, SAEReport
 from vllm_weir.analysis.feature_report.statistics import FeatureTotals, Peak, details_of, totals_of
@@ -170,7 +170,7 @@ def _effects(sae: SAE, features: Sequence[int], model: str, notes: list[str]) ->
     try:
         check_site(sae)
         directions = {feature: sae.decoder_direction(feature) for feature in features}
-        unembedding = Unembedding.of_checkpoint(model)
+        unembedding = CheckpointUnembedding.of_checkpoint(model)
         return {feature: unembedding.effects(direction) for feature, direction in directions.items()}
     except WeirError as e:
         notes.append(f"Effects on logits are left out: {e.message}.")

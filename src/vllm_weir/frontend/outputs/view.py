@@ -58,7 +58,7 @@ class ViewSnapshot:
         return self.saved_scores
 
 
-class Verified(NamedTuple):
+class VerifiedIntervention(NamedTuple):
     """What has become of one resolved intervention.
 
     Attributes:
@@ -118,7 +118,7 @@ class OutputView:
     _cached_activations: Activations | None = None
     _cached_read_values: ReadValues | None = None
     _cached_scores: Scores | None = None
-    _verified: list[Verified] | None = None
+    _verified: list[VerifiedIntervention] | None = None
     """The result of `verify` for a finished sequence."""
 
     def __reduce__(self) -> tuple[type, tuple]:
@@ -274,7 +274,7 @@ class OutputView:
         span = None if intervention.per_position else self._span((intervention.positions,))
         return self.changed_positions(intervention) if span is None else span
 
-    def verify(self) -> list[Verified]:
+    def verify(self) -> list[VerifiedIntervention]:
         """Return how many positions each intervention has changed, and how many were cached.
 
         Wait until the workers have confirmed them, and for the factors of gates.
@@ -287,11 +287,11 @@ class OutputView:
             self.pending.check()
         if self._verified is not None:
             return self._verified
-        out: list[Verified] = []
+        out: list[VerifiedIntervention] = []
         index = 0
         for intervention, gate in zip(interventions, self.pending.admitted.gate_of_moves, strict=True):
             if intervention is None:
-                out.append(Verified(None, gate=gate))
+                out.append(VerifiedIntervention(None, gate=gate))
                 continue
             positions = self._changed(intervention)
             if isinstance(positions, tuple):
@@ -305,7 +305,7 @@ class OutputView:
                 self.pending.await_steered(index, positions, self.timeout)
             index += 1
             changed = count - cached if gate < 0 else len(self._acted(gate, intervention, self.cached_tokens))
-            out.append(Verified(intervention, changed, cached, gate, count if gate >= 0 else 0))
+            out.append(VerifiedIntervention(intervention, changed, cached, gate, count if gate >= 0 else 0))
         if self.finished and not self.aborted:
             self._verified = out
         return out
@@ -380,7 +380,7 @@ class OutputView:
             gates=self._gates(verified),
         )
 
-    def _gates(self, verified: Sequence[Verified]) -> tuple[GateCount | None, ...]:
+    def _gates(self, verified: Sequence[VerifiedIntervention]) -> tuple[GateCount | None, ...]:
         """Return what became of the gate of each intervention asked for."""
         admitted, remaining = self.pending.admitted, iter(verified)
         out: list[GateCount | None] = []
@@ -396,7 +396,7 @@ class OutputView:
             out.append({"probe": probe, "fired": len(acted), "of": most.asked, "spans": _spans(acted)})
         return tuple(out)
 
-    def _by_intervention(self, verified: Sequence[Verified]) -> list[tuple[dict[Site, int], int]]:
+    def _by_intervention(self, verified: Sequence[VerifiedIntervention]) -> list[tuple[dict[Site, int], int]]:
         """Return site -> rows changed, and shared positions, of each intervention asked for.
 
         An intervention that was asked for can have become several, one of them for each of its

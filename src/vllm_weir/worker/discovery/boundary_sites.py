@@ -25,7 +25,7 @@ import torch
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.matcher import SLIGHT
-from vllm_weir.worker.discovery.probe import Probe
+from vllm_weir.worker.discovery.recorded_model import RecordedModel
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.trace import ModuleCall, Trace, value_at
 
@@ -45,13 +45,13 @@ class BoundarySites:
     """Finds and verifies the sites outside the blocks; the verdicts go to `sites`.
 
     Args:
-        probe: the model, and the baseline.
+        recorded: the model, and the baseline.
         noise_pass: a pass with noise in the embedding, the blocks and the final norm.
         sites: the verdicts so far, with the stream of the blocks.
     """
 
-    def __init__(self, probe: Probe, noise_pass: Trace, sites: SiteMap) -> None:
-        self._tree, self._matcher, self._baseline = probe.tree, probe.matcher, probe.baseline
+    def __init__(self, recorded: RecordedModel, noise_pass: Trace, sites: SiteMap) -> None:
+        self._tree, self._matcher, self._baseline = recorded.tree, recorded.matcher, recorded.baseline
         self._noise_pass, self._sites = noise_pass, sites
         self._head: str | None = None
         """Path of the module that computes the model's output from the final norm's, or None."""

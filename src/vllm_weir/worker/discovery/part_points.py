@@ -32,31 +32,31 @@ from vllm_weir.worker.discovery.part_findings import BlockView
 from vllm_weir.worker.discovery.part_modules import PartModules
 from vllm_weir.worker.discovery.part_recorder import BlockRecord, PartRecorder
 from vllm_weir.worker.discovery.part_verification import BlockCheck
-from vllm_weir.worker.discovery.probe import Probe
+from vllm_weir.worker.discovery.recorded_model import RecordedModel
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.stream_ports import StreamPorts
 from vllm_weir.worker.discovery.verification import why_acts_again
 
 
-def map_parts(probe: Probe, ports: StreamPorts, parts: PartModules, sites: SiteMap) -> None:
+def map_parts(recorded: RecordedModel, ports: StreamPorts, parts: PartModules, sites: SiteMap) -> None:
     """Find and verify the points inside attention and MLP of every block.
 
     Args:
-        probe: the model.
+        recorded: the model.
         ports: what carries the stream.
         parts: recognises the modules inside attention and MLP.
         sites: has the verdicts on all other points; takes those on these.
     """
     try:
-        _PartSearch(probe, ports, parts, sites).fill()
+        _PartSearch(recorded, ports, parts, sites).fill()
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as e:
         # The other points were found without these passes.
-        sites.refuse(PART_HOOKS, probe.tree.blocks, f"the pass with noise inside the blocks failed: {str(e)[:300]}")
+        sites.refuse(PART_HOOKS, recorded.tree.blocks, f"the pass with noise inside the blocks failed: {str(e)[:300]}")
 
 
 class _PartSearch:
-    def __init__(self, probe: Probe, ports: StreamPorts, parts: PartModules, sites: SiteMap) -> None:
-        self._probe, self._tree, self._ports, self._parts, self._sites = probe, probe.tree, ports, parts, sites
+    def __init__(self, recorded: RecordedModel, ports: StreamPorts, parts: PartModules, sites: SiteMap) -> None:
+        self._recorded, self._tree, self._ports, self._parts, self._sites = recorded, recorded.tree, ports, parts, sites
         self._checks: dict[int, BlockCheck] = {}
 
     def fill(self) -> None:
@@ -78,12 +78,12 @@ class _PartSearch:
         """Run one pass and return its recorder."""
         recorder = PartRecorder(self._tree, self._parts, self._ports, on_block, writes)
         with recorder.recording():
-            self._probe.run()
+            self._recorded.run()
         return recorder
 
     def _find(self, record: BlockRecord) -> None:
         block = record.block
-        view = BlockView(record, self._tree, self._parts, self._probe.matcher)
+        view = BlockView(record, self._tree, self._parts, self._recorded.matcher)
         attn_out, mlp_out = Site("attn_out", block), Site("mlp_out", block)
         anchors, refused = self._sites.anchors, self._sites.refused
         attention, members = find_attention(view, anchors.get(attn_out), refused.get(attn_out, ""))

@@ -1,7 +1,7 @@
 """The sites of a loaded model: where every hook point is, verified, or why it is refused.
 
 Before a model is compiled, it runs a few times over a handful of tokens, and each pass is recorded
-(`probe`, `recorder`). `map_sites` then goes from recorded tensors to a `SiteMap`:
+(`recorded_model`, `recorder`). `map_sites` then goes from recorded tensors to a `SiteMap`:
 
 1. Baseline: record a pass with the model's own weights, with noise only where the dummy tokens
    leave nothing of use (`noise.mixer_noise`). Refuse models whose blocks run several times.
@@ -35,7 +35,7 @@ from vllm_weir.worker.discovery.module_tree import ModuleTree, Run
 from vllm_weir.worker.discovery.noise import NoiseLevel, enter_noise, leave_noise, noise
 from vllm_weir.worker.discovery.part_modules import PartModules
 from vllm_weir.worker.discovery.part_points import map_parts
-from vllm_weir.worker.discovery.probe import Probe
+from vllm_weir.worker.discovery.recorded_model import RecordedModel
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.stream_check import StreamCheck
 from vllm_weir.worker.discovery.stream_ports import StreamPorts, stream_port_candidates
@@ -59,22 +59,22 @@ def map_sites(
     sites = SiteMap(tree.num_layers)
     if not tree.blocks:
         return sites
-    probe = Probe.start(tree, run, dtype)
-    unfit = _why_unfit(probe.baseline, tree)
-    candidates = [] if unfit else stream_port_candidates(probe.baseline, tree)
+    recorded = RecordedModel.start(tree, run, dtype)
+    unfit = _why_unfit(recorded.baseline, tree)
+    candidates = [] if unfit else stream_port_candidates(recorded.baseline, tree)
     if not candidates:
-        reason = unfit or _why_no_stream(probe.baseline, tree)
+        reason = unfit or _why_no_stream(recorded.baseline, tree)
         inside = PART_HOOKS if parts else ()
         sites.refuse((*STREAM_HOOKS, *inside, *MODEL_HOOKS), range(tree.num_layers), reason)
         return sites
-    search = _Search(probe, candidates, description)
+    search = _Search(recorded, candidates, description)
     solution, stream_failures = search.best()
     verification = Verification(
-        probe, solution.ports, solution.points, solution.noise_levels, search.noise_passes, sites
+        recorded, solution.ports, solution.points, solution.noise_levels, search.noise_passes, sites
     )
     verification.fill(stream_failures)
     if parts is not None:
-        map_parts(probe, solution.ports, parts, sites)
+        map_parts(recorded, solution.ports, parts, sites)
     return sites
 
 
@@ -107,7 +107,7 @@ class _Search:
     """Steps 3 to 5: the points for each choice of what carries the stream, and the best choice.
 
     Args:
-        probe: the model, and the baseline.
+        recorded: the model, and the baseline.
         candidates: what may carry the stream, likeliest first.
         description: may name the points.
 
@@ -115,8 +115,8 @@ class _Search:
         noise_passes: the recorded passes with noise, by level.
     """
 
-    def __init__(self, probe: Probe, candidates: list[StreamPorts], description: ModelDescription) -> None:
-        self._probe, self._candidates, self._description = probe, candidates, description
+    def __init__(self, recorded: RecordedModel, candidates: list[StreamPorts], description: ModelDescription) -> None:
+        self._recorded, self._candidates, self._description = recorded, candidates, description
         self.noise_passes: dict[NoiseLevel, Trace] = {"children": self._record_noise("children")}
 
     def best(self) -> tuple[_Solution, dict[int, str]]:
@@ -154,13 +154,13 @@ class _Search:
 
     def _solve_with_recorded(self, ports: StreamPorts) -> _Solution:
         """Find the points of every block in the noise pass that shows most of them."""
-        probe, solution = self._probe, _Solution(ports, {}, {})
+        recorded, solution = self._recorded, _Solution(ports, {}, {})
         for level, trace in self.noise_passes.items():
-            types = BlockTypes(ports, probe.mixers, probe.tree.only_scales, probe.matcher)
-            for block in probe.tree.blocks:
+            types = BlockTypes(ports, recorded.mixers, recorded.tree.only_scales, recorded.matcher)
+            for block in recorded.tree.blocks:
                 calls = trace.blocks[block]
                 if self._description.points:
-                    points = resolve_described_block(self._description, calls, ports, probe.matcher)
+                    points = resolve_described_block(self._description, calls, ports, recorded.matcher)
                 else:
                     points = types.points(calls)
                 if block not in solution.points or len(points.anchors) > len(solution.points[block].anchors):
@@ -169,12 +169,12 @@ class _Search:
 
     def _record_noise(self, level: NoiseLevel) -> Trace:
         """Record a pass with noise at every block's entrance, and wherever a part of it ends."""
-        probe = self._probe
-        leave = leave_noise(probe.tree, level, probe.mixers)
-        return probe.record(enter_noise(self._candidates[0]), leave, offset_noise=noise)
+        recorded = self._recorded
+        leave = leave_noise(recorded.tree, level, recorded.mixers)
+        return recorded.record(enter_noise(self._candidates[0]), leave, offset_noise=noise)
 
     def _stream_failures(self, ports: StreamPorts) -> dict[int, str]:
-        return StreamCheck(self._probe, ports).failures()
+        return StreamCheck(self._recorded, ports).failures()
 
     def _anchors_on_blocks(self, solution: _Solution) -> int:
         """Count the anchors on blocks as a whole.
@@ -183,7 +183,7 @@ class _Search:
         block's own result looks like an addition to it.
         """
         return sum(
-            anchor.module == f"{self._probe.tree.stack}.{block}"
+            anchor.module == f"{self._recorded.tree.stack}.{block}"
             for block, points in solution.points.items()
             for anchor in points.anchors.values()
         )
@@ -193,10 +193,10 @@ class _Search:
 
         If such a block passes on several tensors, only its points tell which are the stream.
         """
-        block, *others = self._probe.tree.blocks
-        if others or block + 1 == self._probe.tree.num_layers:
+        block, *others = self._recorded.tree.blocks
+        if others or block + 1 == self._recorded.tree.num_layers:
             return {}
-        call, points = self._probe.baseline.blocks[block][0], solution.points[block]
+        call, points = self._recorded.baseline.blocks[block][0], solution.points[block]
         ports = solution.ports.of(call)
         stream = {call.pointers.get(key) for key in (ports.hidden_out, ports.residual_out) if key}
         other_outputs = [key for key in call.outputs if call.pointers[key] not in stream]

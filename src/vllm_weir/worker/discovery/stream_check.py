@@ -20,7 +20,7 @@ import torch
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.matcher import rms
 from vllm_weir.worker.discovery.noise import noise
-from vllm_weir.worker.discovery.probe import Probe
+from vllm_weir.worker.discovery.recorded_model import RecordedModel
 from vllm_weir.worker.discovery.stream_ports import StreamPorts
 from vllm_weir.worker.discovery.trace import ModuleCall, Trace, terms_at, value_at
 
@@ -32,16 +32,16 @@ class StreamCheck:
     """The check for one choice of what carries the stream.
 
     Args:
-        probe: the model, and the baseline.
+        recorded: the model, and the baseline.
         ports: the choice.
     """
 
-    def __init__(self, probe: Probe, ports: StreamPorts) -> None:
-        self._probe, self._ports = probe, ports
-        self._tree, self._baseline = probe.tree, probe.baseline
+    def __init__(self, recorded: RecordedModel, ports: StreamPorts) -> None:
+        self._recorded, self._ports = recorded, ports
+        self._tree, self._baseline = recorded.tree, recorded.baseline
         self._links_beside_stream = {block: self._find_links(block) for block in self._tree.blocks}
         # What the rounding of a block's input may grow to, relative to what the block adds.
-        self._growth = 0.01 if probe.matcher.tolerance < 1e-3 else 0.2
+        self._growth = 0.01 if recorded.matcher.tolerance < 1e-3 else 0.2
 
     def failures(self) -> dict[int, str]:
         """Return block -> why its stream cannot be what was chosen.
@@ -56,7 +56,7 @@ class StreamCheck:
         if self._ports.residual_in is None and not beside_stream:
             return {}
         writes = self._writes_behind(last) if last_is_here else {}
-        trace = self._probe.with_mixer_noise(self._enter, writes)
+        trace = self._recorded.with_mixer_noise(self._enter, writes)
         names = " and ".join(str(k) for k in (self._ports.hidden_in, self._ports.residual_in) if k is not None)
         not_shown = f"the blocks hand on several tensors, and it could not be shown that the stream is {names}"
         if last_is_here and self._baseline.model_output is not None:
@@ -158,7 +158,7 @@ class StreamCheck:
         """
         if tensor.shape != expected.shape:
             return False
-        bound = self._growth * _row_rms(added) + ROUNDINGS * self._probe.matcher.eps * _row_rms(magnitude)
+        bound = self._growth * _row_rms(added) + ROUNDINGS * self._recorded.matcher.eps * _row_rms(magnitude)
         return bool((_row_rms(tensor - expected) <= bound).float().mean() > 0.5)
 
     def _magnitude(self, calls: list[ModuleCall], anchor: Anchor) -> torch.Tensor:

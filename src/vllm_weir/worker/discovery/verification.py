@@ -28,7 +28,7 @@ from vllm_weir.worker.discovery.block_points import IDENTITIES, BlockPoints, Ide
 from vllm_weir.worker.discovery.boundary_sites import BoundarySites, why_repeated
 from vllm_weir.worker.discovery.matcher import rms
 from vllm_weir.worker.discovery.noise import NoiseLevel, enter_noise, leave_noise, noise
-from vllm_weir.worker.discovery.probe import Probe
+from vllm_weir.worker.discovery.recorded_model import RecordedModel
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.stream_ports import StreamPorts
 from vllm_weir.worker.discovery.trace import Trace, terms_at, value_at
@@ -41,7 +41,7 @@ class Verification:
     """Turns what was found into verdicts.
 
     Args:
-        probe: the model, and the baseline.
+        recorded: the model, and the baseline.
         ports: what carries the stream.
         points: block -> what was found in it.
         noise_levels: block -> level of the noise pass in which it was found.
@@ -51,17 +51,22 @@ class Verification:
 
     def __init__(
         self,
-        probe: Probe,
+        recorded: RecordedModel,
         ports: StreamPorts,
         points: Mapping[int, BlockPoints],
         noise_levels: Mapping[int, NoiseLevel],
         noise_passes: Mapping[NoiseLevel, Trace],
         sites: SiteMap,
     ) -> None:
-        self._probe, self._tree, self._baseline, self._matcher = probe, probe.tree, probe.baseline, probe.matcher
+        self._recorded, self._tree, self._baseline, self._matcher = (
+            recorded,
+            recorded.tree,
+            recorded.baseline,
+            recorded.matcher,
+        )
         self._ports, self._points, self._sites = ports, points, sites
         self._noise_levels, self._noise_passes = noise_levels, noise_passes
-        self._boundary = BoundarySites(probe, noise_passes["children"], sites)
+        self._boundary = BoundarySites(recorded, noise_passes["children"], sites)
 
     def fill(self, stream_failures: Mapping[int, str]) -> None:
         """Fill the site map; `stream_failures` is block -> why its stream is not known."""
@@ -174,8 +179,8 @@ class Verification:
         for site in written:  # two sites may be at one place
             anchor, added = self._sites.anchors[site], self._added_at(site)
             writes[anchor] = writes[anchor] + added if anchor in writes else added
-        leave = leave_noise(self._tree, level, self._probe.mixers)
-        trace = self._probe.record(enter_noise(self._ports), leave, writes, noise)
+        leave = leave_noise(self._tree, level, self._recorded.mixers)
+        trace = self._recorded.record(enter_noise(self._ports), leave, writes, noise)
         for block in blocks:
             self._check_writes_in_block(block, trace)
         if level == "children":
@@ -236,7 +241,7 @@ class Verification:
             return
         # As large as the stream, so that rounding does not lose it.
         added = self._added_at(Site("embed", 0))[: len(stream)] * rms(stream)
-        self._boundary.check_embed(self._probe.with_mixer_noise(writes={anchor: added}), added)
+        self._boundary.check_embed(self._recorded.with_mixer_noise(writes={anchor: added}), added)
 
     def _name_between_stages(self) -> None:
         """Serve the exit of a pipeline stage's last block as resid_pre of the next block."""

@@ -1,7 +1,7 @@
-"""The probe: a model that is run and recorded a few times before it is compiled.
+"""`RecordedModel`: a model that is run and recorded a few times before it is compiled.
 
-A `Probe` holds what all steps of discovery share, and the baseline: a recorded pass with the
-model's own weights, in which only token mixers and the embedding return noise.
+It holds what all steps of discovery share, and the baseline: a recorded pass with the model's own
+weights, in which only token mixers and the embedding return noise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_weir.worker.discovery.trace import Trace
 
 
 @dataclass(frozen=True)
-class Probe:
+class RecordedModel:
     """A model to be run and recorded.
 
     Attributes:
@@ -38,7 +38,7 @@ class Probe:
     baseline: Trace
 
     @classmethod
-    def start(cls, tree: ModuleTree, run: Run, dtype: torch.dtype) -> Probe:
+    def start(cls, tree: ModuleTree, run: Run, dtype: torch.dtype) -> RecordedModel:
         """Find the token mixers and record the baseline.
 
         Args:
