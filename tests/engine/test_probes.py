@@ -234,7 +234,7 @@ def test_sklearn(llm, truth):
         probe = weir.Probe.from_sklearn(pipeline, "resid_post", 2, name="fitted")
         params = weir.params(sampling(5), probes=probe, capture=weir.Capture("resid_post", 2))
         (out,) = llm.generate(text, params, use_tqdm=False)
-        expected = torch.from_numpy(pipeline.predict_proba(out.activations["resid_post", 2].numpy()))
+        expected = torch.from_numpy(pipeline.predict_proba(out.activations["resid_post", 2].numpy())).double()
         got = out.scores["fitted"].double()
         assert torch.allclose(got, expected[:, 1:] if classes == 2 else expected, atol=1e-5)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,6 +35,8 @@ if torch.version.cuda is not None:
     # vLLM wants this share to be free at a start, and processes of an engine that was just closed may not be gone yet.
     # Several test processes on one GPU set less.
     DEFAULTS["gpu_memory_utilization"] = float(os.environ.get("WEIR_TEST_GPU_SHARE", "0.5"))
+# So the tests of tests/engine run with CUDA graphs, too: CONTRIBUTING.md, "On a GPU".
+DEFAULTS |= json.loads(os.environ.get("WEIR_TEST_ENGINE", "{}"))
 
 # Set on import, because vLLM and the hub client read some of these on theirs: import this module first.
 for _name, _value in {

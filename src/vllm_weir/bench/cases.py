@@ -7,6 +7,17 @@ from typing import Literal
 SizeKind = Literal["decode", "prefill", "texts", "long", "chats", "requests"]
 
 SYSTEMS = ("stock", "weir", "vllm-lens", "native", "nnsight", "interp-engine")
+INSTRUMENTS = (
+    "z_all",
+    "mlp_post_one",
+    "pattern_last",
+    "features",
+    "set_feature",
+    "lens",
+    "probe_each",
+    "probe_and_gate",
+)
+"""Step cases that read inside the block, or use sparse autoencoders, lenses and probes."""
 STEP_CASES = (
     "idle",
     "steer_one",
@@ -14,6 +25,7 @@ STEP_CASES = (
     "capture_last_all_layers",
     "capture_all_all_layers",
     "capture_rp8",
+    *INSTRUMENTS,
 )
 """Cases that run at every batch size and in the prefill, on engines without a prefix cache."""
 WORKLOADS: dict[str, SizeKind] = {
@@ -27,7 +39,7 @@ WORKLOADS: dict[str, SizeKind] = {
 }
 """Cases that have a size of their own, on engines with vLLM's defaults; the kind of their prompts."""
 CASES = (*STEP_CASES, *WORKLOADS, "startup")
-OPTIONAL = ("capture_rp8", *WORKLOADS)
+OPTIONAL = ("capture_rp8", *INSTRUMENTS, *WORKLOADS)
 """Cases that run only when they are named."""
 CAPTURES = (
     "capture_last_all_layers",
@@ -56,6 +68,14 @@ TITLES = {
     "capture_last_all_layers": "capture the last prompt token, all blocks",
     "capture_all_all_layers": "capture every token, all blocks",
     "capture_rp8": "capture every token, all blocks, rp8 k=64",
+    "z_all": "z of every token, all blocks",
+    "mlp_post_one": "mlp_post of every token, one block",
+    "pattern_last": "pattern of the last prompt token, all blocks",
+    "features": "top-32 features of every token, one autoencoder",
+    "set_feature": "clamp a feature, another one per request",
+    "lens": "logit lens of every prompt token, all blocks, top-10",
+    "probe_each": "a linear probe on every token",
+    "probe_and_gate": "a probe and a gate per request",
     "extract": "every prompt token, a few blocks",
     "mean": "mean over the prompt, all blocks",
     "last_mixed": "last prompt token, all blocks",
@@ -72,15 +92,19 @@ _UNCOMPRESSED = "it does not compress rows on the device"
 _NO_ABLATION = "its steering vectors are added; none projects a direction out at a chosen hook point"
 _WORKLOADS_ONLY = "its adapter here has the workloads in which prompts are read, and no others"
 
+_NO_INSTRUMENTS = "its adapter here has the stream between blocks only"
+
 CANNOT: dict[str, dict[str, str]] = {
     "stock": dict.fromkeys((c for c in CASES if c not in ("idle", "startup")), "it returns no activations"),
     "weir": {},
     "vllm-lens": {
+        **dict.fromkeys(INSTRUMENTS, _NO_INSTRUMENTS),
         "capture_rp8": _UNCOMPRESSED,
         "chat_mix": _NO_ABLATION,
         "ablate_everywhere": _NO_ABLATION,
     },
     "native": {
+        **dict.fromkeys(INSTRUMENTS, _NO_INSTRUMENTS),
         "idle": _ALWAYS_READS,
         "capture_rp8": _UNCOMPRESSED,
         **dict.fromkeys(("steer_one", "steer_all_distinct", "chat_mix", "ablate_everywhere"), _READS_ONLY),

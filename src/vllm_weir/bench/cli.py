@@ -50,6 +50,9 @@ def bench(
     chats: Annotated[int | None, typer.Option(help="Chats of chat_mix. [128; CPU: 8]", min=8)] = None,
     system_prompt: Annotated[int | None, typer.Option(help="Tokens that these share. [2000; CPU: 64]", min=1)] = None,
     ablated: Annotated[int | None, typer.Option(help="Requests of ablate_everywhere. [64; CPU: 4]", min=1)] = None,
+    d_sae: Annotated[
+        int | None, typer.Option(help="Features of the autoencoder that is read. [16384; CPU: 512]", min=32)
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each case.", min=1)] = 5,
     warmups: Annotated[int, typer.Option(help="Runs before those.", min=0)] = 2,
     model: Annotated[str | None, typer.Option(help="llama-8b, demo, or a directory. [llama-8b; CPU: demo]")] = None,
@@ -85,6 +88,7 @@ def bench(
             "cases": _names(cases.replace("workloads", ",".join(WORKLOADS)), CASES, "--cases"),
             "batches": _ints(batches or ("1,4" if small else "1,32,256"), "--batches"),
             "tokens": tokens or (16 if small else 128),
+            "d_sae": d_sae or (512 if small else 16_384),
             "prefill": _product(prefill or ("4x64" if small else "64x1024")),
             "repeats": min(repeats, 2) if smoke else repeats,
             "warmups": min(warmups, 1) if smoke else warmups,

@@ -140,6 +140,7 @@ class BenchPlan(BaseModel):
         tokens, prompt_tokens: of the decode cases, per request.
         prefill: (prompts, tokens each), or None.
         workloads: sizes of the workloads.
+        d_sae: features of the autoencoder of `features` and `set_feature`.
         repeats, warmups: runs of every case, timed and before.
         case_seconds: no case takes longer, warm-ups included.
         run_seconds: no case is begun later, and none under way is waited for; rows are compared after that.
@@ -168,6 +169,7 @@ class BenchPlan(BaseModel):
     prompt_tokens: int = 16
     prefill: tuple[int, int] | None
     workloads: WorkloadSizes = WorkloadSizes()
+    d_sae: int = 16_384
     repeats: int
     warmups: int
     case_seconds: float

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_weir.bench.cases import ABLATED_HOOKS, CAPTURES, CHAT_ROLES, COMPRESSION
+from vllm_weir.bench.cases import ABLATED_HOOKS, CAPTURES, CHAT_ROLES, COMPRESSION, INSTRUMENTS
 from vllm_weir.bench.plan import BatchSize, EngineChoice
+from vllm_weir.bench.systems import instruments
 from vllm_weir.bench.systems.stock import StockSystem
 
 
@@ -28,10 +29,18 @@ class WeirSystem(StockSystem):
         config = self.plan.weir_config
         return super().engine(choice) | ({"additional_config": {"weir": config}} if config else {})
 
+    def start(self, arguments: dict[str, Any]) -> Any:
+        llm = super().start(arguments)
+        if {"features", "set_feature"} & set(self.plan.cases):
+            instruments.load_autoencoder(llm, self.plan)
+        return llm
+
     def params(self, case: str, size: BatchSize) -> list[Any]:
         import vllm_weir as weir
 
         base = self.base(size)
+        if case in INSTRUMENTS:
+            return instruments.params(case, self.plan, base, self.vectors(size.count))
         if case == "idle":
             return [base] * size.count
         if case == "chat_mix":
@@ -99,6 +108,8 @@ class WeirSystem(StockSystem):
             if {(len(r), len(r[0])) for r in records} != {(self.plan.layers, len(outputs[0].activations.positions))}:
                 raise ValueError("records are missing")
             return records
+        if case in INSTRUMENTS:
+            return instruments.delivered(case, outputs)
         if case not in CAPTURES:
             return []
         delivered = []
@@ -113,6 +124,8 @@ class WeirSystem(StockSystem):
         return delivered
 
     def verify(self, case: str, outputs: Sequence[Any]) -> None:
+        if case in INSTRUMENTS:
+            instruments.verify(case, self.plan, outputs)
         if case not in ("chat_mix", "ablate_everywhere"):
             return
         for request, out in enumerate(outputs):

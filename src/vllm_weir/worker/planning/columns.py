@@ -79,7 +79,7 @@ SCORED = _columns("<i4", *messages.SCORED_FIELDS)
 
 def as_integers(array: np.ndarray) -> np.ndarray:
     """View a contiguous array [n] of one of these dtypes as plain integers [n, fields]."""
-    return array.view(array.dtype[0]).reshape(len(array), -1)
+    return array.view(array.dtype[0]).reshape(len(array), len(array.dtype))
 
 
 def concatenate(parts: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
