@@ -183,7 +183,7 @@ def test_a_failed_capture_serves_the_step_all_the_same(directory, oracle, mode, 
     llm = engine(directory, mode)
     prompts = [[5 + i + j for j in range(9)] for i in range(52)]
     held = runner(llm).cudagraph_manager.capture.__self__
-    held._ready.clear()
+    held._captured.clear()
     held._masks.clear()
     for swap in itertools.chain(*held._swaps.values()):
         swap.sets.clear()

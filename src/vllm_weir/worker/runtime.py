@@ -154,8 +154,9 @@ class WorkerRuntime:
         self._plan_writer = PlanWriter(self.tensors.plan)
         self.switch = TapSwitch(self.tensors)
         self.switch.score = self._scorer.launch
+        head_sizes = {tap_of(site): shape[-1] for site, shape in sites.shapes.items() if site.hook == "z"}
         for tap, anchor in anchors.items():
-            place(model, anchor, tap, self.switch)
+            place(model, anchor, tap, self.switch, head_sizes.get(tap))
         self._module_path = ModulePath(model, anchors.values())
 
         self.saes = WorkerSAEs(device, settings.sae_bytes)

@@ -28,7 +28,7 @@ Layer = Callable[[Forward], Forward]
 """Takes a forward and returns one that does something before or after it."""
 
 
-def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: TapSwitch) -> None:
+def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: TapSwitch, head_size: int | None = None) -> None:
     """Install a tap; taps at one place act in the order in which they are placed.
 
     In a pass that is not compiled, a tap that does not act costs one look at its switch.
@@ -38,14 +38,15 @@ def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: TapSwitch) -
         anchor: where the tap is.
         tap: number of the tap.
         switch: the engine's taps.
+        head_size: of the heads that make up a row, where attention's output is tapped.
     """
     module, buffer = model.get_submodule(anchor.module), f"{_BUFFER}{tap}"
     device = switch.tensors.plan.device
     number = numbered(tap, anchor.scale, anchor.other_scale, anchor.offset is not None, device)
     module.register_buffer(buffer, number, persistent=False)
-    switch.enrol(number, tap, anchor.columns)
+    switch.enrol(number, tap, anchor.columns, head_size)
     if anchor.added_term is None:
-        _add_layer(module, anchor.when, _tap(anchor, buffer, switch, tap))
+        _add_layer(module, anchor.when, _tap(anchor, buffer, switch, tap, head_size))
     else:
         kept: list[torch.Tensor] = []
         earlier = model.get_submodule(anchor.added_term.module)
@@ -134,8 +135,12 @@ def _unbound(module: torch.nn.Module, instance_forward: Callable[..., Any]) -> F
     return lambda _self, *args, **kwargs: instance_forward(*args, **kwargs)
 
 
-def _tap(anchor: Anchor, buffer: str, switch: TapSwitch, tap: int) -> Layer:
+def _tap(anchor: Anchor, buffer: str, switch: TapSwitch, tap: int, head_size: int | None = None) -> Layer:
     """Return the layer of a tap whose tensors are all in one call.
+
+    With a `head_size` the op is given [tokens, heads, head_size], the shape in which attention
+    wrote its output. vLLM cuts the graph behind attention, and Inductor writes in place only to an
+    input of a piece itself: a view of another shape would be copied, and copied back, in each pass.
 
     Dynamo traces it once per tap, and every function call makes that slower. So pick tensors that
     are positional arguments or elements of the output without a call.
@@ -159,7 +164,11 @@ def _tap(anchor: Anchor, buffer: str, switch: TapSwitch, tap: int) -> Layer:
                     other = tensors[positions[1]] if has_residual else None
                 else:
                     hidden, other = anchor.tensors(args, kwargs, output)
-                if other is None:
+                if head_size is not None and is_compiling():
+                    hidden = _as_heads(hidden, head_size)
+                if is_compiling() and not hidden.is_contiguous():
+                    _act_on_copy(hidden, other, getattr(self, buffer), alone if other is None else pair)
+                elif other is None:
                     alone(hidden, getattr(self, buffer))
                 else:
                     pair(hidden, other, getattr(self, buffer))
@@ -168,6 +177,26 @@ def _tap(anchor: Anchor, buffer: str, switch: TapSwitch, tap: int) -> Layer:
         return tapped
 
     return layer
+
+
+def _act_on_copy(
+    hidden: torch.Tensor, other: torch.Tensor | None, number: torch.Tensor, op: Callable[..., None]
+) -> None:
+    """Let a tap act on rows that have gaps between them, in a graph that is compiled.
+
+    Such rows are a view of a wider tensor. Where Inductor does not write to one in place, it takes
+    the copy for as wide as that tensor, and reads beyond it.
+    """
+    rows = hidden.clone(memory_format=torch.contiguous_format)
+    op(rows, *(() if other is None else (other,)), number)
+    hidden.copy_(rows)
+
+
+def _as_heads(rows: torch.Tensor, head_size: int) -> torch.Tensor:
+    """Return a view [tokens, heads, head_size] of rows [tokens, width] that are several heads, else the tensor."""
+    if rows.dim() != 2 or rows.shape[1] == head_size or rows.shape[1] % head_size:
+        return rows
+    return rows.view(-1, rows.shape[1] // head_size, head_size)
 
 
 def _positions(anchor: Anchor) -> tuple[int, ...] | None:
@@ -192,7 +221,11 @@ def _tap_with_added_term(anchor: Anchor, buffer: str, switch: TapSwitch, tap: in
     def act(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         hidden, other = anchor.tensors(args, kwargs, output, kept.pop())
         if is_compiling() or switch.wants(tap):
-            torch.ops.weir.tap_residual(hidden, other, getattr(module, buffer))
+            number = getattr(module, buffer)
+            if is_compiling() and not hidden.is_contiguous():
+                _act_on_copy(hidden, other, number, torch.ops.weir.tap_residual.default)
+            else:
+                torch.ops.weir.tap_residual(hidden, other, number)
 
     return _around(anchor.when, act)
 

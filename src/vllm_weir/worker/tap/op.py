@@ -81,13 +81,18 @@ class TapSwitch:
         numbers: address of a tap's number tensor -> number of the tap.
         columns: address of a tap's number tensor -> (start, stop): the columns of the tensor that are
             its row; a tap without an entry has them all.
+        head_sizes: address of a tap's number tensor -> the size of its heads, if the tensor may be
+            [tokens, heads, head size], with several heads.
         launch: called by the taps in place of their kernel, with the same arguments; None for the
             kernel.
         score: called after a tap at which probes read, with its number; None where there are no
             probes.
     """
 
-    __slots__ = ("__weakref__", "_kept", "columns", "launch", "mask", "numbers", "pinned", "score", "tables", "tensors")
+    __slots__ = (
+        "__weakref__", "_kept", "columns", "head_sizes", "launch", "mask", "numbers", "pinned", "score", "tables",
+        "tensors",
+    )  # fmt: skip
 
     def __init__(self, tensors: TapTensors) -> None:
         self.tensors = tensors
@@ -95,22 +100,32 @@ class TapSwitch:
         self.mask, self.pinned = 0, False
         self.numbers: dict[int, int] = {}
         self.columns: dict[int, tuple[int, int]] = {}
+        self.head_sizes: dict[int, int] = {}
         self.launch: Callable[..., None] | None = None
         self.score: Callable[[int], None] | None = None
         self._kept: list[torch.Tensor] = []
 
-    def enrol(self, number: torch.Tensor, tap: int, columns: tuple[int, int] | None = None) -> None:
+    def enrol(
+        self,
+        number: torch.Tensor,
+        tap: int,
+        columns: tuple[int, int] | None = None,
+        head_size: int | None = None,
+    ) -> None:
         """Make a tap one of this engine's.
 
         Args:
             number: its number tensor, from `numbered`.
             tap: its number.
             columns: (start, stop) of the columns that are its row; None for all.
+            head_size: of a tap that may be given [tokens, heads, head_size], with several heads.
         """
         self._kept.append(number)  # while it lives, no other tensor has its address
         self.numbers[number.data_ptr()] = tap
         if columns is not None:
             self.columns[number.data_ptr()] = columns
+        if head_size is not None:
+            self.head_sizes[number.data_ptr()] = head_size
         _switches[number.data_ptr()] = self
 
     @property
@@ -159,7 +174,8 @@ def _act(kernel: Callable[..., None], hidden: torch.Tensor, other: torch.Tensor 
     switch = _switches[address := number.data_ptr()]
     columns = switch.columns.get(address)
     if hidden.dim() == 3:
-        hidden = _as_rows(hidden, columns)
+        by_head = hidden.shape[2] == switch.head_sizes.get(address)
+        hidden = hidden.flatten(1) if by_head else _as_rows(hidden, columns)
     if columns is not None:
         hidden = hidden[:, columns[0] : columns[1]]
     if other is not None and other.dim() == 3:

@@ -629,3 +629,64 @@ def test_a_tensor_of_three_dimensions_has_a_batch_of_one_or_heads(shape, columns
     start, stop = columns or (0, left.shape[1])
     inside[:, start:stop] = True
     assert not left[inside].any() and left[~inside].equal(torch.arange(float(np.prod(shape))).view_as(left)[~inside])
+
+
+def test_attentions_output_is_tapped_in_place_by_the_compiler():
+    """Where vLLM cuts the graph, the output of attention is an input, [tokens, heads, head size]: it is not copied."""
+    import torch._inductor.config as inductor
+    from torch._inductor.utils import run_and_get_code
+
+    model = torch.nn.Module()
+    model.o_proj = torch.nn.Linear(128, 16, bias=False)
+    tensors = TapTensors(*(torch.zeros(1, 4, dtype=torch.int32) for _ in range(2)), *(torch.zeros(1, 4),) * 5)
+    switch = TapSwitch(tensors)
+    place(model, Anchor("o_proj", "before", TensorKey("arg", 0, "input_")), 3, switch, head_size=32)
+    seen = []
+    switch.launch = lambda hidden, *_: seen.append(tuple(hidden.shape)) or hidden.add_(1.0)
+
+    def piece(heads):
+        return model.o_proj(heads.view(-1, 128))
+
+    with torch.no_grad(), inductor.patch(enable_auto_functionalized_v2=False, force_disable_caches=True):
+        for tokens in (5, 1):
+            heads = torch.randn(tokens, 4, 32)
+            before = heads.clone()
+            switch.turn(1 << 3)
+            if not seen:
+                found, (code,) = run_and_get_code(torch.compile(piece, fullgraph=True, dynamic=True), heads)
+                assert "weir.tap" in code and "cpp_fused" not in code
+                compiled = torch.compile(piece, fullgraph=True, dynamic=True)
+            else:
+                found = compiled(heads)
+            assert seen[-1] == (tokens, 128)
+            assert torch.equal(heads, before + 1)
+            assert torch.allclose(found, (before + 1).view(-1, 128) @ model.o_proj.weight.T, atol=1e-6)
+
+
+def test_rows_with_gaps_are_tapped_right_by_the_compiler():
+    """q and k of one packed projection, where nothing rotates them: Inductor copies such views wrongly."""
+    import torch._inductor.config as inductor
+
+    model = torch.nn.Module()
+    model.attention = _Three()
+    tensors = TapTensors(*(torch.zeros(1, 4, dtype=torch.int32) for _ in range(2)), *(torch.zeros(1, 4),) * 5)
+    switch = TapSwitch(tensors)
+    for tap in (0, 1):
+        place(model, Anchor("attention", "before", TensorKey("arg", tap, "qk"[tap])), tap, switch)
+    switch.launch = lambda hidden, *_: hidden.add_(1.0)
+    switch.turn(3)
+
+    def block(x):
+        return model.attention(*x.mul(2.0).chunk(3, dim=-1))
+
+    x = torch.randn(9, 384)
+    with torch.no_grad(), inductor.patch(enable_auto_functionalized_v2=False, force_disable_caches=True):
+        found = torch.compile(block, fullgraph=True, dynamic=True)(x)
+    q, k, v = (2 * x).chunk(3, dim=-1)
+    for got, wanted in zip(found, (q + 1, k + 1, v), strict=True):
+        assert torch.equal(got, wanted)
+
+
+class _Three(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return q.clone(), k.clone(), v.clone()
