@@ -15,7 +15,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.lookup import engine_of, frontend_of
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.hooks import MODEL_HOOKS, Site
+from vllm_weir.schema.hooks import Site
 
 WINDOW = 512
 """Prompts that the engine holds at once; it computes as many of them together as it schedules."""
@@ -130,8 +130,6 @@ def _own(e: WeirError) -> WeirError:
 
 def _check_rows(capabilities: EngineCapabilities, hook: str, layers: Sequence[int]) -> None:
     """Raise WeirError unless a row is one vector [d], of one width at all blocks."""
-    if hook in MODEL_HOOKS:
-        raise WeirError(f"{hook} belongs to no block; fit a hook point that each block has", "hook")
     shapes = {capabilities.shape(Site(hook, layer)) for layer in layers}
     odd = next((shape for shape in shapes if len(shape) != 1), None)
     if odd is not None:

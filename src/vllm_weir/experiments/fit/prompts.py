@@ -22,7 +22,7 @@ def parse_prompts(prompts: Any, field: str) -> list[Prompt]:
     Raises:
         WeirError: naming the prompt.
     """
-    prompts = plain(prompts)
+    prompts = _listed(prompts)
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Sequence):
         raise WeirError(f"expected a list of prompts, got {type(prompts).__name__}", field)
     if not prompts:
@@ -31,9 +31,9 @@ def parse_prompts(prompts: Any, field: str) -> list[Prompt]:
 
 
 def _parse_prompt(prompt: Any, field: str) -> Prompt:
-    prompt = plain(prompt)
+    prompt = _listed(prompt)
     if isinstance(prompt, Mapping) and set(prompt) == {"prompt_token_ids"}:
-        prompt = plain(prompt["prompt_token_ids"])
+        prompt = _listed(prompt["prompt_token_ids"])
     if isinstance(prompt, str):
         if not prompt:
             raise WeirError("the text is empty", field)
@@ -45,6 +45,11 @@ def _parse_prompt(prompt: Any, field: str) -> Prompt:
         if all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m for m in items):
             return [dict(message) for message in items]
     raise WeirError("a prompt is a text, a list of messages with role and content, or a list of token ids", field)
+
+
+def _listed(value: Any) -> Any:
+    """Return an array or tensor as a list, anything else as it is."""
+    return value.tolist() if getattr(value, "ndim", 0) > 0 else plain(value)
 
 
 def encode(prompts: Sequence[Prompt], tokenizer: Callable[[], Any], longest: int, field: str) -> list[list[int]]:
