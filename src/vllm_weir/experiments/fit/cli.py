@@ -51,9 +51,11 @@ def fit(
             raise WeirError(f"expected a name that ends in {' or '.join(SUFFIXES)}", "out")
         blocks = layers if layers == "all" else parse_ints(layers, "'all' or ints", "layers")
         metric = _metric(answer, wrong)
-        prompts = [read_prompts(path, name, column) for path, name in ((positive, "positive"), (negative, "negative"))]
+        first, second = (
+            read_prompts(path, name, column) for path, name in ((positive, "positive"), (negative, "negative"))
+        )
         found = run(
-            _start(model, parse_engine_options(engine or [])), *prompts, method, hook, blocks,
+            _start(model, parse_engine_options(engine or [])), first, second, method, hook, blocks,
             parse_positions(positions), folds=folds, seed=seed, check=check, metric=metric, progress=not quiet,
         )  # fmt: skip
         found.save(out)
