@@ -59,7 +59,8 @@ class FitEngine:
 
     def __init__(self, llm: Any, hook: str, layers: Any, positions: Any) -> None:
         frontend = frontend_of(llm)
-        if not isinstance(llm, vllm.LLM) or inspect.iscoroutinefunction(engine_of(llm).collective_rpc):
+        engine = engine_of(llm)  # an LLM has one; an LLMEngine is its own
+        if engine is llm or inspect.iscoroutinefunction(engine.collective_rpc):
             raise WeirError(f"fit runs on a vllm.LLM, not on {type(llm).__name__}", "llm")
         self._llm, self.capabilities = llm, frontend.require_capabilities()
         try:
