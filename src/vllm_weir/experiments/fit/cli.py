@@ -1,0 +1,116 @@
+"""The command ``weir fit``."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated, Any
+
+import typer
+
+from vllm_weir.errors import WeirError
+from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
+
+SUFFIXES = (".gguf", ".safetensors")
+
+
+def fit(
+    positive: Annotated[str, typer.Argument(help="Prompts: a text a line, or JSONL of texts or chats.")],
+    negative: Annotated[str, typer.Argument(help="Likewise; as many lines make pairs.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="Directory or hub id.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="File for the vectors: .gguf or .safetensors.")],
+    method: Annotated[
+        str, typer.Option(help="diff, pca, pca_center, lat, logistic or logistic_pairs; see the guide.")
+    ] = "diff",
+    hook: Annotated[str, typer.Option(help="Hook point, as `weir sites` lists them.")] = "resid_post",
+    layers: Annotated[str, typer.Option(help="'all', or ints with commas.")] = "all",
+    positions: Annotated[str, typer.Option(help="last_prompt, prompt, -4:, or JSON.")] = "last_prompt",
+    folds: Annotated[int, typer.Option(help="Parts of the prompts that are held out in turn.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the parts.")] = 0,
+    check: Annotated[bool, typer.Option(help="Steer and ablate prompts that were held out.")] = True,
+    answer: Annotated[str | None, typer.Option(help="The check looks at logit(answer) - logit(wrong).")] = None,
+    wrong: Annotated[str | None, typer.Option(help="See --answer.")] = None,
+    plot: Annotated[str | None, typer.Option(help="The AUC by block: .png, .svg or .html.")] = None,
+    column: Annotated[str, typer.Option(help="Whose value is the prompt, in JSONL of objects.")] = "text",
+    engine: Annotated[
+        list[str] | None, typer.Option("--engine", "-e", help="Option of vllm.LLM: key=value, or a JSON object.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Fit a direction at each block from prompts of two classes.
+
+    Exit code 0: done; 1: refused or failed.
+    """
+    with exit_on_error():
+        from vllm_weir.experiments.fit.files import read_prompts
+        from vllm_weir.experiments.fit.plot import plot_auc
+        from vllm_weir.experiments.fit.run import fit as run
+
+        if not out.lower().endswith(SUFFIXES):
+            raise WeirError(f"expected a name that ends in {' or '.join(SUFFIXES)}", "out")
+        blocks = layers if layers == "all" else parse_ints(layers, "'all' or ints", "layers")
+        metric = _metric(answer, wrong)
+        first, second = (
+            read_prompts(path, name, column) for path, name in ((positive, "positive"), (negative, "negative"))
+        )
+        found = run(
+            _start(model, parse_engine_options(engine or [])), first, second, method, hook, blocks,
+            parse_positions(positions), folds=folds, seed=seed, check=check, metric=metric, progress=not quiet,
+        )  # fmt: skip
+        found.save(out)
+        files = [out] if plot is None else [out, str(plot_auc(found, plot))]
+    _show(found, files, as_json)
+
+
+def _metric(answer: str | None, wrong: str | None) -> Any:
+    from vllm_weir.experiments.metrics import logit_diff
+
+    if (answer is None) != (wrong is None):
+        raise WeirError("--answer and --wrong go together", "wrong" if wrong is None else "answer")
+    return None if answer is None else logit_diff(answer, wrong)
+
+
+def _start(model: str, options: dict[str, Any]) -> Any:
+    """Start the engine."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM
+
+    try:
+        return LLM(model=model, **{"disable_log_stats": True} | options)
+    except WeirError:
+        raise
+    except (TypeError, ValueError, OSError) as e:
+        raise WeirError(f"vLLM cannot start: {e}", "engine") from None
+
+
+def _show(found: Any, files: list[str], as_json: bool) -> None:
+    """Print the result."""
+    areas = found.auc_by_layer
+    if as_json:
+        result = {"method": found.method, "hook": found.hook, "convention": found.convention, "details": found.details}
+        typer.echo(json.dumps(result | {"auc": areas, "best": found.best if areas else None, "files": files}))
+        return
+    counts = found.details["prompts"]
+    typer.echo(
+        f"{found.method} at {found.hook}: {counts['positive']:,} positive and {counts['negative']:,} negative prompts, "
+        f"{len(found.layers)} blocks"
+    )
+    for layer in sorted(areas or (), key=lambda one: -areas[one])[:5]:
+        dose = found.details["layers"][str(layer)]["relative_dose"]
+        typer.echo(
+            f"  block {layer}: AUC {areas[layer]:.3f}, distance between the classes {dose:.3f} of a row's length"
+        )
+    check = found.details.get("causal", {})
+    if "skipped" in check:
+        typer.echo(f"no check: {check['skipped']}")
+    elif check:
+        shares = {name: check[name] for name in ("added", "subtracted", "left_after_ablation")}
+        told = ", ".join(
+            f"{name.replace('_', ' ')} {share:+.0%}" for name, share in shares.items() if share is not None
+        )
+        typer.echo(
+            f"check at block {check['layer']}, {check['readout']}, of the difference between the classes: {told}"
+        )
+    for file in files:
+        typer.echo(f"-> {file}")

@@ -1,0 +1,139 @@
+"""What `weir.fit` asks of an engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm
+
+from vllm_weir.api import params
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.lookup import engine_of, frontend_of
+from vllm_weir.schema.capture import Capture
+from vllm_weir.schema.hooks import Site
+
+WINDOW = 512
+"""Prompts that the engine holds at once; it computes as many of them together as it schedules."""
+_PATH = "capture[0]"
+Report = Callable[[int], None]
+"""Called with how many prompts are done."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request.
+
+    Attributes:
+        tokens: of the prompt.
+        interventions: what is changed while it is read.
+    """
+
+    tokens: list[int]
+    interventions: tuple[Any, ...] = ()
+
+
+class FitEngine:
+    """An ``LLM`` and the hook point that is read.
+
+    Args:
+        llm: ``vllm.LLM``, or Weir's drop-in class.
+        hook: hook point.
+        layers: ``"all"``, a block, or several.
+        positions: selector; rows of several positions are averaged on the device.
+
+    Attributes:
+        hook: its normal name.
+        layers: the blocks.
+        capture: what is captured of each prompt.
+        longest: tokens of a prompt.
+        positions: the selector.
+
+    Raises:
+        WeirError: naming the field, if the engine cannot give these rows.
+    """
+
+    def __init__(self, llm: Any, hook: str, layers: Any, positions: Any) -> None:
+        frontend = frontend_of(llm)
+        engine = engine_of(llm)  # an LLM has one; an LLMEngine is its own
+        if engine is llm or inspect.iscoroutinefunction(engine.collective_rpc):
+            raise WeirError(f"fit runs on a vllm.LLM, not on {type(llm).__name__}", "llm")
+        self._llm, self.capabilities = llm, frontend.require_capabilities()
+        try:
+            asked = Capture(hook, layers, positions, path=_PATH)
+            self.layers = asked.resolve_layers(self.capabilities.num_layers)
+            one = asked.positions.kind == "last_prompt" or len(asked.positions.values) == 1 == _listed(asked)
+            self.capture = Capture(asked.hook, self.layers, positions, reduce=None if one else "mean", path=_PATH)
+        except WeirError as e:
+            raise _own(e) from None
+        self.hook, self.positions = asked.hook, asked.positions
+        _check_rows(self.capabilities, self.hook, self.layers)
+        self.longest = llm.model_config.max_model_len - 1
+
+    def tokenizer(self) -> Any:
+        """Return the engine's tokenizer."""
+        return self._llm.get_tokenizer()
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the tokens of a text, without special tokens."""
+        return self.tokenizer().encode(text, add_special_tokens=False)
+
+    def rows(self, prompts: Sequence[list[int]], report: Report) -> torch.Tensor:
+        """Return a row of each prompt at each block, [prompts, layers, d] in the model's dtype."""
+        sampling = params(vllm.SamplingParams(max_tokens=1, temperature=0, detokenize=False), capture=self.capture)
+        found: torch.Tensor | None = None
+        for start in range(0, len(prompts), WINDOW):
+            window = [{"prompt_token_ids": tokens} for tokens in prompts[start : start + WINDOW]]
+            for i, out in enumerate(self._generate(window, sampling), start):
+                rows = torch.cat([out.activations[self.hook, layer] for layer in self.layers])
+                if found is None:
+                    found = torch.empty(len(prompts), *rows.shape, dtype=rows.dtype)
+                found[i] = rows
+            report(min(start + WINDOW, len(prompts)))
+        assert found is not None, "there is at least one prompt"
+        return found
+
+    def ask(
+        self, questions: Sequence[Question], sampling: Any, capture: Capture | None, read: Callable[[Any], float]
+    ) -> list[float]:
+        """Return what `read` makes of the output of each question.
+
+        Args:
+            questions: the requests, which run as one batch.
+            sampling: ``SamplingParams`` of all.
+            capture: rows that `read` looks at, or None.
+            read: output -> number.
+        """
+        batch = [{"prompt_token_ids": question.tokens} for question in questions]
+        asked = [params(sampling, capture=capture, interventions=list(q.interventions)) for q in questions]
+        return [read(out) for out in self._generate(batch, asked)]
+
+    def _generate(self, prompts: Any, sampling: Any) -> list[Any]:
+        try:
+            return self._llm.generate(prompts, sampling, use_tqdm=False)
+        except WeirError as e:
+            raise _own(e) from None
+
+
+def _listed(capture: Capture) -> int:
+    """Return 1 if positions are a list, which then says how many rows there are; else 0."""
+    return int(capture.positions.kind == "list")
+
+
+def _own(e: WeirError) -> WeirError:
+    """Return an error about the capture as one about the arguments of `fit`."""
+    return WeirError(e.message, e.field.removeprefix(f"{_PATH}."))
+
+
+def _check_rows(capabilities: EngineCapabilities, hook: str, layers: Sequence[int]) -> None:
+    """Raise WeirError unless a row is one vector [d], of one width at all blocks."""
+    shapes = {capabilities.shape(Site(hook, layer)) for layer in layers}
+    odd = next((shape for shape in shapes if len(shape) != 1), None)
+    if odd is not None:
+        raise WeirError(f"a row of {hook} is {list(odd)}, and a direction is one vector [d]", "hook")
+    if len(shapes) > 1:
+        raise WeirError(f"rows of {hook} differ in width between blocks: {sorted(shapes)}", "layers")

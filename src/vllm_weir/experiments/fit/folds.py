@@ -1,0 +1,49 @@
+"""Which prompts are held out together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Folds(NamedTuple):
+    """The fold of each prompt.
+
+    Attributes:
+        number: how many folds; 0 if too few prompts were given to hold any out.
+        positive: int [n], the fold of each positive prompt.
+        negative: int [m], of each negative prompt; of pairs, it is the partner's.
+    """
+
+    number: int
+    positive: np.ndarray
+    negative: np.ndarray
+
+    def kept(self, fold: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return which positive and negative prompts a direction is fitted on while `fold` is held out; bool."""
+        return self.positive != fold, self.negative != fold
+
+
+def split(positive: int, negative: int, paired: bool, folds: int, seed: int, fewest: int = 1) -> Folds:
+    """Share prompts out to folds of sizes that differ by at most one; the same seed shares alike.
+
+    Args:
+        positive: number of positive prompts.
+        negative: number of negative prompts.
+        paired: whether prompt i of both classes belong together, and are never split.
+        folds: how many are wanted; fewer if a class has fewer prompts.
+        seed: of the order.
+        fewest: prompts of each class that a direction has to be fitted on.
+    """
+    shortest = min(positive, negative)
+    count = min(folds, shortest)
+    if count < 2 or shortest - -(-shortest // count) < fewest:
+        return Folds(0, np.zeros(positive, np.int64), np.zeros(negative, np.int64))
+    generator = np.random.default_rng(seed)
+    first = _shares(positive, count, generator)
+    return Folds(count, first, first if paired else _shares(negative, count, generator))
+
+
+def _shares(number: int, count: int, generator: np.random.Generator) -> np.ndarray:
+    return generator.permutation(number) % count

@@ -1,0 +1,191 @@
+"""`fit`: read the prompts, fit each block, and try the best direction."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.experiments.directions import Directions
+from vllm_weir.experiments.fit import causal
+from vllm_weir.experiments.fit.engine import FitEngine
+from vllm_weir.experiments.fit.folds import Folds, split
+from vllm_weir.experiments.fit.layer import LayerFit, fit_layer
+from vllm_weir.experiments.fit.methods import Method, MethodOptions, method_of
+from vllm_weir.experiments.fit.prompts import encode, parse_prompts
+from vllm_weir.schema.fields import parse_flag
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.vectors import number
+from vllm_weir.storage.cli import progress_bar
+
+
+def fit(
+    llm: Any,
+    positive: Any,
+    negative: Any,
+    method: str = "diff",
+    hook: str = "resid_post",
+    layers: Any = "all",
+    positions: Any = "last_prompt",
+    *,
+    folds: int = 5,
+    seed: int = 0,
+    C: float = 1.0,
+    check: bool = True,
+    metric: Any = None,
+    sampling: Any = None,
+    progress: bool = True,
+) -> Directions:
+    """Fit a direction at each block from prompts of two classes.
+
+    Difference of means (Rimsky et al. 2024, arXiv:2312.06681), principal components of pairs and LAT
+    (Zou et al. 2023, arXiv:2310.01405; repeng), or logistic regression. Positive prompts score higher
+    along the result. Interventions that are set for everyone (`set_global`) act on the prompts too.
+
+    Args:
+        llm: ``vllm.LLM`` or Weir's drop-in class.
+        positive: texts, chats (lists of messages) or lists of token ids.
+        negative: likewise. Lists of the same length are pairs: prompt i of both has the same content
+            but for the class, and they are held out together. Other lengths are for ``"diff"`` and
+            ``"logistic"`` only.
+        method: ``"diff"``; ``"pca"`` (repeng's ``pca_diff``); ``"pca_center"``, repeng's and
+            steering-vectors' PCA; ``"lat"``; ``"logistic"``, scikit-learn's ``LogisticRegression``;
+            ``"logistic_pairs"``, steering-vectors'.
+        hook: hook point with one row [d].
+        layers: ``"all"``, a block, or a list of them.
+        positions: selector of the row that stands for a prompt; rows of several positions are
+            averaged on the device.
+        folds: in how many parts the prompts are held out in turn, for the AUC.
+        seed: of the parts, and of LAT's order within pairs.
+        C: inverse strength of the penalty of logistic regressions.
+        check: try the direction of the block with the highest AUC on prompts of a part that was held
+            out while it was fitted: add it, subtract it, project it out. ``.details["causal"]`` has
+            the results.
+        metric: what the check looks at: `logit_diff`, or any metric of `sweep`. None: the score of
+            the probe at the last block fitted.
+        sampling: ``SamplingParams`` for a `metric` that is a function of the output.
+        progress: show a progress bar on stderr.
+
+    Returns:
+        `Directions`; ``.details["layers"]`` has for each block the distance between the classes
+        along the direction, the mean length of a row, and their ratio.
+
+    Raises:
+        WeirError: naming the field.
+    """
+    texts = [parse_prompts(prompts, name) for prompts, name in ((positive, "positive"), (negative, "negative"))]
+    counts = len(texts[0]), len(texts[1])
+    chosen = method_of(method, *counts)
+    options = _options(folds, seed, C)
+    if metric is None and sampling is not None:
+        raise WeirError("it is for a metric; give one, or leave it out", "sampling")
+    wants_check = parse_flag(check, "check", "fit") or metric is not None
+    engine = FitEngine(llm, hook, layers, positions)
+    readout = None if metric is None else causal.metric_readout(engine, metric, sampling)
+    tokens = [
+        encode(prompts, engine.tokenizer, engine.longest, name)
+        for prompts, name in zip(texts, ("positive", "negative"), strict=True)
+    ]
+    parts = split(*counts, counts[0] == counts[1], int(folds), options.seed, chosen.fewest)
+    with progress_bar(not parse_flag(progress, "progress", "fit")) as bar:
+        task = bar.add_task("prompts", total=sum(counts), rate="")
+        rows = engine.rows(tokens[0] + tokens[1], lambda done: bar.update(task, completed=done))
+        task = bar.add_task("blocks", total=len(engine.layers), rate="")
+        found: dict[int, LayerFit] = {}
+        for i, layer in enumerate(engine.layers):
+            found[layer] = _fit_block(rows[:, i], counts[0], layer, chosen, parts, options)
+            bar.advance(task)
+    details: dict[str, Any] = {
+        "prompts": {"positive": counts[0], "negative": counts[1], "paired": counts[0] == counts[1]},
+        "positions": engine.positions.to_json(),
+        "folds": parts.number,
+        "seed": options.seed,
+        "layers": {
+            str(layer): {"gap": one.direction.gap, "norm": one.norm, "relative_dose": one.relative_dose}
+            for layer, one in found.items()
+        },
+    }
+    if wants_check:
+        details["causal"] = _checked(engine, found, parts, tokens, rows, readout)
+    return _directions(engine, method, chosen, found, details)
+
+
+def _fit_block(
+    rows: torch.Tensor, positive: int, layer: int, method: Method, folds: Folds, options: MethodOptions
+) -> LayerFit:
+    exact = rows.double().numpy()
+    if not np.isfinite(exact).all():
+        raise WeirError(f"rows of block {layer} hold NaN or infinite values; leave it out", "layers")
+    return fit_layer(exact[:positive], exact[positive:], method, folds, options)
+
+
+def _directions(
+    engine: FitEngine, name: str, method: Method, found: dict[int, LayerFit], details: dict[str, Any]
+) -> Directions:
+    areas = {layer: one.auc for layer, one in found.items() if one.auc is not None}
+    return Directions(
+        hook=engine.hook,
+        layers=engine.layers,
+        vectors={layer: one.direction.vector.astype(np.float32) for layer, one in found.items()},
+        method=name,
+        convention=(
+            f"layer = block index from 0, hook = {engine.hook} as Weir names it, nothing was mapped; vector = "
+            f"{method.summary}"
+        ),
+        auc_by_layer=areas or None,
+        bias={layer: one.direction.bias for layer, one in found.items()},
+        details=details,
+    )
+
+
+def _checked(
+    engine: FitEngine,
+    found: dict[int, LayerFit],
+    folds: Folds,
+    tokens: list[list[list[int]]],
+    rows: torch.Tensor,
+    readout: causal.Readout | None,
+) -> dict[str, Any]:
+    """Return the results of the check, or why there are none."""
+    if not folds.number:
+        return _skipped("too few prompts to hold any out", readout)
+    last = engine.layers[-1]
+    usable = [layer for layer in engine.layers if readout is not None or layer != last]
+    if not usable:
+        return _skipped("one block was fitted, and the probe is read further down; give a metric", readout)
+    layer = max(usable, key=lambda one: found[one].auc or 0.0)
+    if why := engine.capabilities.read_only.get(Site(engine.hook, layer)):
+        return _skipped(f"{engine.hook} cannot be changed: {why}", readout)
+    first = [np.flatnonzero(part == 0)[: causal.MAX_PROMPTS] for part in (folds.positive, folds.negative)]
+    index = np.concatenate([first[0], first[1] + len(tokens[0])])
+    direction, further = found[layer].held, found[last].held
+    assert direction is not None and further is not None, "fold 0 was held out"
+    held = causal.HeldOut(
+        layer,
+        direction,
+        [tokens[0][k] for k in first[0]],
+        [tokens[1][k] for k in first[1]],
+        rows[torch.from_numpy(index), engine.layers.index(layer)].double().numpy(),
+    )
+    return causal.check(engine, held, readout or causal.score_readout(engine, last, further))
+
+
+def _skipped(why: str, readout: causal.Readout | None) -> dict[str, Any]:
+    """Note why nothing was checked; a metric that the caller gave must not be passed over."""
+    if readout is not None:
+        raise WeirError(f"it cannot be looked at: {why}", "metric")
+    return {"skipped": why}
+
+
+def _options(folds: Any, seed: Any, strength: Any) -> MethodOptions:
+    """Check the numbers among the arguments."""
+    for value, name, least in ((folds, "folds", 2), (seed, "seed", 0)):
+        if not is_int(plain(value)) or plain(value) < least:
+            raise WeirError(f"expected a whole number of at least {least}, got {brief(value)}", name)
+    if not (strength := number(strength, "C")) > 0 or math.isinf(strength):
+        raise WeirError(f"expected a number above 0, got {strength:g}", "C")
+    return MethodOptions(int(seed), strength)

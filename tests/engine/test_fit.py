@@ -1,0 +1,307 @@
+"""`weir.fit` on a live engine: transformers' rows, repeng's and steering-vectors' directions, and what they do."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import vllm_weir as weir
+from tests.support.engines import get_llm
+from tests.support.machine import module, needs
+from tests.support.oracle import Oracle
+from tests.support.steering_packages import repeng, steering_vectors
+from vllm_weir.demo.stories import make_stories
+from vllm_weir.errors import WeirError
+from vllm_weir.experiments.fit.auc import auc
+from vllm_weir.experiments.fit.folds import split
+from vllm_weir.experiments.vectors.load import load_vector
+
+pytestmark = pytest.mark.engine
+LAYERS, PAIRS = 6, 25  # an odd number of pairs: their votes on a sign are no tie
+PACKAGES = needs(module("repeng"), module("steering_vectors"), module("sklearn"))
+BEST = (" best", " worst")
+"""What the model says next in happy and in sad stories."""
+
+
+def texts(sentiment: str, n: int = PAIRS) -> list[str]:
+    """Stories that differ in words of sentiment alone, up to a word of sentiment."""
+    return [" ".join(s.sentences[:-1]) + " It was the" for s in make_stories(n, 1, sentiment=sentiment)]
+
+
+HAPPY, SAD = texts("positive"), texts("negative")
+
+
+@pytest.fixture
+def llm():
+    return get_llm(weir.demo_model())
+
+
+@functools.lru_cache(maxsize=1)
+def truth() -> Oracle:
+    return Oracle(weir.demo_model())
+
+
+@functools.lru_cache(maxsize=1)
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(weir.demo_model())
+
+
+def rows(prompts, layer, position=-1, hook="resid_post"):
+    """Transformers' rows of texts [n, d], float64."""
+    found = [truth().rows(tokenizer()(text)["input_ids"])[hook, layer][position] for text in prompts]
+    return torch.stack([row.mean(0) if row.ndim == 2 else row for row in found]).double().numpy()
+
+
+def fit(llm, positive=HAPPY, negative=SAD, method="diff", **more):
+    return weir.fit(llm, positive, negative, method, **{"check": False, "progress": False} | more)
+
+
+def cosine(a, b):
+    a, b = (np.asarray(v, np.float64).ravel() for v in (a, b))
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def test_the_difference_of_means_of_transformers_rows(llm):
+    """At every block, to 1e-5 of a row's length; in chats, token ids, averages, and lists of different lengths."""
+    found = fit(llm)
+    assert found.layers == tuple(range(LAYERS)) and found.hook == "resid_post" and found.method == "diff"
+    for layer in found.layers:
+        positive, negative = rows(HAPPY, layer), rows(SAD, layer)
+        expected, length = positive.mean(0) - negative.mean(0), found.details["layers"][str(layer)]["norm"]
+        assert np.abs(found.vector(layer).numpy() - expected).max() < 1e-5 * length
+        assert length == pytest.approx(np.linalg.norm(np.concatenate([positive, negative]), axis=1).mean(), rel=1e-5)
+        assert found.details["layers"][str(layer)]["gap"] == pytest.approx(np.linalg.norm(expected), rel=1e-4)
+    ids = [tokenizer()(text)["input_ids"] for text in HAPPY]
+    same = fit(llm, ids, SAD, layers=[1, 4])
+    assert same.layers == (1, 4)
+    assert all(torch.allclose(same.vector(layer), found.vector(layer), atol=1e-4) for layer in same.layers)
+    fewer = fit(llm, HAPPY, SAD[:7], layers=2)
+    expected = rows(HAPPY, 2).mean(0) - rows(SAD[:7], 2).mean(0)
+    assert np.abs(fewer.vector(2).numpy() - expected).max() < 1e-5 * fewer.details["layers"]["2"]["norm"]
+    mean = fit(llm, layers=3, hook="mlp_out", positions="prompt")
+    expected = np.subtract(*(rows(side, 3, slice(None), "mlp_out").mean(0) for side in (HAPPY, SAD)))
+    assert cosine(mean.vector(3), expected) > 1 - 1e-6
+
+
+def test_chats(llm):
+    def ask(kind):
+        return [[{"role": "user", "content": f"Tell me a {kind} story about {it}."}] for it in ("sailing", "music")]
+
+    found = fit(llm, ask("happy"), ask("sad"), layers=2)
+    ids = [
+        [tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in side]
+        for side in (ask("happy"), ask("sad"))
+    ]
+    means = [np.mean([truth().rows(tokens)["resid_post", 2][-1].numpy() for tokens in side], 0) for side in ids]
+    assert cosine(found.vector(2), means[0] - means[1]) > 1 - 1e-6
+
+
+@PACKAGES
+@pytest.mark.parametrize("method", ["pca", "pca_center"])
+def test_parity_with_repeng(llm, method):
+    """Its ControlVector.train on the same pairs, sign and all; it reads the last block behind the final norm."""
+    package = repeng()
+    pairs = [package.DatasetEntry(happy, sad) for happy, sad in zip(HAPPY, SAD, strict=True)]
+    theirs = package.ControlVector.train(
+        truth().model, tokenizer(), pairs, batch_size=4, method={"pca": "pca_diff"}.get(method, method)
+    )
+    ours, normed = fit(llm, method=method), fit(llm, method=method, hook="final_norm")
+    assert set(theirs.directions) == set(range(1, LAYERS))
+    for layer in range(1, LAYERS - 1):
+        assert cosine(ours.vector(layer), theirs.directions[layer]) >= 0.999, layer
+    assert cosine(normed.vector(0), theirs.directions[LAYERS - 1]) >= 0.999
+
+
+@PACKAGES
+@pytest.mark.parametrize("method", ["diff", "pca_center", "logistic_pairs"])
+def test_parity_with_steering_vectors(llm, method):
+    """Its train_steering_vector on the same pairs with each of its aggregators; of the means also the length."""
+    package = steering_vectors()
+    aggregators = {
+        "diff": package.mean_aggregator(),
+        "pca_center": package.pca_aggregator(),
+        "logistic_pairs": package.logistic_aggregator({"tol": 1e-8, "max_iter": 10_000}),
+    }
+    theirs = package.train_steering_vector(
+        truth().model, tokenizer(), list(zip(HAPPY, SAD, strict=True)), aggregator=aggregators[method], batch_size=4
+    ).layer_activations
+    ours = fit(llm, method=method)
+    assert set(theirs) == set(ours.layers)
+    for layer, vector in theirs.items():
+        assert cosine(ours.vector(layer), vector) >= 0.999, layer
+        if method == "diff":
+            assert torch.allclose(ours.vector(layer), vector, atol=1e-3)
+
+
+@needs(module("sklearn"))
+def test_logistic_regression_and_its_probe(llm):
+    """Weights and bias are scikit-learn's on transformers' rows; a probe in the engine gives their log odds."""
+    from sklearn.linear_model import LogisticRegression
+
+    found = fit(llm, method="logistic", layers=[2, 3])
+    labels = np.arange(2 * PAIRS) < PAIRS
+    for layer in found.layers:
+        both = np.concatenate([rows(HAPPY, layer), rows(SAD, layer)])
+        theirs = LogisticRegression(tol=1e-8, max_iter=10_000).fit(both, labels)
+        assert cosine(found.vector(layer), theirs.coef_[0]) > 0.9999
+        odds = both @ found.vector(layer).double().numpy() + found.bias[layer]
+        np.testing.assert_allclose(odds, theirs.decision_function(both), atol=0.02)
+    one = weir.params(probes=found.probe(3, name="mood", positions="last_prompt"))
+    outs = llm.generate(HAPPY[:3], one, use_tqdm=False)
+    np.testing.assert_allclose([float(out.scores["mood"][0, 0]) for out in outs], odds[:3], atol=0.01)
+
+
+@pytest.mark.parametrize("method", ["diff", "pca", "pca_center", "lat", "logistic", "logistic_pairs"])
+def test_the_auc_is_of_pairs_that_were_held_out(llm, method):
+    """Computed again: fitted on the other folds' prompts, and scored on a fold's own, by the engine's own rows."""
+    found = fit(llm, method=method, layers=[1, 3], folds=3, seed=4)
+    parts = split(PAIRS, PAIRS, True, 3, 4)
+    areas = []
+    for fold in range(3):
+        kept, held = (np.flatnonzero(mask) for mask in (parts.positive != fold, parts.positive == fold))
+        part = fit(llm, [HAPPY[k] for k in kept], [SAD[k] for k in kept], method, layers=[1], seed=4)
+        vector = part.vector(1).double().numpy()
+        scores = [rows([side[k] for k in held], 1) @ vector for side in (HAPPY, SAD)]
+        areas.append(auc(*scores))
+    # LAT's order within pairs is drawn again for fewer pairs.
+    assert found.auc(1) == pytest.approx(np.mean(areas), abs=0.1 if method == "lat" else 1e-9)
+    assert found.best == max(found.layers, key=found.auc)
+    again = fit(llm, method=method, layers=[1, 3], folds=3, seed=4)
+    assert again.auc_by_layer == found.auc_by_layer
+    assert all(torch.allclose(again.vector(n), found.vector(n), atol=1e-5) for n in found.layers)
+
+
+def test_the_check_steers_and_ablates_prompts_that_were_held_out(llm):
+    """Each mean is what requests with these interventions give, and the direction moves the next word."""
+    metric = weir.logit_diff(*BEST)
+    found = fit(llm, layers=[2, 5], metric=metric, folds=4, seed=1)
+    check, parts = found.details["causal"], split(PAIRS, PAIRS, True, 4, 1)
+    kept, held = (np.flatnonzero(mask) for mask in (parts.positive != 0, parts.positive == 0))
+    assert check["layer"] == found.best and check["readout"] == "logit difference"
+    assert check["prompts"] == {"positive": len(held), "negative": len(held)}
+    layer = check["layer"]
+    part = fit(llm, [HAPPY[k] for k in kept], [SAD[k] for k in kept], layers=layer)
+    vector = part.vector(layer)
+    assert check["dose"] == pytest.approx(float(vector.norm()), rel=1e-4)
+
+    def mean(prompts, interventions=()):
+        bound = metric.bind(lambda text: tokenizer().encode(text, add_special_tokens=False), 1)
+        params = weir.params(weir.SamplingParams(**bound.sampling(0)), interventions=list(interventions))
+        return np.mean([bound.score(out, 0) for out in llm.generate(prompts, params, use_tqdm=False)])
+
+    happy, sad = ([side[k] for k in held] for side in (HAPPY, SAD))
+    expected = {
+        "plain_positive": mean(happy),
+        "plain_negative": mean(sad),
+        "subtracted_positive": mean(happy, [weir.Add(vector, layer, -1.0)]),
+        "added_negative": mean(sad, [weir.Add(vector, layer, 1.0)]),
+        "ablated_positive": mean(happy, [weir.Ablate(vector, layer)]),
+        "ablated_negative": mean(sad, [weir.Ablate(vector, layer)]),
+    }
+    assert check["means"] == pytest.approx(expected, abs=1e-3)
+    assert check["means"]["plain_positive"] > 3 > -3 > check["means"]["plain_negative"]
+    assert layer == LAYERS - 1 and check["added"] > 0.9 and check["subtracted"] > 0.9
+    assert abs(check["left_after_ablation"]) < 0.1
+    lengths = np.linalg.norm(np.concatenate([rows(happy, layer), rows(sad, layer)]), axis=1)
+    along = np.concatenate([rows(happy, layer), rows(sad, layer)]) @ vector.double().numpy() / check["dose"]
+    assert check["relative_dose"]["add"] == pytest.approx((check["dose"] / lengths).mean(), rel=1e-4)
+    assert check["relative_dose"]["ablate"] == pytest.approx((abs(along) / lengths).mean(), rel=1e-3)
+    json.dumps(found.details, allow_nan=False)
+
+
+def test_the_check_reads_the_probe_further_down_and_any_metric(llm):
+    check = fit(llm, check=True, layers=[1, 4, 5]).details["causal"]
+    assert check["readout"] == "probe's score at resid_post.5" and check["layer"] == 4
+    assert check["means"]["plain_positive"] > 0 > check["means"]["plain_negative"] and check["added"] > 0.01
+    says = fit(
+        llm, layers=3, metric=lambda out: float("best" in out.outputs[0].text),
+        sampling=weir.SamplingParams(max_tokens=3, temperature=0),
+    ).details["causal"]  # fmt: skip
+    assert says["readout"] == "<lambda>" and says["means"]["plain_positive"] > says["means"]["plain_negative"]
+    assert fit(llm, check=True, layers=2).details["causal"]["skipped"].startswith("one block was fitted")
+    assert "too few prompts" in fit(llm, HAPPY[:1], SAD[:1], check=True).details["causal"]["skipped"]
+
+
+def test_more_prompts_than_the_engine_holds_at_once(llm, monkeypatch):
+    whole = fit(llm, layers=2)
+    monkeypatch.setattr("vllm_weir.experiments.fit.engine.WINDOW", 7)
+    windows = fit(llm, layers=2)
+    assert torch.allclose(windows.vector(2), whole.vector(2), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "message"),
+    [
+        ({"method": "means"}, "method", "unknown method 'means'"),
+        ({"hook": "resid"}, "hook", "resid"),
+        ({"layers": 9}, "layers", "block 9 does not exist"),
+        ({"positions": "last"}, "positions", "unknown selector 'last'"),
+        ({"hook": "z"}, "hook", r"a row of z is \[\d+, \d+\], and a direction is one vector"),
+        ({"negative": SAD[:3], "method": "pca"}, "negative", "do not pair up"),
+        ({"positive": "one"}, "positive", "expected a list of prompts"),
+        ({"positive": ["x " * 400]}, "positive[0]", "tokens, and the engine takes 1 to 255"),
+        ({"folds": 1}, "folds", "at least 2"),
+        ({"seed": -1}, "seed", "at least 0"),
+        ({"C": 0}, "C", "above 0"),
+        ({"metric": "loss"}, "metric", "expected weir.logit_diff"),
+        ({"metric": weir.logit_diff(" best worst", " worst")}, "metric.a", "give a text of one token"),
+        ({"sampling": weir.SamplingParams()}, "sampling", "it is for a metric"),
+        ({"positions": 200}, "positions", "position"),
+    ],
+)
+def test_refusals(llm, arguments, field, message):
+    with pytest.raises(WeirError, match=message) as e:
+        fit(llm, **{"layers": 2} | arguments)
+    assert e.value.field == field, str(e.value)
+
+
+def test_only_an_llm_is_asked():
+    with pytest.raises(WeirError) as e:
+        weir.fit(object(), HAPPY, SAD)
+    assert e.value.field == "llm" and not math.isnan(len(str(e.value)))
+
+
+@needs(module("matplotlib"))
+def test_from_files_to_a_control_vector(llm, tmp_path, monkeypatch, capsys):
+    """`weir fit` reads a text a line and JSONL, and writes the vectors and the picture."""
+    from typer.testing import CliRunner
+
+    from vllm_weir.cli.main import app
+
+    (tmp_path / "happy.txt").write_text("\n".join(HAPPY) + "\n")
+    (tmp_path / "sad.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in SAD))
+    monkeypatch.setattr("vllm_weir.experiments.fit.cli._start", lambda model, options: llm)
+    for name in ("mood.gguf", "mood.safetensors"):
+        arguments = [
+            "fit",
+            "happy.txt",
+            "sad.jsonl",
+            "--column",
+            "prompt",
+            "-m",
+            "model",
+            "-o",
+            name,
+            "--layers",
+            "1,5",
+        ]
+        arguments += ["--plot", "auc.png", "--answer", BEST[0], "--wrong", BEST[1], "--quiet"]
+        monkeypatch.chdir(tmp_path)
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+        assert "25 positive and 25 negative prompts, 2 blocks" in done.output
+        assert "check at block 5, logit difference" in done.output and f"-> {name}" in done.output
+        read = load_vector(tmp_path / name)
+        assert all(torch.equal(read.vector(n), fit(llm, layers=[1, 5]).vector(n)) for n in (1, 5))
+        assert (tmp_path / "auc.png").read_bytes().startswith(b"\x89PNG")
+    refused = CliRunner().invoke(app, ["fit", "happy.txt", "none.txt", "-m", "model", "-o", "x.gguf"])
+    assert refused.exit_code == 1 and "negative: cannot read none.txt" in refused.output
+    refused = CliRunner().invoke(app, ["fit", "happy.txt", "sad.jsonl", "-m", "model", "-o", "x.npz"])
+    assert refused.exit_code == 1 and "out: expected a name that ends in .gguf or .safetensors" in refused.output
