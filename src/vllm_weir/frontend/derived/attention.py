@@ -99,12 +99,19 @@ def _write_scores(
     chosen: torch.Tensor,
 ) -> None:
     """Write the scores of some queries into `out`, [queries, chosen heads, keys]."""
-    group_of = chosen // (q.shape[1] // k.shape[1])
-    for group in group_of.unique():
-        members = (group_of == group).nonzero()[:, 0]
-        keys = k[:, group].float()  # one key-value head at a time, so that no copy of all keys is needed
-        out[:, members] = q[:, chosen[members]].float() @ keys.T
-    out *= facts.scale
+    queries, heads, size = q.shape
+    if len(chosen) == heads and k.numel() <= CHUNK_VALUES and torch.equal(chosen, torch.arange(heads)):
+        by_group = q.float().view(queries, k.shape[1], -1, size).transpose(0, 1)  # [groups, queries, heads, size]
+        keys = k.float().permute(1, 2, 0)  # [groups, size, keys]
+        products = by_group.flatten(1, 2) @ keys
+        torch.mul(products.view(*by_group.shape[:3], -1).transpose(0, 1).flatten(1, 2), facts.scale, out=out)
+    else:
+        group_of = chosen // (heads // k.shape[1])
+        for group in group_of.unique():
+            members = (group_of == group).nonzero()[:, 0]
+            keys = k[:, group].float()  # one key-value head at a time, so that no copy of all keys is needed
+            out[:, members] = q[:, chosen[members]].float() @ keys.T
+        out *= facts.scale
     if facts.soft_cap:
         out.div_(facts.soft_cap).tanh_().mul_(facts.soft_cap)
     key_positions = torch.arange(len(k))

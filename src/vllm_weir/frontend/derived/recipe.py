@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from vllm_weir.frontend.derived.attention import attention_pattern, attention_scores, first_keys
+from vllm_weir.frontend.derived.attention import CHUNK_VALUES, attention_pattern, attention_scores, first_keys
 from vllm_weir.frontend.derived.routing import choose_experts
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.model_facts import AttentionFacts, RoutingFacts
@@ -109,6 +109,66 @@ class AttentionRecipe(Recipe):
 
     def width(self, positions: int) -> int:
         return (self.facts.heads if self.heads is None else len(self.heads)) * positions
+
+
+class Inputs(NamedTuple):
+    """What one recipe is computed from: the arguments of `Recipe.compute`."""
+
+    rows: Mapping[Site, torch.Tensor]
+    positions: Mapping[Site, torch.Tensor]
+
+
+def compute_all(recipes: Sequence[Recipe], inputs: Sequence[Inputs]) -> dict[Site, tuple[torch.Tensor, torch.Tensor]]:
+    """Compute recipes; layers whose attention is alike go together, as if their heads were one layer's."""
+    found: dict[Site, tuple[torch.Tensor, torch.Tensor]] = {}
+    alike: dict[object, list[tuple[AttentionRecipe, Inputs]]] = {}
+    for recipe, given in zip(recipes, inputs, strict=True):
+        if isinstance(recipe, AttentionRecipe):
+            facts = replace(recipe.facts, keys_layer=0)
+            key = (recipe.site.hook, facts, recipe.heads, recipe.dtype, recipe.positions)
+            alike.setdefault(key, []).append((recipe, given))
+        else:
+            found[recipe.site] = recipe.compute(*given)
+    for group in alike.values():
+        for part in _parts(group):
+            found |= _joined(part) if len(part) > 1 else {part[0][0].site: part[0][0].compute(*part[0][1])}
+    return found
+
+
+def _parts(group: list[tuple[AttentionRecipe, Inputs]]) -> list[list[tuple[AttentionRecipe, Inputs]]]:
+    """Divide layers into runs with the same positions, each with at most `CHUNK_VALUES` values and keys."""
+    parts: list[list[tuple[AttentionRecipe, Inputs]]] = []
+    for recipe, given in group:
+        queries, keys = (given.rows[source.site] for source in recipe.sources)
+        most = CHUNK_VALUES // max(1, recipe.width(len(keys)) * len(queries), keys.numel())
+        if parts and len(parts[-1]) < most and _same_positions(parts[-1][0], (recipe, given)):
+            parts[-1].append((recipe, given))
+        else:
+            parts.append([(recipe, given)])
+    return parts
+
+
+def _same_positions(a: tuple[AttentionRecipe, Inputs], b: tuple[AttentionRecipe, Inputs]) -> bool:
+    pairs = zip(a[0].sources, b[0].sources, strict=True)
+    return all(torch.equal(a[1].positions[x.site], b[1].positions[y.site]) for x, y in pairs)
+
+
+def _joined(part: list[tuple[AttentionRecipe, Inputs]]) -> dict[Site, tuple[torch.Tensor, torch.Tensor]]:
+    """Compute several layers with the same positions as one whose heads are those of all."""
+    first, given = part[0]
+    count, facts = len(part), first.facts
+    whole = replace(
+        first,
+        facts=replace(facts, heads=count * facts.heads, sinks=count * facts.sinks, alibi=count * facts.alibi),
+        heads=first.heads and tuple(k * facts.heads + head for k in range(count) for head in first.heads),
+    )
+    rows = {
+        source.site: torch.cat([inputs.rows[recipe.sources[i].site] for recipe, inputs in part], 1)
+        for i, source in enumerate(first.sources)
+    }
+    values, at = whole.compute(rows, given.positions)
+    by_layer = values.view(len(values), count, values.shape[1] // count, values.shape[2])
+    return {recipe.site: (by_layer[:, k].contiguous(), at) for k, (recipe, _) in enumerate(part)}
 
 
 @dataclass(frozen=True)

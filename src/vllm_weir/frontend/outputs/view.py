@@ -13,6 +13,7 @@ import torch
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.frontend.admission.read_outs import AskedReadOut
+from vllm_weir.frontend.derived.recipe import Inputs, compute_all
 from vllm_weir.frontend.outputs.host_postprocess import apply_postprocess, reduce_rows
 from vllm_weir.frontend.outputs.read_outs import collect, from_records, from_rows
 from vllm_weir.frontend.outputs.scored_rows import ScoredRows
@@ -504,7 +505,7 @@ class OutputView:
         """Compute the derived sites: their values, and the positions of these."""
         assert self.part.sources is not None
         sources = self.with_start(0, self.part.sources).activations()
-        out = {}
+        inputs = []
         for recipe in self.part.recipes:
             wanted, _ = self._wanted(recipe.positions, None)
             rows: dict[Site, torch.Tensor] = {}
@@ -514,8 +515,8 @@ class OutputView:
                 if not whole:
                     here = torch.from_numpy(np.isin(positions[site].numpy(), wanted))
                     rows[site], positions[site] = rows[site][here], positions[site][here]
-            out[recipe.site] = recipe.compute(rows, positions)
-        return out
+            inputs.append(Inputs(rows, positions))
+        return compute_all(self.part.recipes, inputs)
 
     @property
     def rows(self) -> int:

@@ -1,0 +1,63 @@
+"""Recipes that are computed together are what each is alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_weir.frontend.derived import recipe as recipes
+from vllm_weir.frontend.derived.recipe import AttentionRecipe, Inputs, Source, compute_all
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.model_facts import AttentionFacts
+from vllm_weir.schema.positions import Positions
+
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+FACTS = {
+    "plain": AttentionFacts(HEADS, SIZE, scale=0.3),
+    "window": AttentionFacts(HEADS, SIZE, scale=0.3, window=3),
+    "sinks": AttentionFacts(HEADS, SIZE, scale=0.3, sinks=(0.5, -1.0, 2.0, 0.0)),
+    "alibi": AttentionFacts(HEADS, SIZE, scale=0.3, alibi=(0.5, 0.25, 0.1, 0.0)),
+    "soft cap": AttentionFacts(HEADS, SIZE, scale=0.9, soft_cap=2.0),
+}
+
+
+def layer(n, hook, facts, at, there, heads=None):
+    sources = (Source(Site("q_rot", n), False), Source(Site("k_rot", n), True))
+    recipe = AttentionRecipe(
+        Site(hook, n), (Positions.parse("all", "positions"),), sources, False,
+        AttentionFacts(**(vars(facts) | {"keys_layer": n})), heads, torch.float32,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(n)
+    rows = {
+        sources[0].site: torch.randn(len(at), HEADS, SIZE, generator=generator).bfloat16(),
+        sources[1].site: torch.randn(len(there), KV_HEADS, SIZE, generator=generator).bfloat16(),
+    }
+    positions = {sources[0].site: torch.tensor(at, dtype=torch.int64)}
+    return recipe, Inputs(rows, positions | {sources[1].site: torch.tensor(there, dtype=torch.int64)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(sorted(FACTS)), min_size=1, max_size=6),
+    hook=st.sampled_from(["pattern", "attn_scores"]),
+    at=st.lists(st.integers(0, 8), max_size=5, unique=True).map(sorted),
+    missing=st.sets(st.integers(0, 8), max_size=1),
+    heads=st.sampled_from([None, (3, 1)]),
+    limit=st.sampled_from([1, 40, 1 << 22]),
+)
+def test_together_as_alone(kinds, hook, at, missing, heads, limit):
+    there = [p for p in range(9) if p not in missing]
+    # The last has other positions than the rest.
+    made = [layer(n, hook, FACTS[kind], at, there, heads) for n, kind in enumerate(kinds)]
+    made.append(layer(len(kinds), hook, FACTS[kinds[0]], [8], there, heads))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipes, "CHUNK_VALUES", limit)
+        found = compute_all([one for one, _ in made], [inputs for _, inputs in made])
+    assert list(found) and set(found) == {one.site for one, _ in made}
+    for one, inputs in made:
+        values, positions = one.compute(*inputs)
+        assert torch.equal(found[one.site][1], positions) and found[one.site][0].shape == values.shape
+        assert found[one.site][0].is_contiguous()
+        assert torch.allclose(found[one.site][0], values, atol=1e-6)
