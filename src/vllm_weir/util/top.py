@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+SMALLEST = 4096
+"""Rows with fewer values are sorted at once."""
 
 
 def top_values(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k largest values of each row and where they are, the largest first.
 
     Of equal values the one with the smallest index comes first; NaN comes before all numbers.
+
+    Long rows are cut into blocks. The k largest values lie in the k blocks with the largest maxima,
+    of equal maxima those of the first blocks, so only these blocks are sorted.
 
     Args:
         values: float32 [n, m].
@@ -17,6 +25,23 @@ def top_values(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     Returns:
         (indices int64 [n, k], values float32 [n, k]).
     """
+    m = values.shape[1]
+    size = 1 << round(math.log2(max(1.0, m / max(1, k))) / 2)  # about as many maxima as candidates
+    count = m // size
+    if m < SMALLEST or count <= k:
+        return _sorted(values, k)
+    blocks = values[:, : count * size].unflatten(1, (count, size))
+    chosen = _sorted(blocks.amax(2), k)[0].sort(1).values  # by index, as equal values are
+    inside = torch.arange(size, device=values.device)
+    ids = (chosen[:, :, None] * size + inside).flatten(1)
+    rest = torch.arange(count * size, m, device=values.device).expand(len(values), -1)
+    ids = torch.cat([ids, rest], 1)
+    at, largest = _sorted(values.gather(1, ids), k)
+    return ids.gather(1, at), largest
+
+
+def _sorted(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `top_values` does, by sorting all values."""
     # Integers in the order of the values, with the index in the lower half: no two are equal.
     bits = (values + 0.0).contiguous().view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
