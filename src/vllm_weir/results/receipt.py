@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
@@ -23,6 +24,34 @@ class GateCount(TypedDict):
     fired: int
     of: int
     spans: list[list[int]]
+
+
+@dataclass(frozen=True)
+class InterventionReceipt:
+    """What one intervention did to one sequence.
+
+    Attributes:
+        op: its kind, as in the wire form: ``"add"``, ``"ablate"``, ``"set_feature"``, ...
+        hook: its hook point.
+        layers: the blocks at which it changes rows; none for one that changes nothing (a zero vector, a scale of 0).
+        acted: token positions at which it was applied for this sequence, each counted once, whatever the number of
+            `layers`. With a gate, positions at which the gate let it act. Positions whose KV came from the prefix
+            cache are not among them: they count in the request that computed them, and here in `Receipt.shared`.
+    """
+
+    op: str
+    hook: str
+    layers: tuple[int, ...]
+    acted: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {"op": self.op, "hook": self.hook, "layers": list(self.layers), "acted": self.acted}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> InterventionReceipt:
+        """Return what `to_dict` wrote; fields of a later version are left out."""
+        return cls(data["op"], data["hook"], tuple(data["layers"]), data["acted"])
 
 
 @dataclass(frozen=True)
@@ -50,6 +79,7 @@ class Receipt:
         sinks: sink -> state of the rows there: ``"queued"``, ``"written"``, ``"dropped"``,
             ``"held"`` (until they are marked), ``"evicted"``, or ``"failed: <why>"``.
         gates: for each intervention, as in `steered`, how often its gate let it act; None for one without a gate.
+        interventions: for each intervention, as in `steered`, what it was and how often it acted.
     """
 
     captured: dict[Site, int] = field(default_factory=dict)
@@ -65,6 +95,7 @@ class Receipt:
     files: tuple[str, ...] = ()
     sinks: dict[str, str] = field(default_factory=dict)
     gates: tuple[GateCount | None, ...] = ()
+    interventions: tuple[InterventionReceipt, ...] = ()
 
     def to_dict(self) -> dict:
         """Return plain JSON data, with sites as ``"resid_post.10"``."""
@@ -75,4 +106,5 @@ class Receipt:
         for name in ("captured", "dropped"):
             out[name] = {f"{s.hook}.{s.layer}": n for s, n in getattr(self, name).items()}
         out["steered"] = [{f"{s.hook}.{s.layer}": n for s, n in sites.items()} for sites in self.steered]
+        out["interventions"] = [one.to_dict() for one in self.interventions]
         return out

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,10 +43,24 @@ from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedP
 from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.row_shards import RowShard, ShardWidths
 from vllm_weir.schema.selectors import MAX_SELECTORS
+from vllm_weir.schema.set_activation import SetActivation
 from vllm_weir.schema.stop_rules import StopRule
 from vllm_weir.schema.taps import STAGES, column_of, shard_column
 
 ONE_ROW = ShardWidths({}, {}, 0)
+
+
+class GivenIntervention(NamedTuple):
+    """An intervention as it was given: its name in the wire form, and its hook point."""
+
+    op: str
+    hook: str
+
+    @classmethod
+    def of(cls, intervention: Intervention) -> GivenIntervention:
+        """Describe an intervention of a request."""
+        op = SetFeature.op if isinstance(intervention, SetActivation) else intervention.op
+        return cls(op, intervention.hook)
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,7 @@ class AdmittedRequest:
         stops: what ends generation.
         told: how many of `probes`, from the first, come back on its outputs.
         counted: the probes that score every request, each with its index among `probes`.
+        given: the kind and the hook point of each intervention as it was given.
     """
 
     spec: ResolvedSpec
@@ -91,6 +106,7 @@ class AdmittedRequest:
     stops: tuple[StopRule, ...] = ()
     told: int = 0
     counted: tuple[tuple[int, RegisteredProbe], ...] = ()
+    given: tuple[GivenIntervention, ...] = ()
 
     @functools.cached_property
     def cells(self) -> CellLayout:
@@ -337,6 +353,7 @@ def _admit(
         scoring.stops,
         scoring.told,
         scoring.counted,
+        tuple(map(GivenIntervention.of, interventions)),
     )
     if admitted.probes and (selectors := len(admitted.engine_spec.selectors)) > MAX_SELECTORS:
         raise WeirError(

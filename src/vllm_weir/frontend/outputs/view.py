@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.outputs.host_postprocess import apply_postprocess, reduce_rows
+from vllm_weir.frontend.outputs.intervention_receipts import VerifiedIntervention, intervention_receipts
 from vllm_weir.frontend.outputs.read_outs import collect, from_records, from_rows
 from vllm_weir.frontend.outputs.scored_rows import ScoredRows
 from vllm_weir.frontend.outputs.ticket import Ticket
@@ -56,24 +57,6 @@ class ViewSnapshot:
     def scores(self) -> Scores | None:
         """Return the probes' scores, see `OutputView.scores`."""
         return self.saved_scores
-
-
-class VerifiedIntervention(NamedTuple):
-    """What has become of one resolved intervention.
-
-    Attributes:
-        intervention: None for one that changes nothing.
-        changed: how many positions it has changed.
-        cached: how many were changed when their KV was computed, by another request.
-        gate: index of its gate, or -1.
-        asked: how many positions it was asked for; 0 without a gate.
-    """
-
-    intervention: ResolvedIntervention | None
-    changed: int = 0
-    cached: int = 0
-    gate: int = -1
-    asked: int = 0
 
 
 @dataclass
@@ -378,7 +361,16 @@ class OutputView:
             files=tuple(file for ticket in self.tickets for file in ticket.files),
             sinks={ticket.sink: ticket.state for ticket in self.tickets},
             gates=self._gates(verified),
+            interventions=intervention_receipts(self.pending.admitted, verified, self._acted_here),
         )
+
+    def _acted_here(self, one: VerifiedIntervention) -> np.ndarray:
+        """Return the positions that one resolved intervention has changed for this sequence, ascending."""
+        assert one.intervention is not None, "it changes something"
+        if one.gate >= 0:
+            return self._acted(one.gate, one.intervention, self.cached_tokens)
+        positions = self.changed_positions(one.intervention)
+        return positions[positions >= self.cached_tokens]
 
     def _gates(self, verified: Sequence[VerifiedIntervention]) -> tuple[GateCount | None, ...]:
         """Return what became of the gate of each intervention asked for."""
