@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from math import isfinite, nan
 from typing import Any, TypedDict
 
 from vllm_weir.schema.hooks import Site
@@ -37,21 +38,42 @@ class InterventionReceipt:
         acted: token positions at which it was applied for this sequence, each counted once, whatever the number of
             `layers`. With a gate, positions at which the gate let it act. Positions whose KV came from the prefix
             cache are not among them: they count in the request that computed them, and here in `Receipt.shared`.
+        relative_dose: how much it changed rows: the norm of its change over the norm of the row that it found, as a
+            mean over the rows of these positions at all of `layers`. Rows are whole, also for heads and neurons, and
+            a row of zeros is left out. None if the request did not ask for it (``dose=True``), or no row counts.
+        relative_dose_by_layer: block -> the same mean over its rows; empty where `relative_dose` is None.
     """
 
     op: str
     hook: str
     layers: tuple[int, ...]
     acted: int
+    relative_dose: float | None = None
+    relative_dose_by_layer: dict[int, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        return {"op": self.op, "hook": self.hook, "layers": list(self.layers), "acted": self.acted}
+        """Return plain JSON data; a dose that is not finite becomes None."""
+        return {
+            "op": self.op,
+            "hook": self.hook,
+            "layers": list(self.layers),
+            "acted": self.acted,
+            "relative_dose": _finite(self.relative_dose),
+            "relative_dose_by_layer": {str(layer): _finite(x) for layer, x in self.relative_dose_by_layer.items()},
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> InterventionReceipt:
-        """Return what `to_dict` wrote; fields of a later version are left out."""
-        return cls(data["op"], data["hook"], tuple(data["layers"]), data["acted"])
+        """Return what `to_dict` wrote; fields of a later version are left out, and None by layer becomes NaN."""
+        by_layer = {int(layer): nan if x is None else x for layer, x in data.get("relative_dose_by_layer", {}).items()}
+        dose = data.get("relative_dose")
+        if dose is None and by_layer:
+            dose = nan
+        return cls(data["op"], data["hook"], tuple(data["layers"]), data["acted"], dose, by_layer)
+
+
+def _finite(x: float | None) -> float | None:
+    return x if x is not None and isfinite(x) else None
 
 
 @dataclass(frozen=True)

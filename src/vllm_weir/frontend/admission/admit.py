@@ -39,7 +39,7 @@ from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
-from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe, scoring_steps
+from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.row_shards import RowShard, ShardWidths
 from vllm_weir.schema.selectors import MAX_SELECTORS
@@ -88,6 +88,7 @@ class AdmittedRequest:
         told: how many of `probes`, from the first, come back on its outputs.
         counted: the probes that score every request, each with its index among `probes`.
         given: the kind and the hook point of each intervention as it was given.
+        dose: whether the relative doses of its interventions are measured.
     """
 
     spec: ResolvedSpec
@@ -107,11 +108,12 @@ class AdmittedRequest:
     told: int = 0
     counted: tuple[tuple[int, RegisteredProbe], ...] = ()
     given: tuple[GivenIntervention, ...] = ()
+    dose: bool = False
 
-    @functools.cached_property
+    @property
     def cells(self) -> CellLayout:
-        """Where its probes' scores and its gates' factors stand among the cells of a token."""
-        return CellLayout.of(self.probes, self.gates)
+        """Where its probes' scores, its gates' factors and its doses stand among the cells of a token."""
+        return self.engine_spec.layout
 
     @functools.cached_property
     def gate_of_moves(self) -> tuple[int, ...]:
@@ -160,17 +162,17 @@ class AdmittedRequest:
     @functools.cached_property
     def engine_spec(self) -> EngineSpec:
         """What the engine does."""
-        return EngineSpec(self.spec, tuple(self.effective), self.probes, self.gates)
+        return EngineSpec(self.spec, tuple(self.effective), self.probes, self.gates, self.dose)
 
     @property
     def wire(self) -> bytes:
         """The bytes of its `EngineSpec`."""
         return self.engine_spec.wire
 
-    @functools.cached_property
-    def steps(self) -> list[ResolvedIntervention]:
+    @property
+    def steps(self) -> tuple[ResolvedIntervention, ...]:
         """What has instructions in the device tables: interventions, and what scores."""
-        return [*self.effective, *scoring_steps(self.probes, self.gates)]
+        return self.engine_spec.steps
 
     @functools.cached_property
     def max_rows_per_tap(self) -> int:
@@ -188,7 +190,7 @@ class AdmittedRequest:
             return None
         if any(m.positions != moves[0].positions for m in moves):
             return None
-        return 1, sum(len(m.layers) * len(m.instructions) for m in moves)
+        return 1, sum(len(m.layers) * (len(m.instructions) + bool(m.dose_cell)) for m in moves)
 
     @functools.cached_property
     def digests(self) -> list[str]:
@@ -296,7 +298,7 @@ def _admit(
     interventions = tuple(resolve_tokens(one, vocabulary) for one in settled)
     lowered = _lower(interventions, capabilities, lookup, has_token_ids, check)
     scoring = ProbeResolver(capabilities, lookup, registered, vocabulary, has_token_ids, check).resolve(
-        spec.probes, spec.stop_when, interventions, len(interventions) - len(own)
+        spec.probes, spec.stop_when, interventions, len(interventions) - len(own), spec.dose
     )
     asked += tuple(one for one in scoring.asked if one not in asked)
     rows = {**lowered.rows, **scoring.rows}
@@ -354,6 +356,7 @@ def _admit(
         scoring.told,
         scoring.counted,
         tuple(map(GivenIntervention.of, interventions)),
+        spec.dose,
     )
     if admitted.probes and (selectors := len(admitted.engine_spec.selectors)) > MAX_SELECTORS:
         raise WeirError(

@@ -299,10 +299,11 @@ class OutputView:
         return self._scored_rows().acted(gate, positions[positions >= start])
 
     def concluded(self) -> bool:
-        """Return whether `verify`, `settle` and `scores` would return at once."""
-        if self.tickets or (self.pending.admitted.probes and not self._scored_rows().arrived()):
-            return False
+        """Return whether `verify`, `settle`, `scores` and the doses of `receipt` would return at once."""
         interventions = self.pending.admitted.effective
+        measured = interventions if self.pending.admitted.dose else []
+        if self.tickets or not self._scored_rows().arrived(map(self._computed, measured)):
+            return False
         if self.aborted or not interventions or self._verified is not None:
             return True
         return self.pending.confirmed([self._changed(intervention) for intervention in interventions])
@@ -361,7 +362,9 @@ class OutputView:
             files=tuple(file for ticket in self.tickets for file in ticket.files),
             sinks={ticket.sink: ticket.state for ticket in self.tickets},
             gates=self._gates(verified),
-            interventions=intervention_receipts(self.pending.admitted, verified, self._acted_here),
+            interventions=intervention_receipts(
+                self.pending.admitted, verified, self._acted_here, self._scored_rows().doses
+            ),
         )
 
     def _acted_here(self, one: VerifiedIntervention) -> np.ndarray:
@@ -369,7 +372,11 @@ class OutputView:
         assert one.intervention is not None, "it changes something"
         if one.gate >= 0:
             return self._acted(one.gate, one.intervention, self.cached_tokens)
-        positions = self.changed_positions(one.intervention)
+        return self._computed(one.intervention)
+
+    def _computed(self, intervention: ResolvedIntervention) -> np.ndarray:
+        """Return those of `changed_positions` that were computed for this sequence."""
+        positions = self.changed_positions(intervention)
         return positions[positions >= self.cached_tokens]
 
     def _gates(self, verified: Sequence[VerifiedIntervention]) -> tuple[GateCount | None, ...]:
