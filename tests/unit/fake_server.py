@@ -42,7 +42,7 @@ RECEIPT = Receipt(
     steered=({Site("resid_post", 3): 2}, {}),
     shared=(0, 0),
     interventions=(
-        InterventionReceipt("add", "resid_post", (3,), 2),
+        InterventionReceipt("add", "resid_post", (3,), 2, 0.25, {3: 0.25}),
         InterventionReceipt("ablate", "resid_post", (), 0),
     ),
     prompt_tokens=3,

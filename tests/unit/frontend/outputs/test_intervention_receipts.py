@@ -8,10 +8,12 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 import vllm_weir as weir
-from tests.unit.scored import D, admitted, opened
+from tests.unit.scored import D, Worker, admitted, opened
+from vllm_weir.errors import WeirError
 from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.results.receipt import InterventionReceipt
+from vllm_weir.schema.instructions import NO_NORM
 
 IDS = [0, 1, 2, 1, 0, 2, 1]
 """Of tokens: three of the prompt, four generated, the last of which has no row."""
@@ -87,7 +89,64 @@ def test_requests_without_interventions_have_none():
     assert receipts() == ()
 
 
+LAYERED = weir.Add({2: ONE, 0: 2 * ONE}, positions="prompt")
+
+
+def dosed(sent, cached=0, reason="length"):
+    """The view of a request that measures a zero vector, an addition by layer, and one to generated tokens.
+
+    `sent`: (first position, cells of each position) that have arrived.
+    """
+    items = [weir.Add(NONE, "all"), LAYERED, weir.Add(ONE, 1, positions="generated")]
+    asks = weir.params(SamplingParams(), interventions=items, dose=True).extra_args["weir"]
+    store = RowStore()
+    pending = opened(store, admitted([], asks=asks), IDS[:P])
+    for k in range(len(pending.steered)):
+        pending.steered[k] = np.ones(len(IDS), bool)
+    worker = Worker(store)
+    for first, cells in sent:
+        worker.send(("r", first, cells), reported=3)
+    return Tracker(pending, None, D, 0.1).view(IDS[P:], False, reason, cached)
+
+
+PROMPT, GENERATED = [[1.0, 2.0, 9.0], [2.0, 4.0, 9.0], [6.0, NO_NORM, 9.0]], [[9.0, 9.0, k] for k in (0.25, 0.5, 1.5)]
+
+
+def test_doses_are_means_over_the_rows_at_which_an_intervention_acted():
+    view = dosed([(0, PROMPT), (3, GENERATED)])
+    assert view.concluded()
+    zero, layered, one = view.receipt().interventions
+    assert zero == InterventionReceipt("add", "resid_post", (), 0)
+    assert layered.layers == (0, 2) and layered.acted == 3
+    by_layer = dict(zip(dosed([]).pending.admitted.effective[0].layers, [3.0]))
+    other = 2 - next(iter(by_layer))
+    assert layered.relative_dose_by_layer == {**by_layer, other: 3.0} and layered.relative_dose == 3.0
+    assert (one.acted, one.relative_dose, one.relative_dose_by_layer) == (3, 0.75, {1: 0.75})
+
+
+def test_cached_positions_are_not_measured():
+    _, layered, one = dosed([(2, PROMPT[2:]), (3, GENERATED)], cached=2).receipt().interventions
+    assert (
+        layered.acted == 1 and layered.relative_dose == 6.0 and list(layered.relative_dose_by_layer.values()) == [6.0]
+    )
+    assert one.relative_dose == 0.75
+    _, layered, _ = dosed([(3, GENERATED)], cached=3).receipt().interventions
+    assert layered.acted == 0 and layered.relative_dose is None and layered.relative_dose_by_layer == {}
+
+
+def test_doses_that_do_not_come_fail_the_receipt_unless_the_request_was_aborted():
+    view = dosed([(0, PROMPT)])
+    assert not view.concluded()
+    with pytest.raises(WeirError, match=r"scores at 3 of 3 positions did not arrive within 0\.1 s"):
+        view.receipt()
+    aborted = dosed([(0, PROMPT), (3, GENERATED[:1])], reason="abort").receipt().interventions
+    assert aborted[2].relative_dose == 0.25
+
+
 def test_a_receipt_makes_the_round_trip_through_json():
     (one,) = receipts(weir.Add(ONE, "all"))
-    assert one.to_dict() == {"op": "add", "hook": "resid_post", "layers": [0, 1, 2], "acted": 6}
+    assert one.to_dict() == {
+        "op": "add", "hook": "resid_post", "layers": [0, 1, 2], "acted": 6, "relative_dose": None,
+        "relative_dose_by_layer": {},
+    }  # fmt: skip
     assert InterventionReceipt.from_dict(one.to_dict() | {"later": 1}) == one
