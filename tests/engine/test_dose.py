@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 from types import SimpleNamespace
 
@@ -64,7 +65,7 @@ def check(out, items, truth, completion=None, cached=0):
         assert list(got.relative_dose_by_layer) == [layer for layer, found in rows.items() if found]
         for layer, dose in got.relative_dose_by_layer.items():
             assert dose == pytest.approx(statistics.fmean(rows[layer]), rel=BOUND), (item, layer)
-        assert got.relative_dose == pytest.approx(statistics.fmean(sum(rows.values(), [])), rel=BOUND), item
+        assert got.relative_dose == pytest.approx(statistics.fmean(itertools.chain(*rows.values())), rel=BOUND), item
 
 
 def one_of_each(v):
@@ -112,6 +113,7 @@ def test_every_intervention(llm, truth, size):
         for one, other in zip(out.receipt.interventions, twin.receipt.interventions, strict=True):
             assert (one.acted, one.layers) == (other.acted, other.layers)
             assert other.relative_dose is None and not other.relative_dose_by_layer
+    del measured, plain, out, twin
     assert_nothing_is_held(llm)
 
 
@@ -236,7 +238,7 @@ def test_a_row_of_zeros_is_left_out(llm, truth):
 
 def test_too_much_to_measure_is_refused(llm):
     many = [weir.Add(torch.ones(D), "all", 0.1 + k / 100) for k in range(17)]
-    with pytest.raises(WeirError, match="68 numbers for each token.*room for 64.*probe_cells") as error:
+    with pytest.raises(WeirError, match=r"68 numbers for each token.*room for 64.*probe_cells") as error:
         run(llm, prompts([20]), [many])
     assert error.value.field == "dose"
     (out,) = run(llm, prompts([20]), [many[:16]])

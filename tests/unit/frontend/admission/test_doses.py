@@ -69,7 +69,7 @@ def test_global_interventions_are_measured_for_those_that_ask():
 
 def test_more_than_there_is_room_for_is_refused():
     assert needs(admitted(ADD, ADD), cells=2 * LAYERS)
-    with pytest.raises(WeirError, match="8 numbers for each token.*room for 7;.*probe_cells") as error:
+    with pytest.raises(WeirError, match=r"8 numbers for each token.*room for 7;.*probe_cells") as error:
         needs(admitted(ADD, ADD), cells=7)
     assert error.value.field == "dose"
 
@@ -86,7 +86,7 @@ def test_rows_in_parts_are_refused():
 def test_interventions_on_several_pipeline_stages_are_refused():
     stages = {Site("resid_post", k): frozenset({k // 2}) for k in range(LAYERS)}
     facts = replace(FACTS, workers=stages)
-    with pytest.raises(WeirError, match="a measured add acts at .*another pipeline stage") as error:
+    with pytest.raises(WeirError, match=r"a measured add acts at .*another pipeline stage") as error:
         admitted(ADD, facts=facts)
     assert error.value.field == "dose"
     assert admitted(ADD, dose=False, facts=facts) and admitted(Add(np.ones(D), [0, 1]), facts=facts)
