@@ -39,7 +39,7 @@ TOGETHER = {
         "test_batching",
         "test_neighbours",
     ),
-    "probes": ("test_probes", "test_gates", "test_stops"),
+    "probes": ("test_probes", "test_gates", "test_stops", "test_dose"),
     "inside": ("test_inside_block", "test_inside_steering"),
     "server": ("test_client_server", "test_inspect", "test_docs"),
 }

@@ -44,6 +44,7 @@ def params(
     lens: Lens | Mapping[str, Any] | None = None,
     probes: AnyProbe | str | Mapping[str, Any] | Sequence[AnyProbe | str | Mapping[str, Any]] | None = None,
     stop_when: str | Sequence[str] | None = None,
+    dose: bool | None = None,
 ) -> SamplingParams:
     """Return a copy of `sampling_params` that carries what is asked of Weir.
 
@@ -59,6 +60,8 @@ def params(
         stop_when: a rule such as ``"name > 0.9"`` (``"name[1] > 0.9"`` of a probe with several
             scores), or a list of rules, any of which ends generation with the token whose score
             says so.
+        dose: whether to measure how much the interventions change the rows, for
+            ``out.receipt.interventions[i].relative_dose``; False if no call says so.
 
     If `sampling_params` is the result of an earlier call, an argument replaces what that call set,
     and one left out keeps it.
@@ -94,6 +97,8 @@ def params(
         spec = replace(spec, probes=parse_probes(probes, "probes"))
     if stop_when is not None:
         spec = replace(spec, stop_when=parse_stop_when(stop_when, "stop_when"))
+    if dose is not None:
+        spec = replace(spec, dose=parse_flag(dose, "dose"))
     out = copy.copy(sampling_params)
     out.extra_args = {**carried, WIRE_KEY: spec.to_json()}
     return out

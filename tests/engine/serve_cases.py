@@ -49,6 +49,7 @@ def cases() -> dict[str, dict[str, Any]]:
                 weir.Ablate(vector(12, 2), layers=[3, 2], per_layer=True),
                 weir.Replace(vector(13, 3), layers=5, positions="2:5"),
             ],
+            dose=True,
         ),
         "scores": dict(capture=weir.Capture(layers=[2, 3], project=vector(5, 3))),
         "mean": dict(capture=weir.Capture(layers=[0, 5], reduce="mean", positions="prompt")),

@@ -22,11 +22,16 @@ class SteeredOracle(Oracle):
     """An Oracle under interventions; `rows` and `greedy` take a list of them."""
 
     def steered(
-        self, token_ids: Sequence[int], prompt_len: int, interventions: Sequence[Any]
+        self,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        interventions: Sequence[Any],
+        doses: dict[tuple[int, int], dict[int, float]] | None = None,
     ) -> tuple[dict, torch.Tensor]:
         """(rows by site, logits [n, vocab]) with the interventions at their positions. Rows are after them.
 
-        Sites are those between blocks, and those inside attention and MLP.
+        Sites are those between blocks, and those inside attention and MLP. `doses` is filled with the relative doses
+        by position of each (intervention, block).
         """
         inside = self.inside  # found by a pass of its own, which no hook of this one may see
         handles = []
@@ -35,25 +40,35 @@ class SteeredOracle(Oracle):
         # As many rows as tokens: everything given here has gone through the model.
         generated = len(ids) - prompt_len + 1
 
-        def acting(hook: str, layer: int) -> Iterator[tuple[Any, list[int]]]:
-            for item in interventions:
+        def acting(hook: str, layer: int) -> Iterator[tuple[int, Any, list[int]]]:
+            for k, item in enumerate(interventions):
                 layers = range(self.num_layers) if item.layers == "all" else item.layers
                 if item.hook == hook and layer in layers:
                     at = expected_positions(item.positions.to_json(), prompt_len, generated, ids)
-                    yield of_layer(item, layer, layers), at
+                    yield k, of_layer(item, layer, layers), at
 
         def change(h: torch.Tensor, hook: str, layer: int) -> torch.Tensor:
             h = h.clone()
-            for item, at in acting(hook, layer):
-                h[0, at] = _apply(item, h[0, at])
+            for k, item, at in acting(hook, layer):
+                after = _apply(item, h[0, at])
+                note(k, layer, at, h[0, at], after)
+                h[0, at] = after
             found[hook, layer] = h[0].detach().clone()
             return h
 
         def change_inside(hook: str, layer: int, rows: torch.Tensor) -> torch.Tensor:
-            for item, at in acting(hook, layer):
+            for k, item, at in acting(hook, layer):
                 rows = rows.clone()
-                rows[at] = _apply_to_part(item, rows[at])
+                after = _apply_to_part(item, rows[at])
+                note(k, layer, at, rows[at], after)
+                rows[at] = after
             return rows
+
+        def note(k: int, layer: int, at: list[int], before: torch.Tensor, after: torch.Tensor) -> None:
+            if doses is not None:
+                before, after = before.flatten(1).double(), after.flatten(1).double()
+                found = (after - before).norm(dim=1) / before.norm(dim=1)
+                doses[k, layer] = dict(zip(at, found.tolist(), strict=True))
 
         def after(layer):
             def hook(_m, _a, out):

@@ -12,7 +12,7 @@ import httpx
 import torch
 
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.receipt import Receipt
+from vllm_weir.results.receipt import InterventionReceipt, Receipt
 from vllm_weir.schema.hooks import Site
 
 D = 8
@@ -41,6 +41,10 @@ RECEIPT = Receipt(
     captured={Site("resid_pre", 0): 5, Site("resid_post", 3): 5},
     steered=({Site("resid_post", 3): 2}, {}),
     shared=(0, 0),
+    interventions=(
+        InterventionReceipt("add", "resid_post", (3,), 2, 0.25, {3: 0.25}),
+        InterventionReceipt("ablate", "resid_post", (), 0),
+    ),
     prompt_tokens=3,
     generated_tokens=3,
     sinks={"archive": "written"},

@@ -26,6 +26,7 @@ from vllm_weir.client.http import http_response, transport_errors
 from vllm_weir.client.options import ClientOptions, Progress, RequestFields, generation_request
 from vllm_weir.client.payload import Asked, chat_batch, prompt_batch, route_and_prompt
 from vllm_weir.client.results import Chunk, Completion
+from vllm_weir.schema.request import MEASURE_DOSE
 
 T = TypeVar("T")
 
@@ -92,6 +93,7 @@ class AsyncClient:
         lens: Any = None,
         probes: Any = (),
         stop_when: Any = (),
+        dose: bool = MEASURE_DOSE,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -112,6 +114,8 @@ class AsyncClient:
             probes: What scores the sequence, as for `weir.params`: objects, or names of probes that
                 the server keeps.
             stop_when: Scores that end the generation, as for `weir.params`: ``"name > 0.9"``.
+            dose: Whether to measure how much the interventions change the rows, as for
+                `weir.params`.
             inline_bytes: Activations up to this size come within the response; larger ones are
                 fetched after it.
             save_to: A directory. Activations are streamed into files there (``choice.path``) and
@@ -124,7 +128,7 @@ class AsyncClient:
         Returns:
             A `Completion`; for a list of prompts, a list of them in the same order.
         """
-        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when)
+        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose)
         weir_fields = RequestFields(asked, inline_bytes, save_to)
         fields = fields | {"max_tokens": max_tokens}
         return await self._generate_all(prompt, prompt_batch(prompt), weir_fields, fields, concurrency, progress)
@@ -141,6 +145,7 @@ class AsyncClient:
         lens: Any = None,
         probes: Any = (),
         stop_when: Any = (),
+        dose: bool = MEASURE_DOSE,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -148,7 +153,7 @@ class AsyncClient:
         **fields: Any,
     ) -> Any:
         """Answer a conversation (``/v1/chat/completions``) or a list of them, like `generate`."""
-        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when)
+        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose)
         weir_fields = RequestFields(asked, inline_bytes, save_to)
         fields = fields | {"max_tokens": max_tokens}
         return await self._generate_all(messages, chat_batch(messages), weir_fields, fields, concurrency, progress)
@@ -165,6 +170,7 @@ class AsyncClient:
         lens: Any = None,
         probes: Any = (),
         stop_when: Any = (),
+        dose: bool = MEASURE_DOSE,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         **fields: Any,
@@ -174,7 +180,7 @@ class AsyncClient:
         The arguments are those of `generate`. Scores come with the tokens that they belong to;
         activations come at the end, in the last chunk's ``result``.
         """
-        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when)
+        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose)
         weir_fields = RequestFields(asked, inline_bytes, save_to)
         generation = generation_request(prompt, weir_fields, fields | {"max_tokens": max_tokens})
         route_and_prompt(prompt)  # a wrong prompt is refused here, not by the first iteration

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.keys import WIRE_KEY, misplaced
 from vllm_weir.schema.probes import parse_probes
 from vllm_weir.schema.request import (
+    MEASURE_DOSE,
     RequestSpec,
     parse_captures,
     parse_features,
@@ -22,7 +24,7 @@ from vllm_weir.schema.stop_rules import parse_stop_when
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSE_KEY, MODULES_KEY = "response", "modules"
 _WEIR_ARGUMENTS = (
-    "capture", "interventions", "modules", "features", "lens", "probes", "stop_when", "inline_bytes", "save_to",
+    "capture", "interventions", "modules", "features", "lens", "probes", "stop_when", "dose", "inline_bytes", "save_to",
 )  # fmt: skip
 _RESERVED = ("stream", "prompt", "messages", WIRE_KEY)
 
@@ -37,6 +39,7 @@ class Asked(NamedTuple):
     lens: Any = None
     probes: Any = ()
     stop_when: Any = ()
+    dose: bool = MEASURE_DOSE
 
 
 NOTHING = Asked()
@@ -55,6 +58,7 @@ def weir_object(asked: Asked, inline_bytes: int | None, stream: bool) -> dict[st
         lens=parse_lens(asked.lens, "lens"),
         probes=parse_probes(asked.probes, "probes"),
         stop_when=parse_stop_when(asked.stop_when, "stop_when"),
+        dose=parse_flag(asked.dose, "dose"),
     )
     reads = bool(spec.features or spec.lens or spec.probes)
     if inline_bytes is not None and (not isinstance(inline_bytes, int) or inline_bytes < 0):
@@ -62,7 +66,8 @@ def weir_object(asked: Asked, inline_bytes: int | None, stream: bool) -> dict[st
     parse_modules(asked.modules, "modules")
     modules = asked.modules
     module_list = [modules] if isinstance(modules, (str, Mapping)) else list(modules or ())
-    if not spec.capture and not spec.interventions and not module_list and not reads and not spec.stop_when:
+    changes = bool(spec.interventions or module_list or spec.stop_when or spec.dose != MEASURE_DOSE)
+    if not spec.capture and not changes and not reads:
         return None
     out = spec.to_json() | ({MODULES_KEY: module_list} if module_list else {})
     response: dict[str, Any] = {}

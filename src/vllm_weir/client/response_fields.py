@@ -15,7 +15,7 @@ from safetensors.torch import load as load_tensors
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.read_outs import FeatureValues, LensTokens
-from vllm_weir.results.receipt import Receipt
+from vllm_weir.results.receipt import InterventionReceipt, Receipt
 from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site, parse_site
 from vllm_weir.schema.keys import PROJECTED_KEYS
@@ -40,6 +40,7 @@ def receipt_of(data: Mapping[str, Any]) -> Receipt:
     fields["steered"] = tuple(_site_counts(counts) for counts in fields.get("steered", ()))
     for name in ("shared", "files", "gates"):
         fields[name] = tuple(fields.get(name, ()))
+    fields["interventions"] = tuple(map(InterventionReceipt.from_dict, fields.get("interventions", ())))
     return Receipt(**fields)
 
 

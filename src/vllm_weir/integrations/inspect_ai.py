@@ -30,9 +30,10 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import LENS_KEY, Activations
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compat.vllm_lens import lens_capture, lens_interventions, refuse_lens
+from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
-from vllm_weir.schema.request import WIRE_VERSION, RequestSpec, parse_captures, parse_interventions
+from vllm_weir.schema.request import MEASURE_DOSE, WIRE_VERSION, RequestSpec, parse_captures, parse_interventions
 
 ATTEMPT_TIMEOUT = 3600
 _responses: ContextVar[list[dict[str, Any]] | None] = ContextVar("weir_responses", default=None)
@@ -49,8 +50,8 @@ class WeirAPI(VLLMAPI):
 
     In ``GenerateConfig.extra_body`` it understands
 
-    * ``"weir"``: ``{"capture": [...], "interventions": [...]}`` with Weir's objects or their wire
-    form;
+    * ``"weir"``: ``{"capture": [...], "interventions": [...], "dose": True}`` with Weir's objects or
+    their wire form;
     * ``"extra_args"``: vllm-lens's keys ``output_residual_stream`` and ``apply_steering_vectors``;
     * ``"lora_request"``: ``{"lora_name", "lora_path"}``: an adapter, loaded if the server does not
     have it.
@@ -181,10 +182,11 @@ def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture 
     spec = RequestSpec(
         spec.capture + (() if lens is None else (lens,)),
         spec.interventions + (() if lens_steering is None else lens_interventions(lens_steering)),
+        dose=spec.dose,
     )
     if arguments:
         body["vllm_xargs"] = dict(body.get("vllm_xargs") or {}) | arguments
-    if spec.capture or spec.interventions or server_fields:
+    if spec != RequestSpec() or server_fields:
         body[WIRE_KEY] = spec.to_json() | server_fields
     if extra_body.get("lora_request") is not None:
         adapter = extra_body["lora_request"]
@@ -221,15 +223,16 @@ def _parse_weir_object(weir_object: Any) -> tuple[RequestSpec, dict[str, Any]]:
     if not isinstance(weir_object, Mapping):
         raise WeirError(f"expected an object, got {type(weir_object).__name__}", WIRE_KEY)
     for key in weir_object:
-        if key not in ("v", "capture", "interventions", MODULES_KEY, RESPONSE_KEY):
-            known = f"capture, interventions, {MODULES_KEY}, {RESPONSE_KEY}, v"
+        if key not in ("v", "capture", "interventions", "dose", MODULES_KEY, RESPONSE_KEY):
+            known = f"capture, interventions, dose, {MODULES_KEY}, {RESPONSE_KEY}, v"
             raise WeirError(f"unknown key; known are {known}", f"{WIRE_KEY}.{brief(key)}")
     if weir_object.get("v", WIRE_VERSION) != WIRE_VERSION:
         raise WeirError(f"this Weir reads version {WIRE_VERSION}", f"{WIRE_KEY}.v")
     captures = parse_captures(weir_object.get("capture", ()), "capture")
     interventions = parse_interventions(weir_object.get("interventions", ()), "interventions")
     server_fields = {key: weir_object[key] for key in (MODULES_KEY, RESPONSE_KEY) if key in weir_object}
-    return RequestSpec(captures, interventions), server_fields
+    dose = parse_flag(weir_object.get("dose", MEASURE_DOSE), "dose")
+    return RequestSpec(captures, interventions, dose=dose), server_fields
 
 
 def metadata_of(completion: Completion, lens: Capture | None, lens_only: bool) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from math import isfinite, nan
 from typing import Any, TypedDict
 
 from vllm_weir.schema.hooks import Site
@@ -23,6 +25,55 @@ class GateCount(TypedDict):
     fired: int
     of: int
     spans: list[list[int]]
+
+
+@dataclass(frozen=True)
+class InterventionReceipt:
+    """What one intervention did to one sequence.
+
+    Attributes:
+        op: its kind, as in the wire form: ``"add"``, ``"ablate"``, ``"set_feature"``, ...
+        hook: its hook point.
+        layers: the blocks at which it changes rows; none for one that changes nothing (a zero vector, a scale of 0).
+        acted: token positions at which it was applied for this sequence, each counted once, whatever the number of
+            `layers`. With a gate, positions at which the gate let it act. Positions whose KV came from the prefix
+            cache are not among them: they count in the request that computed them, and here in `Receipt.shared`.
+        relative_dose: how much it changed rows: the norm of its change over the norm of the row that it found, as a
+            mean over the rows of these positions at all of `layers`. Rows are whole, also for heads and neurons, and
+            a row of zeros is left out. None if the request did not ask for it (``dose=True``), or no row counts.
+        relative_dose_by_layer: block -> the same mean over its rows; empty where `relative_dose` is None.
+    """
+
+    op: str
+    hook: str
+    layers: tuple[int, ...]
+    acted: int
+    relative_dose: float | None = None
+    relative_dose_by_layer: dict[int, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data; a dose that is not finite becomes None."""
+        return {
+            "op": self.op,
+            "hook": self.hook,
+            "layers": list(self.layers),
+            "acted": self.acted,
+            "relative_dose": _finite(self.relative_dose),
+            "relative_dose_by_layer": {str(layer): _finite(x) for layer, x in self.relative_dose_by_layer.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> InterventionReceipt:
+        """Return what `to_dict` wrote; fields of a later version are left out, and None by layer becomes NaN."""
+        by_layer = {int(layer): nan if x is None else x for layer, x in data.get("relative_dose_by_layer", {}).items()}
+        dose = data.get("relative_dose")
+        if dose is None and by_layer:
+            dose = nan
+        return cls(data["op"], data["hook"], tuple(data["layers"]), data["acted"], dose, by_layer)
+
+
+def _finite(x: float | None) -> float | None:
+    return x if x is not None and isfinite(x) else None
 
 
 @dataclass(frozen=True)
@@ -50,6 +101,7 @@ class Receipt:
         sinks: sink -> state of the rows there: ``"queued"``, ``"written"``, ``"dropped"``,
             ``"held"`` (until they are marked), ``"evicted"``, or ``"failed: <why>"``.
         gates: for each intervention, as in `steered`, how often its gate let it act; None for one without a gate.
+        interventions: for each intervention, as in `steered`, what it was and how often it acted.
     """
 
     captured: dict[Site, int] = field(default_factory=dict)
@@ -65,6 +117,7 @@ class Receipt:
     files: tuple[str, ...] = ()
     sinks: dict[str, str] = field(default_factory=dict)
     gates: tuple[GateCount | None, ...] = ()
+    interventions: tuple[InterventionReceipt, ...] = ()
 
     def to_dict(self) -> dict:
         """Return plain JSON data, with sites as ``"resid_post.10"``."""
@@ -75,4 +128,5 @@ class Receipt:
         for name in ("captured", "dropped"):
             out[name] = {f"{s.hook}.{s.layer}": n for s, n in getattr(self, name).items()}
         out["steered"] = [{f"{s.hook}.{s.layer}": n for s, n in sites.items()} for sites in self.steered]
+        out["interventions"] = [one.to_dict() for one in self.interventions]
         return out

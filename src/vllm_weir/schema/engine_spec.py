@@ -14,7 +14,15 @@ import msgspec
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec
-from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe, Scoring, scoring_steps
+from vllm_weir.schema.resolved_probes import (
+    CellLayout,
+    ResolvedGate,
+    ResolvedProbe,
+    Scoring,
+    count_doses,
+    scoring_steps,
+    with_doses,
+)
 from vllm_weir.util.lru import LruCache
 
 
@@ -27,12 +35,14 @@ class EngineSpec:
         moves: the interventions that change something, in order.
         probes: what scores its rows.
         gates: what decides on interventions, by the probes' scores.
+        dose: whether the relative doses of the interventions are measured.
     """
 
     captures: ResolvedSpec
     moves: tuple[ResolvedIntervention, ...] = ()
     probes: tuple[ResolvedProbe, ...] = ()
     gates: tuple[ResolvedGate, ...] = ()
+    dose: bool = False
 
     @functools.cached_property
     def selectors(self) -> tuple[Positions, ...]:
@@ -49,7 +59,7 @@ class EngineSpec:
         Args:
             prompt_len: tokens of the prompt.
         """
-        layout = CellLayout.of(self.probes, self.gates)
+        layout = self.layout
         firsts = []
         for move in self.moves:
             if not move.is_gated:
@@ -81,32 +91,46 @@ class EngineSpec:
         return (*places, *((probe.hook, (probe.layer,)) for probe in self.probes))
 
     @functools.cached_property
+    def layout(self) -> CellLayout:
+        """Where its numbers stand among the cells of a token."""
+        return CellLayout.of(self.probes, self.gates, count_doses(self.moves) if self.dose else 0)
+
+    @functools.cached_property
+    def steps(self) -> tuple[ResolvedIntervention, ...]:
+        """What has instructions in the device tables: interventions, and what scores."""
+        moves = with_doses(self.moves, self.layout) if self.dose else self.moves
+        return (*moves, *scoring_steps(self.probes, self.layout)) if self.probes else moves
+
+    @functools.cached_property
     def scoring(self) -> Scoring | None:
-        """What probes and gates ask of the workers; None if there are no probes."""
-        if not self.probes:
+        """What probes, gates and doses ask of the workers; None if there are neither probes nor doses."""
+        doses = count_doses(self.moves) if self.dose else 0
+        if not self.probes and not doses:
             return None
-        return Scoring(self.probes, self.gates, (*self.moves, *scoring_steps(self.probes, self.gates)))
+        return Scoring(self.probes, self.gates, self.steps, doses)
 
     @functools.cached_property
     def wire(self) -> bytes:
         """The wire form, msgpack."""
         moves = [move.to_wire() for move in self.moves]
-        probes = [[probe.to_wire() for probe in self.probes], self.gates] if self.probes else []
-        return msgspec.msgpack.encode([self.captures.wire, self.captures.postprocess_wire, moves, *probes])
+        measured = [[probe.to_wire() for probe in self.probes], self.gates, self.dose]
+        more = measured if self.probes or self.dose else []
+        return msgspec.msgpack.encode([self.captures.wire, self.captures.postprocess_wire, moves, *more])
 
     @classmethod
     def from_wire(cls, wire: bytes) -> EngineSpec:
         """Parse what `wire` is; while it is cached, equal bytes give the same object."""
         spec = _specs.get(wire)
         if spec is None:
-            site_requests, postprocess, moves, *scored = msgspec.msgpack.decode(wire)
+            site_requests, postprocess, moves, *measured = msgspec.msgpack.decode(wire)
             captures = ResolvedSpec.from_wire(site_requests, postprocess)
-            probes, gates = scored or ((), ())
+            probes, gates, dose = measured or ((), (), False)
             spec = cls(
                 captures,
                 tuple(map(ResolvedIntervention.from_wire, moves)),
                 tuple(map(ResolvedProbe.from_wire, probes)),
                 tuple(ResolvedGate(*gate) for gate in gates),
+                dose,
             )
             # About the bytes that the objects take.
             _specs.put(wire, spec, 2048 + 16 * len(wire) + 256 * len(captures.site_requests))

@@ -46,8 +46,8 @@ def refuse_unknown_keys(data: Iterable[object], known: Collection[str], path: st
             raise WeirError(f"unknown key; {hint or 'known are ' + ', '.join(known)}", f"{path}.{brief(key)}")
 
 
-def parse_flag(value: object, name: str, path: str) -> bool:
+def parse_flag(value: object, name: str, path: str = "") -> bool:
     """Return `value` if it is a bool; raise WeirError naming ``path.name`` if not."""
     if not isinstance(value, bool):
-        raise WeirError(f"{name} is true or false, got {type(value).__name__}", f"{path}.{name}")
+        raise WeirError(f"{name} is true or false, got {type(value).__name__}", f"{path}.{name}" if path else name)
     return value

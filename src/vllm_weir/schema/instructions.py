@@ -11,6 +11,8 @@ same h:
     KEEP_NORM  adds s * |h| / |s| - h, where s = h + (a + b * |h|) * u; adds nothing if s = 0
     FEATURE    c = a * act + b, where act = p if p > hi, else 0, and p = w . h + lo
     SCORE      adds nothing; writes w . h + b into a cell of the token (`resolved_probes`)
+    DOSE       adds nothing; writes |d| / |h| into a cell, d being the sum of the terms before it, which is the
+               whole change of its intervention; NO_NORM if |h| = 0
 
 An instruction with `start` and `stop` is about the columns from `start` to `stop` (not included)
 alone: h is that part of the row (a head, say), u and w have as many values, and nothing else of the
@@ -33,7 +35,9 @@ from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.vectors import digest_of
 
-CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE = range(8)
+CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, DOSE = range(9)
+NO_NORM = -1.0
+"""What a DOSE writes for a row of zeros."""
 INFINITE = float(np.float32(3.4e38))
 """The bound of a CLAMP that has none on that side."""
 
@@ -52,7 +56,7 @@ class Instruction(NamedTuple):
     stop: int = 0
     """0 for the whole row."""
     cell: int = 0
-    """One more than the number of the cell that is written (SCORE) or holds the factor; 0 for none."""
+    """One more than the number of the cell that is written (SCORE, DOSE) or holds the factor; 0 for none."""
 
 
 _WHOLE_ROW = Instruction._fields.index("start")
@@ -135,6 +139,8 @@ class ResolvedIntervention:
         per_position: how many instructions each selected position has of its own, see
             `of_position`; 0 if all instructions are for every position.
         instructions: in order.
+        dose_cell: one more than the number of the cell of a token into which its relative dose at the first of
+            `layers` is written, those at the others into the following cells; 0 if its dose is not measured.
     """
 
     hook: str
@@ -142,6 +148,7 @@ class ResolvedIntervention:
     positions: Positions
     per_position: int
     instructions: tuple[Instruction, ...]
+    dose_cell: int = 0
 
     def of_position(self, rank: int) -> tuple[Instruction, ...]:
         """Return what is done at the selected position that `rank` others come before.
@@ -167,6 +174,8 @@ class ResolvedIntervention:
         content: list[Any] = [self.hook, self.layers, self.instructions]
         if self.per_position > 1:
             content.append(self.per_position)
+        if self.dose_cell:
+            content.append({"dose_cell": self.dose_cell})
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()[:32]
 
     @functools.cached_property
@@ -175,7 +184,7 @@ class ResolvedIntervention:
         return frozenset(digest for one in self.instructions for digest in (one.u, one.w) if digest)
 
     def to_wire(self) -> list[Any]:
-        """Return the form that travels to the scheduler and the workers."""
+        """Return the form that travels to the scheduler and the workers, which work out `dose_cell` themselves."""
         instructions = [one if one.stop or one.cell else one[:_WHOLE_ROW] for one in self.instructions]
         return [self.hook, list(self.layers), self.positions.to_json(), self.per_position, instructions]
 

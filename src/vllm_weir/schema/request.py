@@ -14,7 +14,7 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.features import Features, Lens
-from vllm_weir.schema.fields import refuse_unknown_keys
+from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.intervention_kinds import AnyIntervention, parse_intervention
 from vllm_weir.schema.json_text import loads
@@ -26,8 +26,10 @@ from vllm_weir.schema.stop_rules import StopText, parse_stop_when
 from vllm_weir.schema.vectors import number
 
 WIRE_VERSION = 1
-WIRE_FIELDS = ("v", "capture", "interventions", "modules", "features", "lens", "probes", "stop_when")
+WIRE_FIELDS = ("v", "capture", "interventions", "modules", "features", "lens", "probes", "stop_when", "dose")
 """Keys of a request's wire form."""
+MEASURE_DOSE = False
+"""Whether relative doses are measured for requests that do not say."""
 MAX_CAPTURES = 62
 """With the one of vllm-lens's key, as many selectors as `Selectors` can tell apart (63)."""
 MAX_INTERVENTIONS = 1024
@@ -110,6 +112,7 @@ class RequestSpec:
         lens: the next-token distributions inside the model that it wants back.
         probes: what scores its rows; a text is the name of a registered one.
         stop_when: rules about the scores, any of which ends generation.
+        dose: whether the relative doses of its interventions are measured.
     """
 
     capture: tuple[Capture, ...] = ()
@@ -119,6 +122,7 @@ class RequestSpec:
     lens: Lens | None = None
     probes: tuple[AnyProbe | str, ...] = ()
     stop_when: tuple[StopText, ...] = ()
+    dose: bool = MEASURE_DOSE
 
     @classmethod
     def parse(cls, data: object, path: str = WIRE_KEY) -> RequestSpec:
@@ -151,7 +155,8 @@ class RequestSpec:
         features = parse_features(data.get("features", ()), "features")
         probes = parse_probes(data.get("probes", ()), "probes")
         stop_when = parse_stop_when(data.get("stop_when"), "stop_when")
-        return cls(captures, interventions, modules, features, lens, probes, stop_when)
+        dose = parse_flag(data.get("dose", MEASURE_DOSE), "dose")
+        return cls(captures, interventions, modules, features, lens, probes, stop_when, dose)
 
     def to_json(self) -> dict[str, Any]:
         """Return the wire form."""
@@ -172,6 +177,8 @@ class RequestSpec:
             out["probes"] = [one if isinstance(one, str) else one.to_json() for one in self.probes]
         if self.stop_when:
             out["stop_when"] = [str(rule) for rule in self.stop_when]
+        if self.dose != MEASURE_DOSE:
+            out["dose"] = self.dose
         return out
 
 

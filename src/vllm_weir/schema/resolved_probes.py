@@ -30,8 +30,8 @@ Where the probe has no score, its last score counts; before the first one the fa
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from vllm_weir.schema.hooks import Site
@@ -153,18 +153,20 @@ class Scoring(NamedTuple):
         probes: of the request.
         gates: likewise.
         steps: its interventions, and then what writes the probes' raw numbers (`scoring_steps`).
+        doses: how many relative doses are measured of a token, see `CellLayout`.
     """
 
     probes: tuple[ResolvedProbe, ...]
     gates: tuple[ResolvedGate, ...]
     steps: tuple[ResolvedIntervention, ...]
+    doses: int = 0
 
 
 class CellLayout(NamedTuple):
     """Where a request's numbers stand among the cells of each of its tokens, which are float32.
 
-    The scores of all probes come first, then the factors of all gates (these are *reported* to the
-    caller's process), then the raw numbers.
+    The scores of all probes come first, then the factors of all gates, then the relative doses of the interventions
+    (these are *reported* to the caller's process), then the raw numbers.
 
     Attributes:
         scores: first cell of each probe's scores.
@@ -172,6 +174,7 @@ class CellLayout(NamedTuple):
         raws: first cell of each probe's raw numbers.
         reported: how many cells are reported.
         cells: how many cells there are.
+        doses: first cell of the relative doses.
     """
 
     scores: tuple[int, ...]
@@ -179,6 +182,7 @@ class CellLayout(NamedTuple):
     raws: tuple[int, ...]
     reported: int
     cells: int
+    doses: int
 
     def gate_of(self, instruction: Instruction) -> int:
         """Return the index of the gate whose factor an instruction with a cell is multiplied by."""
@@ -186,25 +190,35 @@ class CellLayout(NamedTuple):
 
     @classmethod
     @functools.lru_cache(maxsize=1024)
-    def of(cls, probes: tuple[ResolvedProbe, ...], gates: tuple[ResolvedGate, ...]) -> CellLayout:
-        """Lay out the cells of a request."""
+    def of(cls, probes: tuple[ResolvedProbe, ...], gates: tuple[ResolvedGate, ...], doses: int = 0) -> CellLayout:
+        """Lay out the cells of a request of which so many relative doses are measured at each token."""
         scores, raws, cell = [], [], 0
         for probe in probes:
             scores.append(cell)
             cell += probe.outputs
         factors = tuple(range(cell, cell + len(gates)))
-        cell = reported = cell + len(gates)
+        first_dose = cell + len(gates)
+        cell = reported = first_dose + doses
         for probe in probes:
             raws.append(cell)
             cell += len(probe.rows)
-        return cls(tuple(scores), factors, tuple(raws), reported, cell)
+        return cls(tuple(scores), factors, tuple(raws), reported, cell, first_dose)
 
 
-def scoring_steps(
-    probes: tuple[ResolvedProbe, ...], gates: tuple[ResolvedGate, ...]
-) -> tuple[ResolvedIntervention, ...]:
+def count_doses(moves: Iterable[ResolvedIntervention]) -> int:
+    """Return how many relative doses of interventions there are at a token: one at each of their blocks."""
+    return sum(len(move.layers) for move in moves)
+
+
+def with_doses(moves: Sequence[ResolvedIntervention], layout: CellLayout) -> tuple[ResolvedIntervention, ...]:
+    """Return interventions whose relative doses are written into the cells that they have in `layout`."""
+    sizes = [len(move.layers) for move in moves]
+    firsts = [layout.doses + sum(sizes[:k]) for k in range(len(moves))]
+    return tuple(replace(move, dose_cell=first + 1) for move, first in zip(moves, firsts, strict=True))
+
+
+def scoring_steps(probes: tuple[ResolvedProbe, ...], layout: CellLayout) -> tuple[ResolvedIntervention, ...]:
     """Return what writes the probes' raw numbers, as interventions that change no row."""
-    layout = CellLayout.of(probes, gates)
     steps = []
     for probe, first in zip(probes, layout.raws, strict=True):
         instructions = tuple(

@@ -416,6 +416,19 @@ def test_probes_and_rules_travel_and_scores_come_back(server, driver) -> None:
         assert e.value.field.startswith(field) and len(generations(server)) == 2
 
 
+def test_doses_are_asked_for_and_come_back(server, driver) -> None:
+    server.weir = lambda body: {"receipt": RECEIPT.to_dict()}
+    out = driver.generate("a", interventions=weir.Add([1.0] * 8, 3), dose=True)
+    assert out.receipt.interventions[0].relative_dose == 0.25
+    driver.generate("a", dose=True)  # of what the server does to every request
+    driver.generate("a", interventions=weir.Add([1.0] * 8, 3))
+    asked, alone, plain = (body["weir"] for body in generations(server))
+    assert asked["dose"] is alone["dose"] is True and "dose" not in plain
+    assert RequestSpec.parse(asked).dose and not RequestSpec.parse(plain).dose
+    with pytest.raises(weir.WeirError, match="dose is true or false, got int"):
+        driver.generate("a", dose=1)
+
+
 def test_a_rule_that_ended_a_choice_is_its_stop_reason(server, driver) -> None:
     choice = {"index": 0, "text": "a", "finish_reason": "stop", "stop_reason": "probe:own", "weir": {}}
     server.plan["POST /v1/completions"] = [httpx.Response(200, json={"choices": [choice]})]

@@ -20,6 +20,7 @@ from vllm_weir.frontend.admission.vector_registry import VectorRegistry
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.frontend.receive.tokens import PromptTokens, SequenceTokens
 from vllm_weir.results.activations import Activations
+from vllm_weir.results.receipt import InterventionReceipt
 from vllm_weir.schema.compat.vllm_lens import lens_interventions
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import KEEP_NORM
@@ -404,6 +405,12 @@ def test_a_receipt_has_one_entry_for_each_intervention():
         {site(0): 3, site(1): 3, site(2): 3},
     )
     assert receipt.shared == (2, 0, 2, 0)
+    assert receipt.interventions == (
+        InterventionReceipt("add", "resid_post", (0, 1), 6),
+        InterventionReceipt("add", "resid_post", (), 0),
+        InterventionReceipt("add", "resid_post", (0, 2), 1),
+        InterventionReceipt("ablate", "resid_post", (0, 1, 2), 3),
+    )
 
 
 # --- keep_norm ---

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,14 +39,28 @@ from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
-from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe, scoring_steps
+from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.row_shards import RowShard, ShardWidths
 from vllm_weir.schema.selectors import MAX_SELECTORS
+from vllm_weir.schema.set_activation import SetActivation
 from vllm_weir.schema.stop_rules import StopRule
 from vllm_weir.schema.taps import STAGES, column_of, shard_column
 
 ONE_ROW = ShardWidths({}, {}, 0)
+
+
+class GivenIntervention(NamedTuple):
+    """An intervention as it was given: its name in the wire form, and its hook point."""
+
+    op: str
+    hook: str
+
+    @classmethod
+    def of(cls, intervention: Intervention) -> GivenIntervention:
+        """Describe an intervention of a request."""
+        op = SetFeature.op if isinstance(intervention, SetActivation) else intervention.op
+        return cls(op, intervention.hook)
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,8 @@ class AdmittedRequest:
         stops: what ends generation.
         told: how many of `probes`, from the first, come back on its outputs.
         counted: the probes that score every request, each with its index among `probes`.
+        given: the kind and the hook point of each intervention as it was given.
+        dose: whether the relative doses of its interventions are measured.
     """
 
     spec: ResolvedSpec
@@ -91,11 +107,13 @@ class AdmittedRequest:
     stops: tuple[StopRule, ...] = ()
     told: int = 0
     counted: tuple[tuple[int, RegisteredProbe], ...] = ()
+    given: tuple[GivenIntervention, ...] = ()
+    dose: bool = False
 
-    @functools.cached_property
+    @property
     def cells(self) -> CellLayout:
-        """Where its probes' scores and its gates' factors stand among the cells of a token."""
-        return CellLayout.of(self.probes, self.gates)
+        """Where its probes' scores, its gates' factors and its doses stand among the cells of a token."""
+        return self.engine_spec.layout
 
     @functools.cached_property
     def gate_of_moves(self) -> tuple[int, ...]:
@@ -144,17 +162,17 @@ class AdmittedRequest:
     @functools.cached_property
     def engine_spec(self) -> EngineSpec:
         """What the engine does."""
-        return EngineSpec(self.spec, tuple(self.effective), self.probes, self.gates)
+        return EngineSpec(self.spec, tuple(self.effective), self.probes, self.gates, self.dose)
 
     @property
     def wire(self) -> bytes:
         """The bytes of its `EngineSpec`."""
         return self.engine_spec.wire
 
-    @functools.cached_property
-    def steps(self) -> list[ResolvedIntervention]:
+    @property
+    def steps(self) -> tuple[ResolvedIntervention, ...]:
         """What has instructions in the device tables: interventions, and what scores."""
-        return [*self.effective, *scoring_steps(self.probes, self.gates)]
+        return self.engine_spec.steps
 
     @functools.cached_property
     def max_rows_per_tap(self) -> int:
@@ -172,7 +190,7 @@ class AdmittedRequest:
             return None
         if any(m.positions != moves[0].positions for m in moves):
             return None
-        return 1, sum(len(m.layers) * len(m.instructions) for m in moves)
+        return 1, sum(len(m.layers) * (len(m.instructions) + bool(m.dose_cell)) for m in moves)
 
     @functools.cached_property
     def digests(self) -> list[str]:
@@ -280,7 +298,7 @@ def _admit(
     interventions = tuple(resolve_tokens(one, vocabulary) for one in settled)
     lowered = _lower(interventions, capabilities, lookup, has_token_ids, check)
     scoring = ProbeResolver(capabilities, lookup, registered, vocabulary, has_token_ids, check).resolve(
-        spec.probes, spec.stop_when, interventions, len(interventions) - len(own)
+        spec.probes, spec.stop_when, interventions, len(interventions) - len(own), spec.dose
     )
     asked += tuple(one for one in scoring.asked if one not in asked)
     rows = {**lowered.rows, **scoring.rows}
@@ -337,6 +355,8 @@ def _admit(
         scoring.stops,
         scoring.told,
         scoring.counted,
+        tuple(map(GivenIntervention.of, interventions)),
+        spec.dose,
     )
     if admitted.probes and (selectors := len(admitted.engine_spec.selectors)) > MAX_SELECTORS:
         raise WeirError(

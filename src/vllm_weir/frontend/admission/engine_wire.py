@@ -127,6 +127,14 @@ def _table_needs(
 def _check_probes(admitted: AdmittedRequest, sizes: TableSizes) -> int:
     """Return how many numbers the probes and gates keep; raise WeirError if the device can never hold them."""
     states = sum(probe.state_size for probe in admitted.probes) + len(admitted.gates)
+    layout = admitted.cells
+    if layout.cells > sizes.cells and (doses := layout.reported - layout.doses):
+        raise WeirError(
+            f"measuring takes {doses} numbers for each token, one for each intervention at each block, and the engine "
+            f"has room for {sizes.cells - (layout.cells - doses)}; steer fewer blocks, leave dose out, or raise the "
+            "setting probe_cells",
+            "dose",
+        )
     for name, need, capacity, setting in (
         ("numbers for each token", admitted.cells.cells, sizes.cells, "probe_cells"),
         ("probes", len(admitted.probes), sizes.probes, "max_probes"),
@@ -164,5 +172,7 @@ def _count_programs(
         if per_position:
             variants *= min(positions, 1 + sum(len(m.instructions) // m.per_position for m in per_position))
         programs += variants
-        instructions += variants * sum(len(m.layers) * (m.per_position or len(m.instructions)) for m in active)
+        instructions += variants * sum(
+            len(m.layers) * ((m.per_position or len(m.instructions)) + bool(m.dose_cell)) for m in active
+        )
     return programs, instructions

@@ -122,6 +122,7 @@ class ProbeResolver:
         stop_when: Sequence[StopText],
         interventions: Sequence[Intervention],
         given: int,
+        dose: bool = False,
     ) -> AdmittedScoring:
         """Resolve what one request scores.
 
@@ -131,6 +132,7 @@ class ProbeResolver:
             interventions: what it undergoes, in order.
             given: how many of these, from the first, are not its own; their gates mean registered
                 probes.
+            dose: whether the relative doses of the interventions are measured.
 
         Raises:
             WeirError: naming the field, if the engine cannot do it exactly.
@@ -157,8 +159,9 @@ class ProbeResolver:
         names = list(self._probes)
         counted = tuple((names.index(one.probe.name), one) for one in self._registry.everyone)
         resolved = tuple(self._probes.values())
-        gated = [one for one in interventions if one.when is not None]
-        self._check_stages(resolved, gated)
+        self._check_stages(resolved, [one for one in interventions if dose or one.when is not None])
+        if dose:
+            self._check_whole_rows(interventions)
         return AdmittedScoring(resolved, tuple(gates), tuple(gate_of), stops, self._rows, asked_of(own), told, counted)
 
     def _index(self, name: str, field: str, own: bool = True) -> int:
@@ -226,14 +229,28 @@ class ProbeResolver:
             )
         return StopRule(rule.name, index, output, rule.op, float(np.float32(rule.threshold)))
 
+    def _check_whole_rows(self, measured: Sequence[Intervention]) -> None:
+        """Raise WeirError unless a worker has whole rows wherever a dose is measured."""
+        for one in measured:
+            for layer in one.resolve_layers(self._capabilities.num_layers):
+                site = Site(one.hook, layer)
+                if (parts := len(self._capabilities.shards.get(site, ()))) > 1:
+                    raise WeirError(
+                        f"the dose of {one.op} at {site} cannot be measured here: tensor-parallel workers hold its "
+                        f"rows in {parts} parts, and it takes their norms; leave dose out, or start the engine with "
+                        "tensor_parallel_size=1",
+                        "dose",
+                    )
+
     def _check_stages(self, probes: Sequence[ResolvedProbe], gated: Sequence[Intervention]) -> None:
-        """Raise WeirError unless one pipeline stage has all that is scored and gated."""
+        """Raise WeirError unless one pipeline stage has all that is scored, gated and measured."""
         holders: frozenset[int] | None = None
         for probe in probes:
             holders = self._common(holders, probe.site, f"the probe {probe.name!r} reads", "probes")
         for one in gated:
             for layer in one.resolve_layers(self._capabilities.num_layers):
-                holders = self._common(holders, Site(one.hook, layer), f"a gated {one.op} acts at", one.when.path)
+                what, field = ("measured", "dose") if one.when is None else ("gated", one.when.path)
+                holders = self._common(holders, Site(one.hook, layer), f"a {what} {one.op} acts at", field)
 
     def _common(self, holders: frozenset[int] | None, site: Site, what: str, field: str) -> frozenset[int] | None:
         workers = self._capabilities.workers.get(site)
@@ -242,8 +259,8 @@ class ProbeResolver:
         common = workers if holders is None else holders & workers
         if not common:
             raise WeirError(
-                f"{what} {site}, which is on another pipeline stage than the request's other probes and gated "
-                "interventions; keep them on one stage, or start the engine with pipeline_parallel_size=1",
+                f"{what} {site}, which is on another pipeline stage than the request's other probes and gated or "
+                "measured interventions; keep them on one stage, or start the engine with pipeline_parallel_size=1",
                 field,
             )
         return common

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,10 +75,24 @@ class ScoredRows:
         positions = self._arrived(positions)
         return positions[self.pending.scores.take(positions)[:, self.pending.admitted.cells.factors[gate]] != 0]
 
-    def arrived(self) -> bool:
-        """Return whether `scores` would return at once."""
-        table = self.pending.scores
-        return self.aborted or self.pending.failure is not None or all(table.known(at).all() for at in self._wanted())
+    def doses(self, first: int, count: int, positions: np.ndarray) -> np.ndarray:
+        """Return relative doses, float32 [n, count], of `positions` that have some, waiting for those on their way.
+
+        Args:
+            first: cell of the first of them.
+            count: how many each position has.
+            positions: ascending, those at which the intervention acted.
+
+        Raises:
+            WeirError: if the request has failed, or doses do not come in time.
+        """
+        return self.pending.scores.take(self._arrived(positions))[:, first : first + count]
+
+    def arrived(self, measured: Iterable[np.ndarray] = ()) -> bool:
+        """Return whether `scores` would return at once, and `doses` of these positions, too."""
+        if self.aborted or self.pending.failure is not None:
+            return True
+        return all(self.pending.scores.known(at).all() for at in itertools.chain(self._wanted(), measured))
 
     def _wanted(self) -> Iterator[np.ndarray]:
         for selector in dict.fromkeys(probe.positions for probe in self.pending.admitted.probes):

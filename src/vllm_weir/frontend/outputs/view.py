@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.derived.recipe import Inputs, compute_all
 from vllm_weir.frontend.outputs.host_postprocess import apply_postprocess, reduce_rows
+from vllm_weir.frontend.outputs.intervention_receipts import VerifiedIntervention, intervention_receipts
 from vllm_weir.frontend.outputs.read_outs import collect, from_records, from_rows
 from vllm_weir.frontend.outputs.scored_rows import ScoredRows
 from vllm_weir.frontend.outputs.ticket import Ticket
@@ -57,24 +58,6 @@ class ViewSnapshot:
     def scores(self) -> Scores | None:
         """Return the probes' scores, see `OutputView.scores`."""
         return self.saved_scores
-
-
-class VerifiedIntervention(NamedTuple):
-    """What has become of one resolved intervention.
-
-    Attributes:
-        intervention: None for one that changes nothing.
-        changed: how many positions it has changed.
-        cached: how many were changed when their KV was computed, by another request.
-        gate: index of its gate, or -1.
-        asked: how many positions it was asked for; 0 without a gate.
-    """
-
-    intervention: ResolvedIntervention | None
-    changed: int = 0
-    cached: int = 0
-    gate: int = -1
-    asked: int = 0
 
 
 @dataclass
@@ -317,10 +300,11 @@ class OutputView:
         return self._scored_rows().acted(gate, positions[positions >= start])
 
     def concluded(self) -> bool:
-        """Return whether `verify`, `settle` and `scores` would return at once."""
-        if self.tickets or (self.pending.admitted.probes and not self._scored_rows().arrived()):
-            return False
+        """Return whether `verify`, `settle`, `scores` and the doses of `receipt` would return at once."""
         interventions = self.pending.admitted.effective
+        measured = interventions if self.pending.admitted.dose else []
+        if self.tickets or not self._scored_rows().arrived(map(self._computed, measured)):
+            return False
         if self.aborted or not interventions or self._verified is not None:
             return True
         return self.pending.confirmed([self._changed(intervention) for intervention in interventions])
@@ -379,7 +363,22 @@ class OutputView:
             files=tuple(file for ticket in self.tickets for file in ticket.files),
             sinks={ticket.sink: ticket.state for ticket in self.tickets},
             gates=self._gates(verified),
+            interventions=intervention_receipts(
+                self.pending.admitted, verified, self._acted_here, self._scored_rows().doses
+            ),
         )
+
+    def _acted_here(self, one: VerifiedIntervention) -> np.ndarray:
+        """Return the positions that one resolved intervention has changed for this sequence, ascending."""
+        assert one.intervention is not None, "it changes something"
+        if one.gate >= 0:
+            return self._acted(one.gate, one.intervention, self.cached_tokens)
+        return self._computed(one.intervention)
+
+    def _computed(self, intervention: ResolvedIntervention) -> np.ndarray:
+        """Return those of `changed_positions` that were computed for this sequence."""
+        positions = self.changed_positions(intervention)
+        return positions[positions >= self.cached_tokens]
 
     def _gates(self, verified: Sequence[VerifiedIntervention]) -> tuple[GateCount | None, ...]:
         """Return what became of the gate of each intervention asked for."""

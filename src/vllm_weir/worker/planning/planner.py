@@ -259,13 +259,11 @@ class Planner:
     def _plan_steady_scores(
         self, builder: PlanBuilder, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray
     ) -> None:
-        """Plan what probes read of one token each of requests in the steady state, all arrays [n]."""
+        """Plan what is scored and measured of one token each of requests in the steady state, all arrays [n]."""
         steady = self.steady_state
         is_scored = steady.probe[slots] >= 0
-        if not is_scored.any():
-            return
-        slots, tokens, positions = slots[is_scored], tokens[is_scored], positions[is_scored]
-        self.score_planner.plan_one_each(builder.scores, steady.probe[slots], tokens)
+        if is_scored.any():
+            self.score_planner.plan_one_each(builder.scores, steady.probe[slots[is_scored]], tokens[is_scored])
         is_read = steady.series[slots] >= 0
         if is_read.any():
             slots = slots[is_read]
@@ -317,5 +315,6 @@ class Planner:
             if scored.fresh:  # nothing has been read yet, so the next token is planned alone
                 return self.steady_state.unsettle(slot)
             series, reported = self.score_planner.series(scored), scored.recipe.layout.reported
-            self.steady_state.settle_scores(slot, int(scored.rows[0]), series, reported)
+            probe = int(scored.rows[0]) if len(scored.rows) else -1
+            self.steady_state.settle_scores(slot, probe, series, reported)
         return None

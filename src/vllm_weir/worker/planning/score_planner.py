@@ -19,13 +19,15 @@ from vllm_weir.worker.scoring.probe_table import NEXT, TAP, HeldProbes, ProbeTab
 from vllm_weir.worker.scoring.recipe import ScoringRecipe
 from vllm_weir.worker.steering.programs import ProgramTable
 
+_NO_PROBES = np.zeros(0, np.int64)
+
 
 @dataclass
 class ScoredRequest:
-    """A live request's probes and gates.
+    """A live request's probes and gates, and its doses.
 
     Attributes:
-        held: their rows in the tables.
+        held: the rows of probes and gates in the tables; None if there are no probes.
         taps, rows: int64 [probes], the tap and the row of each probe.
         fresh: whether no token has been read since the request joined or was resumed.
         series: number under which the reader knows its scores, -1 before the first.
@@ -34,7 +36,7 @@ class ScoredRequest:
     request_id: str
     endpoint: str
     recipe: ScoringRecipe
-    held: HeldProbes
+    held: HeldProbes | None
     taps: np.ndarray
     rows: np.ndarray
     fresh: bool = True
@@ -71,17 +73,20 @@ class ScorePlanner:
         return self._recipes[scoring] if cached else ScoringRecipe(scoring, self._programs)
 
     def join(self, request_id: str, endpoint: str, recipe: ScoringRecipe) -> ScoredRequest:
-        """Give rows to a request's probes, of which there are some, until it leaves.
+        """Give rows to the probes of a request, of which this worker reports something, until it leaves.
 
         Raises:
             WeirError: if a table is full.
         """
+        if not recipe.probes:
+            return ScoredRequest(request_id, endpoint, recipe, None, _NO_PROBES, _NO_PROBES)
         held = self.table.hold(recipe)
         return ScoredRequest(request_id, endpoint, recipe, held, np.array(recipe.taps), np.array(held.probes))
 
     def leave(self, request: ScoredRequest) -> None:
         """Release what a request holds."""
-        self.table.release(request.held)
+        if request.held is not None:
+            self.table.release(request.held)
 
     def plan(
         self,
@@ -111,7 +116,8 @@ class ScorePlanner:
         spans = list(_spans(selectors, recipe.bits, start, start + count))
         if not spans:
             return
-        builder.add_runs(request.taps, request.rows, first, count, request.fresh)
+        if len(request.rows):
+            builder.add_runs(request.taps, request.rows, first, count, request.fresh)
         request.fresh = False
         if (series := self.series(request)) >= 0:
             positions, ends = np.array(spans).T

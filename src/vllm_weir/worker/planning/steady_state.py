@@ -92,7 +92,7 @@ class SteadyState:
         self.probe[slot] = self.series[slot] = -1
 
     def settle_scores(self, slot: int, probe: int, series: int, reported: int) -> None:
-        """Set also what is scored of every token of a slot."""
+        """Set also what is scored and measured of every token of a slot."""
         self.probe[slot], self.series[slot], self.reported[slot] = probe, series, reported
 
     def _grow(self, size: int) -> None:

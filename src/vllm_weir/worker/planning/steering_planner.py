@@ -179,7 +179,7 @@ class SteeringPlanner:
         vectors = recipe.vectors if scores is None else tuple({*recipe.vectors, *scores.vectors})
         self.table.hold_vectors(vectors, fetch)
         request = SteeredRequest(request_id, endpoint, selectors, recipe, keys, vectors)
-        if scores is not None and scores.probes:
+        if scores is not None and scores.reads:
             try:
                 request.scored = self.scores.join(request_id, endpoint, scores)
             except WeirError:

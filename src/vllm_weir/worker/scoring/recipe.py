@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
@@ -24,8 +26,10 @@ class ScoringRecipe:
         layout: where their numbers stand.
         taps: of the probes.
         vectors: digests of vectors that they use beside those of the steps.
-        bits: selectors of the probes and of what they gate: nothing is to be known of other
-            positions.
+        reads: whether this worker has anything to report: it has the probes, or interventions whose doses are
+            measured.
+        bits: selectors of the probes, of what they gate and of what is measured: nothing is to be
+            known of other positions.
         early: indices of gates whose factor a token needs before it reaches their probe.
         early_bits: selectors of what these gate.
 
@@ -34,26 +38,19 @@ class ScoringRecipe:
     """
 
     def __init__(self, scoring: Scoring, table: ProgramTable) -> None:
-        probes, self.gates, steps = scoring
-        self.layout = CellLayout.of(*scoring[:2])
+        probes, self.gates, steps, doses = scoring
+        self.layout = CellLayout.of(probes, self.gates, doses)
         self.taps = tuple(tap_of(probe.site) for probe in probes)
-        local = [table.row_at(tap) is not None for tap in self.taps]
-        if any(local) and not all(local):
-            raise WeirError("the probes of one request have to be on one pipeline stage", "probes")
-        self.probes = probes if all(local) else ()
-        for tap in self.taps if self.probes else ():
-            row = table.row_at(tap)
-            if row is not None and row.stop - row.start < row.width:
-                raise WeirError(
-                    "a probe reads a row of which this worker has a part only; probe the residual stream", "probes"
-                )
+        measured = [tap_of(Site(step.hook, layer)) for step in steps if step.dose_cell for layer in step.layers]
+        self.reads = _reads((*self.taps, *measured), table)
+        self.probes = probes if self.reads else ()
         self.vectors = frozenset(row for probe in self.probes for row in probe.out_rows)
         self.bits = self.early_bits = 0
         early: set[int] = set()
         bit_of = selector_bits(step.positions for step in steps)
         for step in steps:
             bit, gates = bit_of[step.positions], self._gates_of(step)
-            if step.scores or gates:
+            if step.scores or gates or step.dose_cell:
                 self.bits |= 1 << bit
             if gates and not self.probes and table.is_local(step):
                 raise WeirError("a gate's probe has to be on the pipeline stage of what it gates", "interventions")
@@ -66,7 +63,7 @@ class ScoringRecipe:
                 early |= found
                 self.early_bits |= 1 << bit
         self.early = frozenset(early)
-        if not self.probes:
+        if not self.reads:
             self.gates, self.bits, self.early_bits, self.early = (), 0, 0, frozenset()
 
     def _gates_of(self, step: ResolvedIntervention) -> set[int]:
@@ -79,3 +76,22 @@ class ScoringRecipe:
         """Return whether a token can reach a step before the probe that decides on it."""
         probe_tap = self.taps[self.gates[gate].probe]
         return any(not comes_before(probe_tap, tap_of(Site(step.hook, layer))) for layer in step.layers)
+
+
+def _reads(taps: Sequence[int], table: ProgramTable) -> bool:
+    """Return whether a worker has the taps that one request reads, that is, all of them or none.
+
+    Raises:
+        WeirError: if it has some of them, or parts of their rows.
+    """
+    rows = [table.row_at(tap) for tap in taps]
+    if any(rows) and not all(rows):
+        raise WeirError("the probes and the doses of one request have to be on one pipeline stage", "probes")
+    for row in rows:
+        if row is not None and row.stop - row.start < row.width:
+            raise WeirError(
+                "a probe reads, or a dose is measured of, a row of which this worker has a part only; use the "
+                "residual stream",
+                "probes",
+            )
+    return any(rows)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import BLEND, CONST, Instruction, ResolvedIntervention
+from vllm_weir.schema.instructions import BLEND, CONST, DOSE, Instruction, ResolvedIntervention
 from vllm_weir.schema.row_shapes import Shard, ring_rows
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import tap_of
@@ -266,24 +266,38 @@ class ProgramTable(HostTables):
         """Return different chains, each with the taps that have it."""
         if len(active) == 1:
             ((intervention, _, rank),) = active
-            rows = self._taps_of(intervention.hook, intervention.layers).items()
-            return [(chain, taps) for row, taps in rows if (chain := self._chain_of(intervention, rank, row))]
+            return list(self._chains_of(intervention, rank))
         # Chains of single interventions are numbered, since numbers are hashed faster.
         numbers: dict[tuple[Node, ...], int] = {}
         by_tap: dict[int, tuple[int, ...]] = {}
         for after_post in (False, True):
             for intervention, _, rank in active:
                 if (intervention.hook == "resid_pre") == after_post:
-                    for row, taps in self._taps_of(intervention.hook, intervention.layers).items():
-                        if chain := self._chain_of(intervention, rank, row):
-                            number = (numbers.setdefault(chain, len(numbers)),)
-                            for tap in taps:
-                                by_tap[tap] = by_tap.get(tap, ()) + number
+                    for chain, taps in self._chains_of(intervention, rank):
+                        number = (numbers.setdefault(chain, len(numbers)),)
+                        for tap in taps:
+                            by_tap[tap] = by_tap.get(tap, ()) + number
         taps_of: dict[tuple[int, ...], list[int]] = {}
         for tap, parts in by_tap.items():
             taps_of.setdefault(parts, []).append(tap)
         chains = list(numbers)
         return [(sum((chains[k] for k in parts), ()), taps) for parts, taps in taps_of.items()]
+
+    def _chains_of(self, intervention: ResolvedIntervention, rank: int) -> Iterator[tuple[tuple[Node, ...], list[int]]]:
+        """Yield what an intervention does at this worker's taps, each chain with those that have it.
+
+        Raises:
+            WeirError: as for `_chain_of`.
+        """
+        for row, taps in self._taps_of(intervention.hook, intervention.layers).items():
+            if not (chain := self._chain_of(intervention, rank, row)):
+                continue
+            if not intervention.dose_cell:
+                yield chain, taps
+                continue
+            for k, layer in enumerate(intervention.layers):
+                if (tap := tap_of(Site(intervention.hook, layer))) in taps:
+                    yield _measured(chain, row, intervention.dose_cell + k), [tap]
 
     def _find_taps(self, hook: str, layers: tuple[int, ...]) -> dict[TapRow, list[int]]:
         """Return this worker's taps for a hook point, by their row."""
@@ -325,3 +339,17 @@ class ProgramTable(HostTables):
         for digest in (term.u, term.w):
             if digest and lengths[slot := slot_of[digest]] != width:
                 raise WeirError(f"a vector of {lengths[slot]} values for {width} columns", "interventions")
+
+
+def _measured(chain: tuple[Node, ...], row: TapRow, cell: int) -> tuple[Node, ...]:
+    """Return an intervention's chain with a node at its end that writes its relative dose into a cell.
+
+    Args:
+        chain: of one intervention.
+        row: of the tap.
+        cell: one more than the cell's number.
+    """
+    *others, last = chain
+    flags = last.flags & ((1 << CELL_BIT) - 1) | cell << CELL_BIT
+    dose = Node(Instruction(DOSE, ""), flags, 0, row.stop - row.start, 0)
+    return (*others, last._replace(flags=last.flags & ~LAST), dose)

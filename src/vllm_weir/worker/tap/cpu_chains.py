@@ -1,7 +1,7 @@
 """Chains of nodes on CPU: what each token's program does to its row at a tap.
 
-A SCORE node writes into a cell of its token, and what another node with a cell adds is multiplied
-by the number there. A row to which nothing was added keeps its bits.
+SCORE and DOSE nodes write into a cell of their token, and what another node with a cell adds is
+multiplied by the number there. A row to which nothing was added keeps its bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, FEATURE, KEEP_NORM, NORM, SCORE
+from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, DOSE, FEATURE, KEEP_NORM, NO_NORM, NORM, SCORE
 from vllm_weir.schema.row_shapes import ring_rows
 from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, LAST
 
@@ -48,6 +48,15 @@ class Cells:
         assert self._cells is not None, "a node has a cell"
         along = (rows.to(self._dtype).float() * w).sum(1, keepdim=True) + offset
         self._cells[self._tokens[members], cells] = along[:, 0]
+
+    def measure(
+        self, members: torch.Tensor, cells: int | torch.Tensor, rows: torch.Tensor, change: torch.Tensor
+    ) -> None:
+        """Write the norm of a change over that of the row, or NO_NORM, for tokens numbered `members`."""
+        assert self._cells is not None, "a node has a cell"
+        norms = rows.norm(dim=1)
+        doses = change.expand_as(rows).norm(dim=1) / norms
+        self._cells[self._tokens[members], cells] = torch.where(norms == 0, NO_NORM, doses)
 
     def factors(self, members: torch.Tensor, cells: int | torch.Tensor) -> torch.Tensor:
         """Return the numbers in a cell of each token, float32 [members, 1]."""
@@ -112,6 +121,9 @@ class Chains:
                 assert w_values is not None
                 offset = float(self._floats[node, 1])
                 self._cells.score(torch.from_numpy(members), cell, _columns(rows, lo, hi), w_values, offset)
+            elif kind == DOSE:
+                change = rows.new_zeros(()) if delta is None else delta
+                self._cells.measure(torch.from_numpy(members), cell, rows, change)
             else:
                 u_values = values[u * d_model + lo + shift : u * d_model + hi + shift]
                 term = _term(kind, _columns(rows, lo, hi), u_values, w_values, *self._floats[node].tolist())
@@ -162,6 +174,9 @@ class Chains:
                 assert along is not None
                 own_rows = _columns(rows[members], lo, hi)
                 self._cells.score(members, as_index(own_cells), own_rows, along, coefficients[1])
+                continue
+            if kind == DOSE:
+                self._cells.measure(members, as_index(own_cells), rows[members], delta[members])
                 continue
             into = read_rows(self._vectors, u[of_group], hi + shift)[:, lo + shift :]
             term = _term(kind, _columns(rows[members], lo, hi), into, along, *coefficients)

@@ -35,6 +35,8 @@ _BLEND = tl.constexpr(kinds.BLEND)
 _KEEP_NORM = tl.constexpr(kinds.KEEP_NORM)
 _FEATURE = tl.constexpr(kinds.FEATURE)
 _SCORE = tl.constexpr(kinds.SCORE)
+_DOSE = tl.constexpr(kinds.DOSE)
+_NO_NORM = tl.constexpr(kinds.NO_NORM)
 _CELL_BIT = tl.constexpr(programs.CELL_BIT)
 _LAST = tl.constexpr(programs.LAST)
 _AFTER_POST = tl.constexpr(programs.AFTER_POST)
@@ -114,6 +116,13 @@ def _raw_number(node, row, ints, floats, vectors, width, d_model, offsets, insid
 
 
 @triton.jit
+def _relative_dose(change, row):
+    """Return the norm of a change over that of the row, _NO_NORM where the latter is 0."""
+    norm = tl.sqrt(tl.sum(row * row, axis=0))
+    return tl.where(norm == 0.0, _NO_NORM, tl.sqrt(tl.sum(change * change, axis=0)) / norm)
+
+
+@triton.jit
 def _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER: tl.constexpr):
     """Return the token's rows of `hidden` and `other`; twice the former if there is no other."""
     row = tl.load(hidden + token * hidden_stride + offsets, mask=inside, other=0.0)
@@ -166,10 +175,13 @@ def _follow(node, h, past_post, cells, ints, floats, vectors, width, d_model, of
     flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
     while (node >= 0) & (past_post | ((flags & _AFTER_POST) == 0)):
         cell = flags >> _CELL_BIT
-        if tl.load(ints + node * _INTS) == _SCORE:
+        kind = tl.load(ints + node * _INTS)
+        if kind == _SCORE:
             seen = h.to(DTYPE).to(tl.float32)
             raw = _raw_number(node, seen, ints, floats, vectors, width, d_model, offsets, inside)
             tl.store(cells + cell - 1, raw)
+        elif kind == _DOSE:
+            tl.store(cells + cell - 1, _relative_dose(delta, h))
         else:
             share = tl.load(cells + cell - 1, mask=cell > 0, other=1.0)
             if share != 0.0:

@@ -90,7 +90,7 @@ def test_a_gate_becomes_the_cell_of_its_factor():
     assert [move.is_gated for move in found.effective] == [True, False, True, True]
     spec = EngineSpec.from_wire(engine_request(found).spec)
     assert list(spec.moves) == found.effective and spec.probes == found.probes and spec.gates == found.gates
-    steps = scoring_steps(spec.probes, spec.gates)
+    steps = scoring_steps(spec.probes, spec.layout)
     assert [one.kind for step in steps for one in step.instructions] == [SCORE] * 3
     assert sorted(one.cell - 1 for step in steps for one in step.instructions) == [5, 6, 7]
 

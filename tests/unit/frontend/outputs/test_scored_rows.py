@@ -168,6 +168,9 @@ def test_a_receipt_says_how_often_each_gate_let_its_intervention_act():
     )
     site = lambda layer: Site("resid_post", layer)
     assert receipt.steered == ({site(2): 6}, {site(2): 4}, {site(0): 2, site(2): 2}, {})
+    assert [(one.op, one.layers, one.acted) for one in receipt.interventions] == [
+        ("add", (2,), 6), ("add", (2,), 4), ("add", (0, 2), 2), ("add", (), 0),
+    ]  # fmt: skip
     assert receipt.to_dict()["gates"] == list(receipt.gates)
     assert pickle.loads(pickle.dumps(view)).receipt() == receipt  # noqa: S301
 

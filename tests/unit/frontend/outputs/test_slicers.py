@@ -197,6 +197,7 @@ def test_whoever_has_nothing_to_wait_for_is_not_made_to():
         moves=[moves[0], None, moves[1]],
         gate_of_moves=[-1] * 3,
         probes=(),
+        dose=False,
         cells=CellLayout.of((), ()),
     )
     pending = PendingSequence("r", admitted, [1, 2, 3], SimpleNamespace(wait=wait))

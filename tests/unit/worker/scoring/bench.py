@@ -55,14 +55,15 @@ class Asked:
     probes: tuple
     gates: tuple
     vectors: dict
+    dose: bool = False
 
     @property
     def spec(self):
-        return EngineSpec(ResolvedSpec(()), self.moves, self.probes, self.gates)
+        return EngineSpec(ResolvedSpec(()), self.moves, self.probes, self.gates, self.dose)
 
     @property
     def layout(self):
-        return CellLayout.of(self.probes, self.gates)
+        return self.spec.layout
 
 
 class Draw:

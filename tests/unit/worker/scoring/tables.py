@@ -30,7 +30,7 @@ def random_step(seed: int) -> ScoreTensors:
     names, counts, starts = [], [], []
     for k in range(int(draw.random.integers(1, 6))):
         asked = draw.request(tokens=False)
-        scoring = Scoring(asked.probes, asked.gates, (*asked.moves, *scoring_steps(asked.probes, asked.gates)))
+        scoring = Scoring(asked.probes, asked.gates, (*asked.moves, *scoring_steps(asked.probes, asked.layout)))
         prompt_len = int(draw.random.integers(1, 6))
 
         def fetch(digests, asked=asked):

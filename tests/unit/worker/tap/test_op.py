@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, FEATURE, KEEP_NORM, NORM, SCORE
+from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, DOSE, FEATURE, KEEP_NORM, NO_NORM, NORM, SCORE
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.discovery.anchors import AddedTerm, Anchor, TensorKey
 from vllm_weir.worker.planning.site_sets import SiteSets
@@ -418,14 +418,15 @@ def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(see
     count = programs * length
     node = torch.arange(count, dtype=torch.int32).reshape(programs, length)
     following = torch.where(torch.arange(length) < length - 1, node + 1, -1)
-    kinds = torch.tensor([BLEND, CONST, NORM, AFFINE, CLAMP, KEEP_NORM, FEATURE, SCORE])[numbers(0, 8, count).long()]
+    every = torch.tensor([BLEND, CONST, NORM, AFFINE, CLAMP, KEEP_NORM, FEATURE, SCORE, DOSE])
+    kinds = every[numbers(0, len(every), count).long()]
     # What comes after the stream has been recorded comes last, and begins with a row of its own.
     turn = numbers(0, length + 1, programs, 1)
     late = torch.arange(length) >= turn
     last = (numbers(0, 2, programs, length) > 0) | (torch.arange(length) + 1 == turn) | (following < 0)
     flags = late * AFTER_POST | last * LAST
-    # Cells 1 and 2 hold factors, and scores are written into 3 to 6.
-    cell = torch.where(kinds == SCORE, numbers(3, 7, count), numbers(0, 3, count))
+    # Cells 1 and 2 hold factors, and scores and doses are written into 3 to 6.
+    cell = torch.where((kinds == SCORE) | (kinds == DOSE), numbers(3, 7, count), numbers(0, 3, count))
     flags = flags.flatten() | cell << CELL_BIT
     cells = torch.tensor([0.0, 1.0, 0.5])[numbers(0, 3, tokens, 6).long()]
     fields = [kinds, *numbers(0, 6, 2, count), following.flatten(), flags, *columns_of_nodes(draw, count, d)]
@@ -446,6 +447,50 @@ def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(see
     assert (stopped == same_stop).all() and torch.equal(rows, same_rows)
     assert (changed == same_changed).all() and torch.equal(written, same_written)
     assert torch.equal(rows[~changed], h[~changed])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([0, 8]))
+def test_a_dose_is_the_norm_of_the_change_over_the_norm_of_the_row(seed, few):
+    """Of the intervention that ends with it alone, however its terms are cut; the rows keep their bits."""
+    draw = torch.Generator().manual_seed(seed)
+    h, vectors = torch.randn(5, 8, generator=draw), torch.randn(4, 8, generator=draw)
+    h[3] = 0.0
+    factors = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.25])
+    parts, terms = (0, 8, 0), ((CONST, 0, 0, 8), (BLEND, 1, 2, 5), (AFFINE, 2, 0, 8))
+
+    def run(measured):
+        ints, floats = [], []
+        for kind, u, lo, hi in (terms[0], terms[1], (DOSE, -1, *parts[:2]), terms[2], (DOSE, -1, *parts[:2])):
+            if kind == DOSE and not measured:
+                ints[-1][4] |= LAST
+                continue
+            flags = (LAST if kind == DOSE else 0) | (4 + len(ints) if kind == DOSE else 1) << CELL_BIT
+            ints.append([kind, u, 3 if kind == AFFINE else -1, len(ints) + 1, flags, lo, hi, 0])
+            floats.append([0.7, 0.3, 0.0, 0.0])
+        ints[-1][3] = -1
+        cells = torch.zeros(5, 9)
+        cells[:, 0] = factors
+        of_tokens = cpu_chains.Cells(cells, torch.arange(5), torch.float32)
+        chains = cpu_chains.Chains(np.array(ints, np.int32), torch.tensor(floats), vectors, of_tokens, 5)
+        _, rows = chains.follow(np.zeros(5, np.int64), h, True)
+        return rows, chains.changed, cells
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_chains, "MAX_SEPARATE_CHAINS", few)
+        (rows, changed, _), (plain, plain_changed, _) = run(True), run(False)
+        cells = run(True)[2]
+    assert torch.equal(rows, plain) and (changed == plain_changed).all()
+    row = h.double()
+    first = 0.7 * vectors[0].double().expand(5, 8).clone()
+    first[:, 2:5] += 0.7 * (vectors[1, 2:5].double() - row[:, 2:5])
+    change = first * factors.double()[:, None]
+    for cell in (5, 7):
+        norms = row.norm(dim=1)
+        want = torch.where(norms == 0, NO_NORM, change.norm(dim=1) / norms)
+        torch.testing.assert_close(cells[:, cell], want.float(), rtol=1e-5, atol=1e-7)
+        row = row + change
+        change = (0.7 * (row @ vectors[3].double()) + 0.3)[:, None] * vectors[2].double() * factors.double()[:, None]
 
 
 def added(kind, h, u, w, a, b, low, high):

@@ -16,7 +16,7 @@ import sys
 import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
-from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, FEATURE, KEEP_NORM, NORM, SCORE
+from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, DOSE, FEATURE, KEEP_NORM, NORM, SCORE
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.worker.planning.columns import JOIN, as_integers
 from vllm_weir.worker.tap import reduction_kernel, reductions
@@ -50,7 +50,7 @@ def programs(draw, d, width):
     '''Chains of one to four instructions; a group ends with LAST, and those after the post stage come last.
 
     Half of the instructions act on all columns. A vector has as many table rows as a row has ring rows.
-    Cells 1 and 2 of a token hold factors, and scores are written into 3 to 5.
+    Cells 1 and 2 of a token hold factors, and scores and doses are written into 3 to 5.
     '''
     times = -(-width // d)
     heads, ints, floats = np.full((PROGRAMS, TAPS), -1, np.int32), [], []
@@ -65,9 +65,11 @@ def programs(draw, d, width):
                 if draw.random() < 0.5:
                     lo, hi = sorted(draw.choice(width + 1, 2, replace=False).tolist())
                     shift = int(draw.integers(-lo, width - hi + 1))
+                if kind == SCORE and k % 2:
+                    kind, w = DOSE, -1
                 ends = k in (length - 1, post - 1) or draw.random() < 0.4
                 flags = (LAST if ends else 0) | (AFTER_POST if k >= post else 0)
-                flags |= int(draw.integers(3, 6) if kind == SCORE else draw.integers(0, 3)) << CELL_BIT
+                flags |= int(draw.integers(3, 6) if kind in (SCORE, DOSE) else draw.integers(0, 3)) << CELL_BIT
                 follows = len(ints) + 1 if k < length - 1 else -1
                 if k == 0:
                     heads[program, tap] = len(ints)
@@ -83,13 +85,13 @@ def acts_on(tables, program, tap, cells):
     while node >= 0:
         kind, _, _, following, flags, *_ = tables[1][node].tolist()
         cell = flags >> CELL_BIT
-        if kind != SCORE and (not cell or cells[cell - 1] != 0):
+        if kind not in (SCORE, DOSE) and (not cell or cells[cell - 1] != 0):
             return True
         node = following
     return False
 
 
-recorded = steered = turned = folded = wide = narrow = scored = kept = 0
+recorded = steered = turned = folded = wide = narrow = scored = kept = measured = 0
 for seed in range(60):
     draw = np.random.default_rng(seed)
     dtype = [*DTYPES][seed % 3]
@@ -162,6 +164,7 @@ for seed in range(60):
         recorded += int((ours[2][cells:] != 7).any(1).sum())
         steered += tokens - len(still)
         turned += int((tables[1][:, 0] == KEEP_NORM).sum())
+        measured += int((tables[1][:, 0] == DOSE).sum())
 for seed in range(20):
     draw = np.random.default_rng(seed)
     n, d = int(draw.integers(1, 5)), int(draw.integers(1, 12))
@@ -187,11 +190,32 @@ for seed in range(12):
     rows, matrix = torch.randn(n, d, generator=draw), torch.randn(m, d, generator=draw)
     got, want = direction_kernel.products(rows, matrix), rows.double() @ matrix.double().T
     assert got.shape == want.shape and (got - want).abs().max() <= 1e-5 * want.abs().max(), seed
-print("same", recorded > 300, steered > 200, turned > 300, folded > 50, wide > 9, narrow > 3, scored > 50, kept > 9)
+counts = (recorded > 300, steered > 200, turned > 300, folded > 50, wide > 9, narrow > 3, scored > 50, kept > 9)
+print("same", *counts, measured > 100)
 """
 
 
 def test_the_kernel_does_what_the_cpu_s_tap_does():
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", CASES], capture_output=True, text=True, env=env, timeout=500)
-    assert done.stdout == "same" + " True" * 8 + "\n", done.stdout + done.stderr[-3000:]
+    assert done.stdout == "same" + " True" * 9 + "\n", done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_kernel_compiles_for_hopper(dtype):
+    from triton import compile as compiled
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vllm_weir.schema.reductions import GROUP
+    from vllm_weir.schema.taps import STAGES
+    from vllm_weir.worker.tap.triton_kernel import _tap
+
+    rows, floats = ("hidden", "other", "ring"), ("floats", "vectors", "cells")
+    types = dict.fromkeys(rows, f"*{dtype}") | dict.fromkeys(floats, "*fp32")
+    types |= dict.fromkeys(("tap", "plan", "ranks", "heads", "ints", "listed"), "*i32")
+    constants = {"HAS_OTHER": True, "STAGES": STAGES, "BLOCK": 1024, "GROUP": GROUP, "LISTED": False, "AHEAD": True}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in _tap.arg_names}
+    places = {(_tap.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=_tap, signature=signature, constexprs=places)
+    assert compiled(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 96}).asm["cubin"]

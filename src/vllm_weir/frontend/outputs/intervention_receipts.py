@@ -1,0 +1,85 @@
+"""What a receipt says of each intervention: where it acted, and how often."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_weir.frontend.admission.admit import AdmittedRequest
+from vllm_weir.results.receipt import InterventionReceipt
+from vllm_weir.schema.instructions import NO_NORM, ResolvedIntervention
+
+
+class VerifiedIntervention(NamedTuple):
+    """What has become of one resolved intervention.
+
+    Attributes:
+        intervention: None for one that changes nothing.
+        changed: how many positions it has changed.
+        cached: how many were changed when their KV was computed, by another request.
+        gate: index of its gate, or -1.
+        asked: how many positions it was asked for; 0 without a gate.
+    """
+
+    intervention: ResolvedIntervention | None
+    changed: int = 0
+    cached: int = 0
+    gate: int = -1
+    asked: int = 0
+
+
+def intervention_receipts(
+    admitted: AdmittedRequest,
+    verified: Sequence[VerifiedIntervention],
+    acted: Callable[[VerifiedIntervention], np.ndarray],
+    doses: Callable[[int, int, np.ndarray], np.ndarray],
+) -> tuple[InterventionReceipt, ...]:
+    """Return what became of each intervention that was asked for.
+
+    Args:
+        admitted: the request.
+        verified: what became of each of its ``moves``.
+        acted: returns the positions that one of these has changed for this sequence, ascending.
+        doses: as `ScoredRows.doses`.
+
+    Raises:
+        WeirError: if what `acted` and `doses` wait for does not come.
+    """
+    remaining, out, cell = iter(verified), [], admitted.cells.doses
+    for given, count in zip(admitted.given, admitted.parted, strict=True):
+        parts = [one for one in itertools.islice(remaining, count) if one.intervention is not None]
+        by_layer: dict[int, np.ndarray] = {}
+        for one in parts:
+            layers = one.intervention.layers if one.intervention else ()
+            found = doses(cell, len(layers), acted(one)) if admitted.dose else np.empty((0, len(layers)))
+            cell += len(layers)
+            by_layer.update((layer, _of_rows(found[:, k])) for k, layer in enumerate(layers))
+        by_layer = dict(sorted(by_layer.items()))
+        rows = [row for row in by_layer.values() if len(row)]
+        out.append(
+            InterventionReceipt(
+                given.op,
+                given.hook,
+                tuple(by_layer),
+                _positions(parts, acted),
+                float(np.concatenate(rows).mean()) if rows else None,
+                {layer: float(row.mean()) for layer, row in by_layer.items() if len(row)},
+            )
+        )
+    return tuple(out)
+
+
+def _of_rows(doses: np.ndarray) -> np.ndarray:
+    """Return the doses of rows, float64, without those of rows of zeros."""
+    return doses[doses != NO_NORM].astype(np.float64)
+
+
+def _positions(parts: Sequence[VerifiedIntervention], acted: Callable[[VerifiedIntervention], np.ndarray]) -> int:
+    """Return at how many positions one intervention has changed a row at any block."""
+    if len(parts) > 1 and any(one.intervention.per_position for one in parts if one.intervention):
+        # Where a position's vector is zero at one block it need not be at another.
+        return len(np.unique(np.concatenate([acted(one) for one in parts])))
+    return max((one.changed for one in parts), default=0)
