@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
     from vllm_weir.api import (
+        add_controller,
         clear_global,
         demo_model,
         demo_sae,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         params,
         register,
         register_probe,
+        remove_controller,
         saes,
         set_global,
         sinks,
@@ -92,6 +94,7 @@ __all__ = [
     "WeirError",
     "When",
     "__version__",
+    "add_controller",
     "clear_global",
     "demo_model",
     "demo_sae",
@@ -111,6 +114,7 @@ __all__ = [
     "params",
     "register",
     "register_probe",
+    "remove_controller",
     "saes",
     "set_global",
     "sinks",
@@ -161,6 +165,7 @@ __getattr__, __dir__ = lazy_names(
         "TooLarge": "vllm_weir.client.errors",
         "WeirError": "vllm_weir.errors",
         "When": "vllm_weir.schema.gates",
+        "add_controller": "vllm_weir.api",
         "clear_global": "vllm_weir.api",
         "demo_model": "vllm_weir.api",
         "demo_sae": "vllm_weir.api",
@@ -180,6 +185,7 @@ __getattr__, __dir__ = lazy_names(
         "params": "vllm_weir.api",
         "register": "vllm_weir.api",
         "register_probe": "vllm_weir.api",
+        "remove_controller": "vllm_weir.api",
         "saes": "vllm_weir.api",
         "set_global": "vllm_weir.api",
         "sinks": "vllm_weir.api",

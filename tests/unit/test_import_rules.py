@@ -21,6 +21,7 @@ FLOORS = (
     {"extraction"},
     {"api"},
     {"frontend"},
+    {"controllers"},
     {"analysis", "consumers"},
     {"storage", "client"},
     {"worker", "results"},

@@ -41,11 +41,16 @@ class ScoredRows:
             WeirError: if the request has failed, or scores do not come in time.
         """
         admitted = self.pending.admitted
-        if not admitted.told:
-            return None
+        return self._first_scores(admitted.told) if admitted.told else None
+
+    def every_score(self) -> Scores:
+        """Return the scores of all probes, likewise."""
+        return self._first_scores(len(self.pending.admitted.probes))
+
+    def _first_scores(self, count: int) -> Scores:
         self.pending.check()
         values, positions = {}, {}
-        for index, probe in enumerate(admitted.probes[: admitted.told]):
+        for index, probe in enumerate(self.pending.admitted.probes[:count]):
             at, scores = self.scores_of(index)
             values[probe.name] = torch.from_numpy(scores)
             positions[probe.name] = torch.from_numpy(at)

@@ -194,6 +194,14 @@ class OutputView:
             self._cached_scores = self._scored_rows().scores()
         return self._cached_scores
 
+    def every_score(self) -> Scores:
+        """Return the scores of all probes of this output, also of those that score every request; waits for them.
+
+        Raises:
+            WeirError: if the request has failed, or scores do not come in time.
+        """
+        return self._scored_rows().every_score()
+
     def counted_scores(self) -> list[tuple[RegisteredProbe, np.ndarray]]:
         """Return the probes that score every request, with their scores [rows, k] of this output; waits for them.
 
