@@ -19,6 +19,7 @@ from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.probes import parse_probes
 from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.sinks import SinkDefinition
+from vllm_weir.worker.scoring.sync_controller import SyncController
 
 
 def check_controllers(definitions: Mapping[str, SinkDefinition]) -> None:
@@ -26,7 +27,10 @@ def check_controllers(definitions: Mapping[str, SinkDefinition]) -> None:
     for name, definition in definitions.items():
         path = f"settings.controllers.{name}"
         found = controllers.find(definition.consumer, path)
-        captures_for(name, definition, found.captures, path)
+        if issubclass(found, AsyncController):
+            captures_for(name, definition, found.captures, path)
+        elif definition != SinkDefinition(definition.consumer, definition.options):
+            raise WeirError("a sync controller has no queue and no captures; give its options alone", path)
 
 
 def set_up(frontend: EngineFrontend, definitions: Mapping[str, SinkDefinition]) -> None:
@@ -38,7 +42,13 @@ def set_up(frontend: EngineFrontend, definitions: Mapping[str, SinkDefinition]) 
     for name, definition in definitions.items():
         path = f"settings.controllers.{name}"
         controller = controllers.make(definition.consumer, json.loads(definition.options), path)
-        add(frontend, name, definition, controller, path)
+        if isinstance(controller, AsyncController):
+            add(frontend, name, definition, controller, path)
+            continue
+        probes = parse_probes(list(controller.probes), f"{path}.probes")
+        if not probes:
+            raise WeirError("a sync controller reads at least one probe; name some in its attribute probes", path)
+        frontend.probes.controllers[name] = probes
 
 
 def add_object(frontend: EngineFrontend, name: str, controller: object, options: Mapping[str, Any]) -> None:
@@ -48,6 +58,14 @@ def add_object(frontend: EngineFrontend, name: str, controller: object, options:
         WeirError: naming the field that is wrong; then nothing changes.
     """
     if not isinstance(controller, AsyncController):
+        sync = isinstance(controller, SyncController)
+        sync = sync or (isinstance(controller, type) and issubclass(controller, SyncController))
+        if sync:
+            raise WeirError(
+                "each worker makes a sync controller of its own: name its class in the setting controllers, as "
+                "'module:class' if it is not installed as a plugin",
+                "controller",
+            )
         what = controller.__name__ if isinstance(controller, type) else type(controller).__name__
         raise WeirError(f"expected an object of a subclass of AsyncController, got {what}", "controller")
     (definition,) = parse_controllers({name: {type(controller).__name__: {}, **options}}, "controllers").values()

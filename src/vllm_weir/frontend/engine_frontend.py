@@ -308,7 +308,7 @@ class EngineFrontend:
                 self.register_probe(probe, everyone=True)
             else:
                 one = {probe.name: RegisteredProbe(probe, True)}
-                self.check_probe(probe.name, ProbeRegistry(one))
+                self.check_probe(probe.name, self.probes.with_probes(one))
                 self.source.change(functools.partial(_with_probes, one))
 
     def add_controller(self, name: str, definition: SinkDefinition, controller: AsyncController, path: str) -> None:
@@ -334,7 +334,7 @@ class EngineFrontend:
             WeirError: if the engine cannot serve it, or what gates interventions of every request.
         """
         with self._names_lock:
-            probes = ProbeRegistry(self.probes.registered)
+            probes = self.probes.with_probes(self.probes.registered)
             probes.put(RegisteredProbe(probe.at("probe").with_arrays(self.registry.find), everyone))
             if self.capabilities is not None and self.refusal is None:
                 self.check_probe(probe.name, probes)

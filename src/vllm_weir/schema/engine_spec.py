@@ -56,6 +56,9 @@ class EngineSpec:
                 continue
             gate = self.gates[layout.gate_of(move.instructions[0])]
             acts = move.positions.first(prompt_len)
+            if gate.controller and acts is not None:
+                firsts.append(acts)
+                continue
             scored = self.probes[gate.probe].positions.first(prompt_len)
             if acts is not None and scored is not None:
                 firsts.append(max(acts, scored + gate.delay))
@@ -106,7 +109,7 @@ class EngineSpec:
                 captures,
                 tuple(map(ResolvedIntervention.from_wire, moves)),
                 tuple(map(ResolvedProbe.from_wire, probes)),
-                tuple(ResolvedGate(*gate) for gate in gates),
+                tuple(map(ResolvedGate.from_wire, gates)),
             )
             # About the bytes that the objects take.
             _specs.put(wire, spec, 2048 + 16 * len(wire) + 256 * len(captures.site_requests))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_weir.errors import WeirError
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 from vllm_weir.frontend.receive.tokens import SequenceTokens
 from vllm_weir.results.scores import Scores
@@ -76,8 +77,15 @@ class ScoredRows:
         Raises:
             WeirError: if the request has failed, or factors do not come in time.
         """
-        positions = self._arrived(positions)
-        return positions[self.pending.scores.take(positions)[:, self.pending.admitted.cells.factors[gate]] != 0]
+        positions, admitted = self._arrived(positions), self.pending.admitted
+        factors = self.pending.scores.take(positions)[:, admitted.cells.factors[gate]]
+        refused = np.signbit(factors) & (factors == 0)  # see `step_controllers.REFUSED`
+        if (controller := admitted.gates[gate].controller) and refused.any():
+            raise WeirError(
+                f"the controller {controller!r} gave no number from -1 to 1 for position {positions[refused][0]}",
+                "interventions",
+            )
+        return positions[factors != 0]
 
     def arrived(self) -> bool:
         """Return whether `scores` would return at once."""
