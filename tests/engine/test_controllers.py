@@ -227,8 +227,9 @@ def leaky(k, length, **more):
     return tokens(length, 30 + k), [probe], [Act(makes[k % 3], gate), Act(makes[0])]
 
 
-def run(llm, requests, max_tokens=10, **more):
-    params = [asked(sampling(max_tokens, **more), probes, acts, capture=weir.Capture()) for _, probes, acts in requests]
+def run(llm, requests, max_tokens=10, positions="all", **more):
+    capture = weir.Capture(positions=positions)
+    params = [asked(sampling(max_tokens, **more), probes, acts, capture=capture) for _, probes, acts in requests]
     return llm.generate([{"prompt_token_ids": ids} for ids, _, _ in requests], params, use_tqdm=False)
 
 
@@ -270,7 +271,7 @@ def test_answers_do_not_depend_on_who_else_runs(llm, truth):
     assert twice.outputs[0].token_ids != twice.outputs[1].token_ids
     assert twice.num_cached_tokens == 0, "a probe of the prompt keeps it from the cache"
     request = leaky(1, 70, positions="generated")
-    (cold,), (warm,) = run(llm, [request], logprobs=2), run(llm, [request], logprobs=2)
+    (cold,), (warm,) = (run(llm, [request], positions="generated") for _ in range(2))
     assert warm.num_cached_tokens >= 64 > cold.num_cached_tokens
     check_gated(warm, *request[1:], truth)
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids

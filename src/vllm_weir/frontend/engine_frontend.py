@@ -261,7 +261,7 @@ class EngineFrontend:
             self.registry.find,
             self.always,
             self.manager.everyone,
-            self.manager.known,
+            self.manager.definitions,
             self.registry.module,
             self._vocabulary,
             has_embeddings,

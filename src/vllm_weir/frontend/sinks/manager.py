@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -120,11 +120,6 @@ class SinkManager:
                 self._removed[name] = runner
         if runner is not None:
             runner.close()
-
-    @property
-    def known(self) -> Collection[str]:
-        """Names of the sinks of the settings, and of controllers."""
-        return {*self.definitions, *self._controllers}
 
     def controller(self, name: str) -> AsyncController | None:
         """Return the controller of a name, if there is one."""
