@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
     from vllm_weir.api import (
+        add_controller,
         clear_global,
         demo_model,
         demo_sae,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         params,
         register,
         register_probe,
+        remove_controller,
         saes,
         set_global,
         sinks,
@@ -96,6 +98,7 @@ __all__ = [
     "WeirError",
     "When",
     "__version__",
+    "add_controller",
     "clear_global",
     "demo_model",
     "demo_sae",
@@ -118,6 +121,7 @@ __all__ = [
     "params",
     "register",
     "register_probe",
+    "remove_controller",
     "saes",
     "set_global",
     "sinks",
@@ -169,6 +173,7 @@ __getattr__, __dir__ = lazy_names(
         "TooLarge": "vllm_weir.client.errors",
         "WeirError": "vllm_weir.errors",
         "When": "vllm_weir.schema.gates",
+        "add_controller": "vllm_weir.api",
         "clear_global": "vllm_weir.api",
         "demo_model": "vllm_weir.api",
         "demo_sae": "vllm_weir.api",
@@ -191,6 +196,7 @@ __getattr__, __dir__ = lazy_names(
         "params": "vllm_weir.api",
         "register": "vllm_weir.api",
         "register_probe": "vllm_weir.api",
+        "remove_controller": "vllm_weir.api",
         "saes": "vllm_weir.api",
         "set_global": "vllm_weir.api",
         "sinks": "vllm_weir.api",

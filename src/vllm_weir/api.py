@@ -31,6 +31,7 @@ from vllm_weir.schema.stop_rules import parse_stop_when
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
+    from vllm_weir.controllers.async_controller import AsyncController
     from vllm_weir.frontend.outputs.ticket import Ticket
     from vllm_weir.sae.autoencoder import SAE
 
@@ -117,7 +118,8 @@ def register(llm: Any, name: str, vector: Any) -> str:
     Raises:
         WeirError: if this is not a vector, or Weir does not serve the engine.
     """
-    return _frontend(llm).registry.put(name, vector)
+    digest: str = _frontend(llm).put_vector(name, vector)
+    return digest
 
 
 def unregister(llm: Any, name: str) -> None:
@@ -126,7 +128,7 @@ def unregister(llm: Any, name: str) -> None:
     Raises:
         WeirError: if there is no such name.
     """
-    _frontend(llm).registry.remove(name)
+    _frontend(llm).remove_vector(name)
 
 
 def list_vectors(llm: Any) -> dict[str, dict[str, Any]]:
@@ -320,6 +322,54 @@ def sinks(llm: Any) -> dict[str, dict[str, Any]]:
     Name -> counts of what waits, was taken, was dropped and failed, and the last error.
     """
     return _frontend(llm).manager.report()
+
+
+def add_controller(
+    llm: Any,
+    name: str,
+    controller: AsyncController,
+    *,
+    policy: str = "block",
+    queue_bytes: int | None = None,
+    required: bool | None = None,
+) -> None:
+    """Let a controller act on what is asked of this engine from now on.
+
+    The setting `controllers` does the same for controllers that are installed as plugins, or that
+    can be imported.
+
+    Args:
+        llm: ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in class.
+        name: `weir.sinks` and receipts list it as ``controller:NAME``.
+        controller: not added anywhere before; its `open` is called.
+        policy: what becomes of sequences that finish while its queue is full, as for sinks.
+        queue_bytes: most bytes of rows that wait for it; default: 1 GiB.
+        required: whether a request fails when it fails; None: as the controller says.
+
+    Raises:
+        WeirError: naming the field that is wrong, if the name is taken, or if its probes or captures
+            cannot be served.
+    """
+    options = {"policy": policy, "queue_bytes": queue_bytes, "required": required}
+    frontend = _frontend(llm)
+    from vllm_weir.frontend.controllers import add_object
+
+    add_object(frontend, name, controller, {key: value for key, value in options.items() if value is not None})
+
+
+def remove_controller(llm: Any, name: str) -> None:
+    """Remove a controller, after it has taken what is queued, and the probes that it declares.
+
+    What it has changed stays.
+
+    Raises:
+        WeirError: if there is none of the name, or a global intervention is gated by one of its
+            probes.
+    """
+    frontend = _frontend(llm)
+    from vllm_weir.frontend.controllers import remove
+
+    remove(frontend, name)
 
 
 def _frontend(llm: Any) -> Any:

@@ -22,6 +22,7 @@ FLOORS = (
     {"experiments"},
     {"api"},
     {"frontend"},
+    {"controllers"},
     {"analysis", "consumers"},
     {"storage", "client"},
     {"worker", "results"},

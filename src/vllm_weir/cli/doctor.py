@@ -11,7 +11,7 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class Diagnosis:
         runner: the model runner of the self-test's engine.
         patch_points: every entry of `PATCHES` with what is wrong with it (empty: nothing).
         consumers: every installed consumer with what is wrong with it (empty: nothing).
+        controllers: every installed controller, likewise.
         problems: what keeps requests with Weir's keys from being served right.
         self_test: what was compared with transformers, and how far it differs.
     """
@@ -49,6 +50,7 @@ class Diagnosis:
     runner: str = ""
     patch_points: list[dict[str, str]] = field(default_factory=list)
     consumers: list[dict[str, str]] = field(default_factory=list)
+    controllers: list[dict[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     self_test: dict[str, Any] = field(default_factory=dict)
 
@@ -91,7 +93,7 @@ def examine(live: bool = True, model: str | None = None) -> Diagnosis:
     found.patch_points, missing = _check_patch_points(verify())
     found.problems += missing
     try:
-        found.consumers, broken = _check_consumers()
+        found.consumers, found.controllers, broken = _check_plugins()
         found.problems += broken
     except ImportError as e:
         if (why := refuse.cause_of(e)) not in found.problems:
@@ -137,29 +139,41 @@ def _check_patch_points(verified: Iterable[tuple[Patch, str]]) -> tuple[list[dic
     return rows, missing
 
 
-def _check_consumers() -> tuple[list[dict[str, str]], list[str]]:
-    """Return a row for every installed consumer, and the problems with these and the sinks.
+def _check_plugins() -> tuple[list[dict[str, str]], list[dict[str, str]], list[str]]:
+    """Return a row for every installed consumer and controller, and the problems with these and their settings.
 
-    The sinks are those that environment variables set up.
+    The settings are those of environment variables.
     """
-    from vllm_weir import consumers
+    from vllm_weir import consumers, controllers
     from vllm_weir.config.settings import Settings
+    from vllm_weir.frontend.controllers import check_controllers
     from vllm_weir.frontend.sinks.manager import check_sinks
 
-    rows, problems = [], []
-    for name, value in sorted(consumers.names().items()):
-        problem = ""
-        try:
-            consumers.find(name, "consumers")
-        except WeirError as e:
-            problem = e.message
-            problems.append(e.message)
-        rows.append({"consumer": name, "class": value, "problem": problem})
+    problems: list[str] = []
+
+    def rows(kind: str, names: dict[str, str], find: Callable[[str, str], Any]) -> list[dict[str, str]]:
+        out = []
+        for name, value in sorted(names.items()):
+            problem = ""
+            try:
+                find(name, f"{kind}s")
+            except WeirError as e:
+                problem = e.message
+                problems.append(e.message)
+            out.append({kind: name, "class": value, "problem": problem})
+        return out
+
+    found = (
+        rows("consumer", consumers.names(), consumers.find),
+        rows("controller", controllers.names(), controllers.find),
+    )
     try:
-        check_sinks(Settings.load(None).sinks)
+        settings = Settings.load(None)
+        check_sinks(settings.sinks)
+        check_controllers(settings.controllers)
     except WeirError as e:
         problems.append(f"the environment's settings: {e}")
-    return rows, problems
+    return *found, problems
 
 
 def _self_test(found: Diagnosis, model: str | None) -> None:
@@ -255,6 +269,9 @@ def show(found: Diagnosis) -> None:
     for row in found.consumers:
         state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
         console.print(f"consumer {row['consumer']} ({row['class']}): {state}", highlight=False)
+    for row in found.controllers:
+        state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
+        console.print(f"controller {row['controller']} ({row['class']}): {state}", highlight=False)
     if found.self_test:
         test = found.self_test
         console.print(

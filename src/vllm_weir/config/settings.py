@@ -20,6 +20,7 @@ from vllm_weir.config.mi_patch_env import NAME as ACT
 from vllm_weir.config.mi_patch_env import act_sink
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.capture import parse_layers
+from vllm_weir.schema.controllers import parse_controllers
 from vllm_weir.schema.hooks import HOOKS, normalise_hook
 from vllm_weir.schema.keys import WIRE_KEY, meant
 from vllm_weir.schema.sinks import parse_sinks
@@ -67,6 +68,8 @@ class Settings(BaseModel):
             `vllm_weir.worker.discovery.descriptions`.
         sinks: name -> ``{consumer: options}``: where captures may send their rows, and with ``"capture"`` what a sink
             gets of every request; see docs/guides/sinks.md.
+        controllers: name -> ``{controller: options}``: what acts on the scores of probes, see
+            docs/guides/controllers.md.
         marked_bytes, marked_seconds: how many bytes of rows wait for `weir.mark` (``keep="marked"``), and how long.
     """
 
@@ -92,6 +95,7 @@ class Settings(BaseModel):
     refused: Literal["request", "start"] = "request"
     describe: dict[str, Any] | None = None
     sinks: Annotated[Any, AfterValidator(parse_sinks)] = Field(default_factory=dict)
+    controllers: Annotated[Any, AfterValidator(parse_controllers)] = Field(default_factory=dict)
     marked_bytes: Annotated[int, Field(ge=0, le=1 << 44)] = 1 << 30
     marked_seconds: Annotated[float, Field(gt=0, le=604_800)] = 600.0
 
@@ -109,6 +113,8 @@ class Settings(BaseModel):
         given = cls._from_environ(environ) | _from_config(additional_config)
         if "sinks" in given:
             given["sinks"] = parse_sinks(given["sinks"])
+        if "controllers" in given:
+            given["controllers"] = parse_controllers(given["controllers"])
         act = act_sink(environ)
         if act is not None:
             given["sinks"] = given.get("sinks", {}) | parse_sinks({ACT: act}, ACT)

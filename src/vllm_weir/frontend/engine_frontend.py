@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +11,7 @@ from typing import Any, Protocol
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.consumers.base import EngineInfo
+from vllm_weir.controllers.async_controller import AsyncController
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import AdmittedRequest, admit
 from vllm_weir.frontend.admission.cache import CACHE_BYTES, MAX_KEY_BYTES, admission_key
@@ -37,6 +40,7 @@ from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import carries_keys
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.request import WIRE_KEY, WIRE_VERSION
+from vllm_weir.schema.sinks import SinkDefinition
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.util.lru import LruCache
 
@@ -117,6 +121,10 @@ class EngineFrontend:
         self._cache: LruCache[AdmittedRequest] = LruCache(CACHE_BYTES, MAX_KEY_BYTES)
         self._sizes: TableSizes | None = None
         self._contents: RegistryContents | None = None
+        self._scoring: tuple[AnyProbe, ...] = ()
+        """Probes of every request that controllers have declared and the engine does not know yet."""
+        self._names_lock = threading.RLock()
+        """Held while names are looked up or changed: controllers change them in threads of their own."""
         _frontends.add(self)
 
     def learn(self, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -128,6 +136,8 @@ class EngineFrontend:
             capabilities = EngineCapabilities.merge(reports)
             self.manager.open(EngineInfo(self.model, capabilities.num_layers, capabilities.d_model, capabilities.dtype))
             self.capabilities, self._sizes = capabilities, self.settings.table_sizes(capabilities.d_model)
+            scoring, self._scoring = self._scoring, ()
+            self.add_scoring(scoring)
         except WeirError as e:
             self.refusal = str(e)
 
@@ -144,17 +154,18 @@ class EngineFrontend:
     def universal(self) -> bool:
         """Whether requests without Weir's keys, too, are steered or scored, or have rows for sinks."""
         self.refresh()
-        return bool(self.always or self.manager.everyone or self.probes.everyone)
+        return bool(self.always or self.manager.everyone or self.probes.everyone or self._scoring)
 
     def refresh(self) -> None:
         """Load what other processes of the server have changed."""
         if self.source is None or (contents := self.source.read()) is self._contents:
             return
-        self._contents = contents
-        self.registry.load(contents)
-        self.saes.load(contents.saes)
-        self.probes.load(contents.probes)
-        self._replace_always(contents.always)
+        with self._names_lock:
+            self._contents = contents
+            self.registry.load(contents)
+            self.saes.load(contents.saes)
+            self.probes.load(contents.probes)
+            self._replace_always(contents.always)
 
     def _replace_always(self, interventions: Sequence[Intervention]) -> None:
         self.always = tuple(interventions)
@@ -197,8 +208,9 @@ class EngineFrontend:
             WeirError: naming the field, if the request cannot be served exactly as asked.
         """
         capabilities = self.require_capabilities()
-        self.refresh()
-        admitted = self._admitted(extra_args, prompt_ids is not None, has_embeddings)
+        with self._names_lock:
+            self.refresh()
+            admitted = self._admitted(extra_args, prompt_ids is not None, has_embeddings)
         generated = max_generated(prompt_len, max_tokens, self._max_model_len)
         check_reached(admitted.asked, prompt_len, generated, max_tokens)
         if self._max_rows is not None:
@@ -268,7 +280,48 @@ class EngineFrontend:
         Raises:
             WeirError: if the engine cannot do them.
         """
-        self._replace_always(self.settled(interventions, everyone=True))
+        with self._names_lock:
+            self._replace_always(self.settled(interventions, everyone=True))
+
+    def put_vector(self, name: str, vector: Any) -> str:
+        """Register a vector, see `vllm_weir.api.register`."""
+        with self._names_lock:
+            return self.registry.put(name, vector)
+
+    def remove_vector(self, name: str) -> None:
+        """Unregister a vector; raise WeirError if there is none of the name."""
+        with self._names_lock:
+            self.registry.remove(name)
+
+    def add_scoring(self, probes: Sequence[AnyProbe | str]) -> None:
+        """Let probes that a controller declares score every request, once the engine is known.
+
+        Raises:
+            WeirError: if the engine cannot serve one.
+        """
+        for probe in probes:
+            if isinstance(probe, str):
+                raise WeirError(f"{probe!r} is a name; give the probe itself, which scores every request", "probes")
+            if self.capabilities is None:
+                self._scoring = (*self._scoring, probe)
+            elif self.source is None:
+                self.register_probe(probe, everyone=True)
+            else:
+                one = {probe.name: RegisteredProbe(probe, True)}
+                self.check_probe(probe.name, self.probes.with_probes(one))
+                self.source.change(functools.partial(_with_probes, one))
+
+    def add_controller(self, name: str, definition: SinkDefinition, controller: AsyncController, path: str) -> None:
+        """Send finished sequences to a controller, see `SinkManager.add_controller`."""
+        with self._names_lock:
+            self.manager.add_controller(name, definition, controller, path)
+            self._cache.clear()
+
+    def remove_controller(self, name: str) -> None:
+        """Remove a controller; what is queued for it is handed to it first."""
+        self.manager.remove_controller(name)
+        with self._names_lock:
+            self._cache.clear()
 
     def register_probe(self, probe: AnyProbe, everyone: bool = False) -> None:
         """Register a probe under its name, replacing any other; see `vllm_weir.api.register_probe`.
@@ -280,12 +333,13 @@ class EngineFrontend:
         Raises:
             WeirError: if the engine cannot serve it, or what gates interventions of every request.
         """
-        probes = ProbeRegistry(self.probes.registered)
-        probes.put(RegisteredProbe(probe.at("probe").with_arrays(self.registry.find), everyone))
-        if self.capabilities is not None and self.refusal is None:
-            self.check_probe(probe.name, probes)
-            self.settled(self.always, everyone=True, probes=probes)
-        self.probes.put(probes.registered[probe.name])
+        with self._names_lock:
+            probes = self.probes.with_probes(self.probes.registered)
+            probes.put(RegisteredProbe(probe.at("probe").with_arrays(self.registry.find), everyone))
+            if self.capabilities is not None and self.refusal is None:
+                self.check_probe(probe.name, probes)
+                self.settled(self.always, everyone=True, probes=probes)
+            self.probes.put(probes.registered[probe.name])
 
     def check_probe(self, name: str, probes: ProbeRegistry) -> None:
         """Raise WeirError unless the engine can serve a probe of a registry."""
@@ -306,8 +360,9 @@ class EngineFrontend:
         Raises:
             WeirError: if there is no such name, or an intervention of every request is gated by it.
         """
-        refuse_gating(name, self.always)
-        self.probes.remove(name)
+        with self._names_lock:
+            refuse_gating(name, self.always)
+            self.probes.remove(name)
 
     def settled(
         self,
@@ -357,6 +412,10 @@ _frontends: weakref.WeakSet[EngineFrontend] = weakref.WeakSet()
 def frontends() -> list[EngineFrontend]:
     """Return the frontends of all live engines of this process."""
     return list(_frontends)
+
+
+def _with_probes(probes: Mapping[str, RegisteredProbe], contents: RegistryContents) -> RegistryContents:
+    return replace(contents, probes={**contents.probes, **probes})
 
 
 def refuse_gating(name: str, always: Sequence[Intervention]) -> None:

@@ -85,7 +85,11 @@ class Tracker:
             judged=0 if self.held is None else min(self.held.judged, len(generated)),
         )
         self._seen, self._seen_scores = view.end, view.scored_end
-        if self._manager is not None and others and reason is not None and not view.aborted:
+        if self._manager is not None and reason is not None and not view.aborted:
+            if self.pending.admitted.probes:
+                others += self._manager.scored_parts(memory, others)
+            if not others:
+                return view
             view.tickets = self._deliver(self._manager, view, others, reason)
         return view
 
@@ -100,6 +104,6 @@ class Tracker:
             generated_tokens=view.tokens.generated,
             finish_reason=reason,
         )
-        views = [replace(view, part=part, start=0) for part in parts]
+        views = [replace(view, part=part, start=0, scored_start=0) for part in parts]
         self.pending.claim(len(views) + view.part.has_rows)
         return manager.deliver(self.pending.request_id, views, request, self.pending.unclaim, self._hold)

@@ -13,6 +13,8 @@ from vllm.outputs import RequestOutput
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.reachable import Vocabulary
+from vllm_weir.frontend.controllers import check_controllers
+from vllm_weir.frontend.controllers import set_up as set_up_controllers
 from vllm_weir.frontend.engine_frontend import EngineFrontend, RequestObserver
 from vllm_weir.frontend.lookup import FRONTEND, TRACKER, ask_workers, unreported
 from vllm_weir.frontend.pacing import entry_of
@@ -164,6 +166,7 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     model = config.model_config
     vocabulary = Vocabulary(model.get_vocab_size(), engine.output_processor.tokenizer)
     frontend = EngineFrontend(settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len)
+    set_up_controllers(frontend, settings.controllers)
     setattr(engine.output_processor, FRONTEND, frontend)
     setattr(engine.engine_core, READER, OutputReader(frontend.holder))
     frontend.pacing.live = engine.output_processor.request_states
@@ -200,7 +203,9 @@ def async_llm_init(original: Callable[..., Any], status: PatchStatus) -> Callabl
 def _check_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     config = kwargs.get("vllm_config", args[0] if args else None)
     if config is not None:
-        check_sinks(Settings.load(config.additional_config).sinks)
+        settings = Settings.load(config.additional_config)
+        check_sinks(settings.sinks)
+        check_controllers(settings.controllers)
 
 
 def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_weir.config.settings import Settings
+from vllm_weir.controllers import make_sync
 from vllm_weir.errors import WeirError
 from vllm_weir.patches import cuda_graphs
 from vllm_weir.patches.discovery import find_sites
@@ -83,7 +84,8 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
         assert warmup is not None, "the model's width is known"
         sites = find_sites(runner, config, model_info, settings, worker.use_v2_model_runner)
         unembedding = unembedding_of(runner.get_model(), sites, config)
-        runtime = WorkerRuntime(runner.get_model(), model_info, settings, sites, unembedding)
+        controllers = make_sync(settings.controllers)
+        runtime = WorkerRuntime(runner.get_model(), model_info, settings, sites, unembedding, controllers)
         warmup.add({shard.stop - shard.start for shard in runtime.layout.shards.values()})
         patch_inputs = _v2_inputs(runner) if worker.use_v2_model_runner else _v1_inputs(runner)
     except (WeirError, AttributeError, TypeError) as e:

@@ -66,6 +66,9 @@ class EngineSpec:
                 continue
             gate = self.gates[layout.gate_of(move.instructions[0])]
             acts = move.positions.first(prompt_len)
+            if gate.controller and acts is not None:
+                firsts.append(acts)
+                continue
             scored = self.probes[gate.probe].positions.first(prompt_len)
             if acts is not None and scored is not None:
                 firsts.append(max(acts, scored + gate.delay))
@@ -129,7 +132,7 @@ class EngineSpec:
                 captures,
                 tuple(map(ResolvedIntervention.from_wire, moves)),
                 tuple(map(ResolvedProbe.from_wire, probes)),
-                tuple(ResolvedGate(*gate) for gate in gates),
+                tuple(map(ResolvedGate.from_wire, gates)),
                 dose,
             )
             # About the bytes that the objects take.

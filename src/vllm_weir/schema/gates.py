@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.controllers import PREFIX
 from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, set_fields, with_fields
 from vllm_weir.schema.probe_base import parse_name
 from vllm_weir.schema.scalars import is_int, plain
@@ -20,7 +21,8 @@ class When:
     """Let an intervention act only where a probe's score says so.
 
     Args:
-        probe: name of one of the request's probes, or of a registered one.
+        probe: name of one of the request's probes, or of a registered one. ``"controller:NAME"``,
+            with nothing else, lets a sync controller of the engine decide, at generated tokens.
         above: the intervention acts where the score is above this.
         below: or where it is below this; exactly one of the two.
         latch: once it has acted, it acts at every later position too.
@@ -48,6 +50,9 @@ class When:
 
     def __post_init__(self) -> None:
         parse_name(self.probe, f"{self.path}.probe")
+        if self.controller:
+            self._refuse_rules()
+            return
         if (self.above is None) == (self.below is None):
             given = "neither" if self.above is None else "both"
             raise WeirError(f"give above or below, got {given}", f"{self.path}.above")
@@ -65,6 +70,23 @@ class When:
             if not is_int(output) or not 0 <= output <= MAX_OUTPUT:
                 raise WeirError(f"outputs are ints from 0, got {brief(output)}", f"{self.path}.output")
             set_fields(self, output=int(output))
+
+    def _refuse_rules(self) -> None:
+        """Raise WeirError if there is a rule beside the controller."""
+        for name, default in (("latch", False), ("delay", 0), ("sharpness", None), ("output", None)):
+            if getattr(self, name) != default:
+                raise WeirError(
+                    f"{self.probe!r} without above or below is a controller, which gives the strength itself; leave "
+                    f"{name} out",
+                    f"{self.path}.{name}",
+                )
+
+    @property
+    def controller(self) -> str:
+        """Name of the controller that decides; empty if a probe does."""
+        if self.above is not None or self.below is not None:
+            return ""
+        return self.probe.removeprefix(PREFIX) if self.probe.startswith(PREFIX) else ""
 
     def _parse_sharpness(self) -> None:
         at = f"{self.path}.sharpness"

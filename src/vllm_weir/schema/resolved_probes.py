@@ -24,7 +24,8 @@ the terms of the interventions that it gates:
     sharpness   if not 0, the factor is sigmoid(sharpness * (y - threshold)), or with the sign
                 turned for "below"; otherwise it is 1 where the gate has fired and 0 elsewhere
 
-Where the probe has no score, its last score counts; before the first one the factor is 0.
+Where the probe has no score, its last score counts; before the first one the factor is 0. The
+factor of a gate with a controller is what this has answered after the pass of the token before.
 """
 
 from __future__ import annotations
@@ -135,6 +136,9 @@ class ResolvedGate(NamedTuple):
         latch: whether it stays open once it has fired.
         delay: 0 or 1, in tokens.
         sharpness: of the sigmoid; 0 for a switch.
+        controller: name of the sync controller that gives the factor of a token after the pass of the
+            one before, whatever the threshold; empty for none.
+        reads: indices of the probes that the controller reads, in its order; `probe` is the first.
     """
 
     probe: int
@@ -144,6 +148,14 @@ class ResolvedGate(NamedTuple):
     latch: bool = False
     delay: int = 0
     sharpness: float = 0.0
+    controller: str = ""
+    reads: tuple[int, ...] = ()
+
+    @classmethod
+    def from_wire(cls, data: Sequence[Any]) -> ResolvedGate:
+        """Parse the list that msgpack makes of a gate."""
+        gate = cls(*data)
+        return gate._replace(reads=tuple(gate.reads))
 
 
 class Scoring(NamedTuple):

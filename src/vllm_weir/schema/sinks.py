@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,13 +48,16 @@ class SinkDefinition:
     required: bool | None = None
 
     @classmethod
-    def parse(cls, data: object, path: str, by_request: bool = False) -> SinkDefinition:
+    def parse(
+        cls, data: object, path: str, by_request: bool = False, plugin: Callable[[object, str], str] | None = None
+    ) -> SinkDefinition:
         """Parse ``{consumer: options, "policy", "queue_bytes", "capture", "keep", "required"}``.
 
         Args:
             data: the wire form, or a SinkDefinition.
             path: named by errors.
             by_request: whether a request sets up the sink; then the last three keys are refused.
+            plugin: parses the consumer's name, as `parse_name` does.
         """
         if isinstance(data, SinkDefinition):
             return data
@@ -65,7 +68,7 @@ class SinkDefinition:
         if len(consumers) != 1:
             names = ", ".join(brief(c) for c in consumers) or "none"
             raise WeirError(f"a sink names one consumer beside {', '.join(known)}; this names {names}", path)
-        name = parse_name(consumers[0], path)
+        name = (plugin or parse_name)(consumers[0], path)
         policy, queue_bytes = data.get("policy", "block"), data.get("queue_bytes", QUEUE_BYTES)
         if policy not in POLICIES:
             raise WeirError(f"unknown policy {brief(policy)!r}; choose from {', '.join(POLICIES)}", f"{path}.policy")
@@ -169,11 +172,11 @@ def parse_keep(keep: object, path: str) -> str:
     return keep
 
 
-def parse_name(name: object, path: str) -> str:
-    """Parse the name of a sink or a consumer."""
+def parse_name(name: object, path: str, kind: str = "sink") -> str:
+    """Parse the name of a sink or a consumer, or of another `kind` of plugin."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise WeirError(
-            f"{brief(name)!r} cannot name a sink; a name is letters, digits, '_', '.' and '-', at most 128 of them",
+            f"{brief(name)!r} cannot name a {kind}; a name is letters, digits, '_', '.' and '-', at most 128 of them",
             path,
         )
     return name

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
+from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.frontend.admission.vector_registry import RegistryContents, VectorRegistry
 from vllm_weir.frontend.engine_frontend import refuse_gating
 from vllm_weir.schema.json_text import loads
@@ -100,7 +100,7 @@ def keep(state: ServerState, upload: Upload) -> RegisteredProbe:
     def edit(contents: RegistryContents) -> RegistryContents:
         vectors = VectorRegistry()
         vectors.load(contents)
-        registry = ProbeRegistry(contents.probes)
+        registry = state.frontend.probes.with_probes(contents.probes)
         with _fields_as_sent():
             probe = upload.probe.with_arrays(vectors.find)
             kept[:] = [_registered(probe, upload.settings)]

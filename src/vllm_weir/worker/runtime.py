@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +30,9 @@ from vllm_weir.worker.planning.row_layout import RowLayout
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.saes import WorkerSAEs
-from vllm_weir.worker.scoring.probe_table import ProbeTable
+from vllm_weir.worker.scoring.probe_table import ControlledGate, ProbeTable
 from vllm_weir.worker.scoring.scorer import Scorer
+from vllm_weir.worker.scoring.sync_controller import SyncController, WorkerInfo
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys
 from vllm_weir.worker.steering.vector_fetch import VectorFetcher
@@ -93,6 +95,7 @@ class WorkerRuntime:
         settings: of Weir.
         sites: the hook points that were found in the model.
         unembedding: of the model, for lenses.
+        controllers: sync controllers by name, not opened yet.
 
     Attributes:
         taps: numbers of this worker's taps.
@@ -108,6 +111,7 @@ class WorkerRuntime:
         settings: Settings,
         sites: SiteMap,
         unembedding: Unembedding | None = None,
+        controllers: Mapping[str, SyncController] = MappingProxyType({}),
     ) -> None:
         self.model_info, self.sites, self._settings = model_info, sites, settings
         anchors = chosen(sites, settings)
@@ -150,7 +154,10 @@ class WorkerRuntime:
             cells=torch.zeros(model_info.max_tokens, sizes.cells, dtype=torch.float32, device=device),
             **self._table_writer.tensors,
         )
-        self._scorer = Scorer(self.probes, self.tensors, sizes)
+        worker = WorkerInfo(device, sizes.gates, rank, ranks, d_model, model_info.dtype)
+        for name, controller in controllers.items():
+            _open(name, controller, worker)
+        self._scorer = Scorer(self.probes, self.tensors, sizes, controllers)
         self._plan_writer = PlanWriter(self.tensors.plan)
         self.switch = TapSwitch(self.tensors)
         self.switch.score = self._scorer.launch
@@ -428,6 +435,7 @@ class WorkerRuntime:
         step, self._step = self._step, None
         if step is None and not self.row_seqs.layout_updates:
             return
+        failed = [] if step is None else self._scorer.controllers.run()
         notice = StepNotice(no_wait, failures=self._failures)
         self._failures = {}
         if step is not None:
@@ -443,6 +451,17 @@ class WorkerRuntime:
         for layout_update in notice.layout_updates.values():
             self._reducer.forget(layout_update.closed)
         self.notifier.send(notice)
+        for gate, reason in failed:
+            self._fail_controlled(gate, reason)
+
+    def _fail_controlled(self, gate: ControlledGate, reason: str) -> None:
+        """Stop following a request whose controller has failed; its next tokens are not steered as asked."""
+        steered = self.planner.steered.get(gate.request_id)
+        self.planner.remove(gate.request_id)
+        if steered is not None and steered.keys.interventions:
+            # What a controller decides on is generated.
+            self.planner.steering_planner.unsteered_kv.add(steered.keys, steered.selectors.prompt_len)
+        self.notifier.fail(gate.endpoint, gate.request_id, reason)
 
     def _send_rows(self, plan: StepPlan, first_row: int) -> Callable[[], None] | None:
         """Send what the taps have written; return what to call to wait until it has arrived."""
@@ -501,6 +520,16 @@ class WorkerRuntime:
         rows, sae_bytes = self.arena.used, self.saes.nbytes
         tables = self.table.usage() | self.probes.usage()
         return {"requests": len(live), "host_rows": rows, "sae_bytes": sae_bytes, **tables}
+
+
+def _open(name: str, controller: SyncController, worker: WorkerInfo) -> None:
+    """Open a controller; raise WeirError if it raises."""
+    try:
+        controller.open(worker)
+    except Exception as e:
+        raise WeirError(
+            f"the controller cannot be opened: {type(e).__name__}: {e}", f"settings.controllers.{name}"
+        ) from e
 
 
 def _launch_listed(listed: torch.Tensor, *arguments: Any) -> None:

@@ -302,7 +302,6 @@ def _admit(
     )
     asked += tuple(one for one in scoring.asked if one not in asked)
     rows = {**lowered.rows, **scoring.rows}
-    captures = tuple(resolve_tokens(one, vocabulary) for one in (*captures, *everyone))
     for capture in captures:
         if not capture.sink.memory and capture.sink.own is None and capture.sink.name not in sinks:
             known = ", ".join(["memory", *sinks])
@@ -311,6 +310,7 @@ def _admit(
                 "offline, {consumer: options} makes one",
                 f"{capture.path}.sink",
             )
+    captures = tuple(resolve_tokens(one, vocabulary) for one in (*captures, *everyone))
     expansion = DerivedPoints.expand(captures, capabilities, has_embeddings)
     captures = expansion.captures
     postprocesses = postprocesses_of(captures, capabilities, lookup)

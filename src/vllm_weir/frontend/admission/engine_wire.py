@@ -84,9 +84,11 @@ def make_engine_request(
 
 
 def _first_position(admitted: AdmittedRequest, prompt_len: int, prompt_ids: Sequence[int] | None) -> int | None:
-    """Return the first position whose row is wanted or scored; None if none is."""
+    """Return the first position that has to be computed for the request itself; None if none has."""
     firsts = [admitted.spec.first(prompt_len, prompt_ids)]
     firsts += [probe.positions.first(prompt_len, prompt_ids) for probe in admitted.probes]
+    if any(gate.controller for gate in admitted.gates):
+        firsts.append(prompt_len - 1)  # after whose pass a controller decides on the next token
     return min((first for first in firsts if first is not None), default=None)
 
 

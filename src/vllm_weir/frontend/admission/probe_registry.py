@@ -33,13 +33,27 @@ class ProbeRegistry:
 
     A name is looked up when a request is admitted; changing it later does not change the request.
 
+    Args:
+        probes: by name.
+        controllers: name of a sync controller -> the probes that it reads, or their names.
+
     Attributes:
+        controllers: likewise.
         version: grows whenever a name changes its meaning.
     """
 
-    def __init__(self, probes: Mapping[str, RegisteredProbe] | None = None) -> None:
+    def __init__(
+        self,
+        probes: Mapping[str, RegisteredProbe] | None = None,
+        controllers: Mapping[str, tuple[AnyProbe | str, ...]] | None = None,
+    ) -> None:
         self._by_name: dict[str, RegisteredProbe] = dict(probes or {})
+        self.controllers = dict(controllers or {})
         self.version = 0
+
+    def with_probes(self, probes: Mapping[str, RegisteredProbe]) -> ProbeRegistry:
+        """Return a registry of other probes, and the same controllers."""
+        return ProbeRegistry(probes, self.controllers)
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
@@ -78,6 +92,17 @@ class ProbeRegistry:
                 known = f"registered are {', '.join(listed[:20])}{more}"
             raise WeirError(f"no probe is registered under {brief(name)!r}; {known}", field)
         return self._by_name[name].probe
+
+    def read_by(self, controller: str, field: str) -> tuple[AnyProbe | str, ...]:
+        """Return what a sync controller reads; raise WeirError naming `field` if there is none of the name."""
+        if controller not in self.controllers:
+            known = f"there are {', '.join(sorted(self.controllers))}" if self.controllers else "there is none"
+            raise WeirError(
+                f"the engine has no sync controller {brief(controller)!r}; {known} (they are named in the setting "
+                "controllers)",
+                field,
+            )
+        return self.controllers[controller]
 
     @property
     def everyone(self) -> list[RegisteredProbe]:

@@ -207,6 +207,8 @@ class ProbeResolver:
 
     def _gate(self, intervention: Intervention, own: bool) -> ResolvedGate:
         when: When = intervention.when
+        if when.controller:
+            return self._controlled(intervention, when, own)
         index = self._index(when.probe, f"{when.path}.probe", own)
         probe = list(self._probes.values())[index]
         output = _output(
@@ -216,6 +218,24 @@ class ProbeResolver:
         threshold = float(np.float32(when.threshold))
         sharpness = float(np.float32(when.sharpness or 0.0))
         return ResolvedGate(index, output, threshold, when.above is not None, when.latch, when.delay, sharpness)
+
+    def _controlled(self, intervention: Intervention, when: When, own: bool) -> ResolvedGate:
+        """Return the gate of a sync controller, whose probes are added to the request."""
+        field = f"{when.path}.probe"
+        reads = []
+        for one in self._registry.read_by(when.controller, field):
+            if isinstance(one, str):
+                reads.append(self._index(one, field, own))
+            else:
+                self._add(one.at(field))
+                reads.append(list(self._probes).index(one.name))
+        if intervention.positions.kind != "generated":
+            raise WeirError(
+                "a controller decides on a token after the pass of the one before, which of a prompt's tokens may be "
+                "the same pass; let it act at positions='generated'",
+                f"{intervention.path}.positions",
+            )
+        return ResolvedGate(reads[0], 0, 0.0, delay=1, controller=when.controller, reads=tuple(reads))
 
     def _stop(self, rule: StopText) -> StopRule:
         index = self._index(rule.name, rule.path)

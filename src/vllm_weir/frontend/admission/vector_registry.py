@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,6 +66,9 @@ class RegistryBackend(Protocol):
     def read(self) -> RegistryContents:
         """Return the newest contents; cheap, and the same object, while nothing has changed."""
 
+    def change(self, edit: Callable[[RegistryContents], RegistryContents]) -> RegistryContents:
+        """Replace the contents by what `edit` makes of the newest; if it raises, nothing changes."""
+
 
 class VectorRegistry:
     """Vectors and modules by name.
@@ -97,16 +100,19 @@ class VectorRegistry:
 
         Return its digest.
         """
+        parsed = self.parse(name, vector)
+        self._by_name[name] = NamedVector({None: parsed})
+        self._changed()
+        return parsed.digest
+
+    def parse(self, name: str, vector: Any) -> Vector:
+        """Return the content of a vector that is to have a name; raise WeirError for other data."""
         if not isinstance(name, str) or not 0 < len(name) <= 256:
             raise WeirError("a name is a string of 1 to 256 characters", "name")
         if len(self._by_name) >= MAX_NAMES and name not in self._by_name:
             raise WeirError(f"{MAX_NAMES} vectors are registered already; unregister some", "name")
         parsed = Vector.parse(vector, "vector", KEPT)
-        if parsed.array is None:
-            parsed = Vector(array=self.find(parsed.ref, "vector"))
-        self._by_name[name] = NamedVector({None: parsed})
-        self._changed()
-        return parsed.digest
+        return Vector(array=self.find(parsed.ref, "vector")) if parsed.array is None else parsed
 
     def remove(self, name: str) -> None:
         """Unregister a name; requests admitted with it keep their vectors."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_weir.errors import WeirError
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 from vllm_weir.frontend.receive.tokens import SequenceTokens
 from vllm_weir.results.scores import Scores
@@ -42,11 +43,16 @@ class ScoredRows:
             WeirError: if the request has failed, or scores do not come in time.
         """
         admitted = self.pending.admitted
-        if not admitted.told:
-            return None
+        return self._first_scores(admitted.told) if admitted.told else None
+
+    def every_score(self) -> Scores:
+        """Return the scores of all probes, likewise."""
+        return self._first_scores(len(self.pending.admitted.probes))
+
+    def _first_scores(self, count: int) -> Scores:
         self.pending.check()
         values, positions = {}, {}
-        for index, probe in enumerate(admitted.probes[: admitted.told]):
+        for index, probe in enumerate(self.pending.admitted.probes[:count]):
             at, scores = self.scores_of(index)
             values[probe.name] = torch.from_numpy(scores)
             positions[probe.name] = torch.from_numpy(at)
@@ -72,8 +78,15 @@ class ScoredRows:
         Raises:
             WeirError: if the request has failed, or factors do not come in time.
         """
-        positions = self._arrived(positions)
-        return positions[self.pending.scores.take(positions)[:, self.pending.admitted.cells.factors[gate]] != 0]
+        positions, admitted = self._arrived(positions), self.pending.admitted
+        factors = self.pending.scores.take(positions)[:, admitted.cells.factors[gate]]
+        refused = np.signbit(factors) & (factors == 0)  # see `step_controllers.REFUSED`
+        if (controller := admitted.gates[gate].controller) and refused.any():
+            raise WeirError(
+                f"the controller {controller!r} gave no number from -1 to 1 for position {positions[refused][0]}",
+                "interventions",
+            )
+        return positions[factors != 0]
 
     def doses(self, first: int, count: int, positions: np.ndarray) -> np.ndarray:
         """Return relative doses, float32 [n, count], of `positions` that have some, waiting for those on their way.

@@ -27,6 +27,7 @@ from vllm_weir.results.read_outs import ReadValues
 from vllm_weir.results.receipt import GateCount, Receipt
 from vllm_weir.results.scores import Scores
 from vllm_weir.results.site_slices import SiteSlices
+from vllm_weir.schema.controllers import PREFIX
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
@@ -177,6 +178,14 @@ class OutputView:
         if self._cached_scores is None:
             self._cached_scores = self._scored_rows().scores()
         return self._cached_scores
+
+    def every_score(self) -> Scores:
+        """Return the scores of all probes of this output, also of those that score every request; waits for them.
+
+        Raises:
+            WeirError: if the request has failed, or scores do not come in time.
+        """
+        return self._scored_rows().every_score()
 
     def counted_scores(self) -> list[tuple[RegisteredProbe, np.ndarray]]:
         """Return the probes that score every request, with their scores [rows, k] of this output; waits for them.
@@ -392,7 +401,8 @@ class OutputView:
                 continue
             most = max(resolved, key=lambda one: one.asked)
             acted = _NOWHERE if most.intervention is None else self._acted(gate, most.intervention)
-            probe = admitted.probes[admitted.gates[gate].probe].name
+            controller = admitted.gates[gate].controller
+            probe = f"{PREFIX}{controller}" if controller else admitted.probes[admitted.gates[gate].probe].name
             out.append({"probe": probe, "fired": len(acted), "of": most.asked, "spans": _spans(acted)})
         return tuple(out)
 

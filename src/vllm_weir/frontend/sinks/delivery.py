@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from vllm_weir.consumers.base import Finished, Rows
 from vllm_weir.frontend.outputs.ticket import Ticket
+from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Delivery:
         request: the sequence.
         ticket: gets the outcome.
         release: called once, when the rows are no longer needed in memory.
+        scored: whether the consumer gets scores, too.
 
     Attributes:
         size: bytes of the rows.
@@ -42,12 +44,16 @@ class Delivery:
         ticket: has the outcome once the delivery is done.
     """
 
-    def __init__(self, view: OutputView, request: Finished, ticket: Ticket, release: Callable[[], None]) -> None:
+    def __init__(
+        self, view: OutputView, request: Finished, ticket: Ticket, release: Callable[[], None], scored: bool = False
+    ) -> None:
         self.size = view.size
+        self._scored = scored
         self.request, self.ticket = request, ticket
         self._view: OutputView | None = view
         self._release: Callable[[], None] | None = release
         self._file: Path | None = None
+        self._scores: Scores | None = None
         self._lock = threading.RLock()
 
     def set_mark(self, metadata: dict[str, Any]) -> None:
@@ -66,11 +72,24 @@ class Delivery:
             elif self._view is not None:
                 yield from self._assemble(self._view)
 
+    def scores(self) -> Scores:
+        """Return the scores of all probes that scored the sequence, waiting for them.
+
+        Raises:
+            WeirError: if the request has failed, or scores do not come in time.
+        """
+        with self._lock:
+            if self._scores is None:
+                self._scores = Scores({}, {}) if self._view is None else self._view.every_score()
+            return self._scores
+
     def spill(self, folder: Path) -> None:
         """Write the rows to a temporary file in a folder, and free their memory."""
         with self._lock:
             if self._view is None:
                 return
+            if self._scored:
+                self.scores()  # they stay in memory
             handle, name = tempfile.mkstemp(dir=folder, prefix="weir-", suffix=".safetensors")
             os.close(handle)
             try:

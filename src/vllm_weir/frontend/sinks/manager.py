@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_weir import consumers
 from vllm_weir.config.mi_patch_env import NAME as ACT
 from vllm_weir.consumers.base import EngineInfo, Finished
+from vllm_weir.controllers.async_controller import AsyncController
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.outputs.ticket import Ticket, labels_of
@@ -22,6 +23,8 @@ from vllm_weir.frontend.sinks.delivery import Delivery
 from vllm_weir.frontend.sinks.mark_buffer import MarkBuffer
 from vllm_weir.frontend.sinks.runner import SinkRunner
 from vllm_weir.schema.capture import Capture
+from vllm_weir.schema.controllers import PREFIX
+from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.schema.sinks import Sink, SinkDefinition
 
 if TYPE_CHECKING:
@@ -58,6 +61,9 @@ class SinkManager:
     ) -> None:
         self.definitions = dict(definitions)
         self.everyone = tuple(c for name, d in definitions.items() for c in _captures(name, d))
+        self._controllers: dict[str, tuple[SinkDefinition, AsyncController]] = {}
+        self._removed: dict[str, SinkRunner] = {}
+        """Closed runners of controllers, for sequences that were to go there."""
         self.marks = MarkBuffer(marked_bytes, marked_seconds)
         self._patience = patience
         self._engine: EngineInfo | None = None
@@ -80,6 +86,59 @@ class SinkManager:
             for name, definition in self.definitions.items():
                 if name not in self._runners:
                     self._runners[name] = SinkRunner(name, definition, engine, f"settings.sinks.{name}")
+            for name, (definition, controller) in self._controllers.items():
+                if name not in self._runners:
+                    path = f"settings.controllers.{name.removeprefix(PREFIX)}"
+                    self._runners[name] = SinkRunner(name, definition, engine, path, controller)
+
+    def add_controller(self, name: str, definition: SinkDefinition, controller: AsyncController, path: str) -> None:
+        """Send finished sequences with scores to a controller from now on, and rows that it captures.
+
+        Args:
+            name: among the sinks.
+            definition: says what becomes of its queue.
+            controller: not opened yet; its `actions` are set.
+            path: the field that set it up, for errors.
+
+        Raises:
+            WeirError: if the controller cannot be opened.
+        """
+        captures = captures_for(name, definition, controller.captures, path)
+        with self._lock:
+            if self._engine is not None:
+                self._runners[name] = SinkRunner(name, definition, self._engine, path, controller)
+            self._controllers = {**self._controllers, name: (definition, controller)}
+            self.everyone = (*self.everyone, *captures)
+
+    def remove_controller(self, name: str) -> None:
+        """Hand a controller what is queued, and close it; sequences that finish later are dropped there."""
+        with self._lock:
+            self._controllers = {key: one for key, one in self._controllers.items() if key != name}
+            self.everyone = tuple(capture for capture in self.everyone if capture.sink.name != name)
+            runner = self._runners.pop(name, None)
+            if runner is not None:
+                self._removed[name] = runner
+        if runner is not None:
+            runner.close()
+
+    def controller(self, name: str) -> AsyncController | None:
+        """Return the controller of a name, if there is one."""
+        found = self._controllers.get(name)
+        return None if found is None else found[1]
+
+    def scored_parts(self, memory: CaptureGroup, others: Sequence[CaptureGroup]) -> list[CaptureGroup]:
+        """Return empty groups for controllers that get scores of a sequence, and none of its rows.
+
+        Args:
+            memory: what comes back on the sequence's output.
+            others: its groups for sinks.
+        """
+        served = {part.sink.name for part in others}
+        return [
+            CaptureGroup(ResolvedSpec(()), {}, memory.dtype, Sink(name))
+            for name in self._controllers
+            if name not in served
+        ]
 
     def prepare(self, parts: Sequence[CaptureGroup], request_id: str = "") -> None:
         """Set up the sinks of a request.
@@ -125,7 +184,7 @@ class SinkManager:
             of_group = replace(request, capture=view.part.notes)
             if marked and groups_of_sink[view.part.sink] > 1:  # a consumer gets each name once
                 of_group = replace(of_group, name=f"{request.name}.marked", part="marked")
-            delivery = Delivery(view, of_group, ticket, release)
+            delivery = Delivery(view, of_group, ticket, release, runner.scored)
             tickets.append(ticket)
             if marked:
                 kept.append(_UnmarkedDelivery(delivery, runner))
@@ -179,7 +238,7 @@ class SinkManager:
 
     def _runner(self, sink: Sink) -> SinkRunner:
         if sink.own is None:
-            return self._runners[sink.name]
+            return self._runners.get(sink.name) or self._removed[sink.name]
         with self._lock:
             runner = self._own.get(sink.own)
             if runner is None:
@@ -250,7 +309,21 @@ def check_sinks(definitions: Mapping[str, SinkDefinition]) -> None:
 def _captures(name: str, definition: SinkDefinition) -> list[Capture]:
     """Return the captures of every request for a sink of the settings."""
     path = f"settings.sinks.{name}"
-    declared = consumers.find(definition.consumer, path).captures
+    return captures_for(name, definition, consumers.find(definition.consumer, path).captures, path)
+
+
+def captures_for(name: str, definition: SinkDefinition, declared: Sequence[Any], path: str) -> list[Capture]:
+    """Return the captures of every request for a sink or a controller.
+
+    Args:
+        name: of the sink.
+        definition: may say what it gets.
+        declared: what it gets otherwise.
+        path: the field that set it up, for errors.
+
+    Raises:
+        WeirError: if one is invalid.
+    """
     given: Sequence[Any] = declared
     if definition.captures is not None:
         given = [json.loads(text) for text in definition.captures]

@@ -16,7 +16,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from vllm_weir import consumers
-from vllm_weir.consumers.base import EngineInfo, Finished
+from vllm_weir.consumers.base import Consumer, EngineInfo, Finished
+from vllm_weir.controllers.async_controller import AsyncController
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.outputs.ticket import Ticket
 from vllm_weir.frontend.sinks.delivery import Delivery
@@ -41,9 +42,11 @@ class SinkRunner:
         definition: the consumer, its options, and the policy of its queue.
         engine: the engine whose rows it gets.
         path: the field that set the sink up, for errors.
+        consumer: the consumer, if it has been made.
 
     Attributes:
         required: whether a request fails when its delivery fails.
+        scored: whether the consumer gets scores, too.
         sequences, dropped, failed: counts of deliveries by outcome.
         last_error: what the consumer raised last.
 
@@ -51,9 +54,12 @@ class SinkRunner:
         WeirError: if the consumer is not installed, or refuses its options.
     """
 
-    def __init__(self, name: str, definition: SinkDefinition, engine: EngineInfo, path: str) -> None:
+    def __init__(
+        self, name: str, definition: SinkDefinition, engine: EngineInfo, path: str, consumer: Consumer | None = None
+    ) -> None:
         self.name, self.definition = name, definition
-        self._consumer = consumers.make(definition.consumer, json.loads(definition.options), path)
+        self._consumer = consumer or consumers.make(definition.consumer, json.loads(definition.options), path)
+        self.scored = isinstance(self._consumer, AsyncController)
         self.required = self._consumer.required if definition.required is None else definition.required
         try:
             self._consumer.open(engine)
@@ -210,6 +216,8 @@ class SinkRunner:
         files: tuple[str, ...] = ()
         try:
             with self._consumer_lock:
+                if isinstance(self._consumer, AsyncController):
+                    self._consumer.score(delivery.request, delivery.scores())
                 for rows in delivery.rows():
                     self._consumer.take(rows)
                 files = tuple(str(file) for file in self._consumer.finish(delivery.request) or ())

@@ -59,12 +59,15 @@ JOIN = _columns("<i4", *JOIN_FIELDS)
 kept between steps: where earlier steps left their part (`kept_from`), and where this step leaves
 its own (`kept_to`); -1 for none."""
 
-RUN = _columns("<i4", "tap", "probe", "token", "count", "fresh")
+RUN = _columns("<i4", "due", "tap", "probe", "token", "count", "fresh")
 """`count` consecutive tokens from `token` on of a request, for a probe that reads at `tap`.
 
+due: whether a controller is asked about the request after the step: 0, DUE, or FIRST_DUE for the
+first time.
 probe: row in the table of probes.
 fresh: whether the probe and its gates begin anew.
 """
+DUE, FIRST_DUE = 1, 2
 SCORE_READ = _columns("i8", "endpoint", "series", "position", "count", "token", "cells")
 """`count` consecutive tokens and positions whose first `cells` cells are sent to the reader."""
 

@@ -164,7 +164,7 @@ class Planner:
             self._end_repetition()
             request.entered = False
             if request.scored is not None:
-                request.scored.fresh = True
+                request.scored.fresh, request.scored.asked = True, False
             self.steady_state.unsettle(self.steady_state.slot_of(request.request_id))
 
     def remove(self, request_id: str) -> None:

@@ -20,10 +20,13 @@ class ScoreBuilder:
     def __bool__(self) -> bool:
         return bool(self._runs or self._reads)
 
-    def add_runs(self, taps: np.ndarray, probes: np.ndarray, tokens: np.ndarray | int, count: int, fresh: bool) -> None:
-        """Add `count` tokens each, from `tokens` on, for `probes` that read at `taps`; all [n]."""
+    def add_runs(
+        self, taps: np.ndarray, probes: np.ndarray, tokens: np.ndarray | int, count: int, fresh: bool, due: int
+    ) -> None:
+        """Add `count` tokens each, from `tokens` on, for `probes` that read at `taps`; all [n]; see RUN."""
         runs = np.empty(len(probes), RUN)
         runs["tap"], runs["probe"], runs["token"], runs["count"], runs["fresh"] = taps, probes, tokens, count, fresh
+        runs["due"] = due
         self._runs.append(runs)
 
     def read(

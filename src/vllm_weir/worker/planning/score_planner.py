@@ -13,9 +13,10 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.resolved_probes import Scoring
 from vllm_weir.schema.selectors import Selectors
 from vllm_weir.util.identity_cache import IdentityCache
+from vllm_weir.worker.planning.columns import DUE, FIRST_DUE
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.score_builder import ScoreBuilder
-from vllm_weir.worker.scoring.probe_table import NEXT, TAP, HeldProbes, ProbeTable
+from vllm_weir.worker.scoring.probe_table import NEXT, TAP, ControlledGate, HeldProbes, ProbeTable
 from vllm_weir.worker.scoring.recipe import ScoringRecipe
 from vllm_weir.worker.steering.programs import ProgramTable
 
@@ -30,6 +31,7 @@ class ScoredRequest:
         held: the rows of probes and gates in the tables; None if there are no probes.
         taps, rows: int64 [probes], the tap and the row of each probe.
         fresh: whether no token has been read since the request joined or was resumed.
+        asked: whether a controller was asked about it since.
         series: number under which the reader knows its scores, -1 before the first.
     """
 
@@ -40,6 +42,7 @@ class ScoredRequest:
     taps: np.ndarray
     rows: np.ndarray
     fresh: bool = True
+    asked: bool = False
     series: int = -1
 
 
@@ -81,6 +84,10 @@ class ScorePlanner:
         if not recipe.probes:
             return ScoredRequest(request_id, endpoint, recipe, None, _NO_PROBES, _NO_PROBES)
         held = self.table.hold(recipe)
+        for row, gate in zip(held.gates, recipe.gates, strict=True):
+            if gate.controller:
+                reads = tuple(held.probes[k] for k in gate.reads)
+                self.table.controlled[row] = ControlledGate(gate.controller, request_id, endpoint, reads)
         return ScoredRequest(request_id, endpoint, recipe, held, np.array(recipe.taps), np.array(held.probes))
 
     def leave(self, request: ScoredRequest) -> None:
@@ -105,21 +112,18 @@ class ScorePlanner:
         """
         recipe = request.recipe
         if recipe.early_bits and count > 1:
-            codes = selectors.codes(np.arange(start + 1, start + count))
-            if (codes & recipe.early_bits).any():
-                raise WeirError(
-                    "a gate with delay=1 acts at or before its probe's block, so it needs the score of a token that is "
-                    "computed in the same pass: the request was preempted, and its generated tokens are computed again "
-                    "together; send it again, or gate a later block than the probe's",
-                    "interventions",
-                )
+            _refuse_together(recipe, selectors, start, count)
+        due = 0
+        if recipe.controlled and start + count >= selectors.prompt_len:
+            due = DUE if request.asked else FIRST_DUE
+            request.asked = True
         spans = list(_spans(selectors, recipe.bits, start, start + count))
-        if not spans:
+        if not spans and not due:
             return
         if len(request.rows):
-            builder.add_runs(request.taps, request.rows, first, count, request.fresh)
+            builder.add_runs(request.taps, request.rows, first, count, request.fresh, due)
         request.fresh = False
-        if (series := self.series(request)) >= 0:
+        if spans and (series := self.series(request)) >= 0:
             positions, ends = np.array(spans).T
             tokens = first + positions - start
             builder.read(endpoint, series, positions, ends - positions, tokens, recipe.layout.reported)
@@ -128,7 +132,7 @@ class ScorePlanner:
         """Plan one token each of requests with these first probes; both int64 [n]."""
         while len(probes):
             fields = self.table.probes[probes]
-            builder.add_runs(fields[:, TAP], probes, tokens, 1, False)
+            builder.add_runs(fields[:, TAP], probes, tokens, 1, False, DUE)
             goes_on = fields[:, NEXT] >= 0
             probes, tokens = fields[goes_on, NEXT], tokens[goes_on]
 
@@ -139,6 +143,25 @@ class ScorePlanner:
             opened = messages.SeriesOpened(request.series, request.request_id, request.recipe.layout.reported)
             self._row_seqs.layout_update_for(request.endpoint).series.append(opened)
         return request.series
+
+
+def _refuse_together(recipe: ScoringRecipe, selectors: Selectors, start: int, count: int) -> None:
+    """Raise WeirError if a token of a pass, but for its first, is steered by what the one before says."""
+    codes = selectors.codes(np.arange(start + 1, start + count))
+    if not (codes & recipe.early_bits).any():
+        return
+    again = "the request was preempted, and its generated tokens are computed again together; send it again"
+    if recipe.controlled:
+        raise WeirError(
+            f"a controller decides on a token after the pass of the one before: {again}, or start the engine with more "
+            "room for its KV cache",
+            "interventions",
+        )
+    raise WeirError(
+        "a gate with delay=1 acts at or before its probe's block, so it needs the score of a token that is computed in "
+        f"the same pass: {again}, or gate a later block than the probe's",
+        "interventions",
+    )
 
 
 def _spans(selectors: Selectors, bits: int, start: int, end: int) -> Iterator[tuple[int, int]]:

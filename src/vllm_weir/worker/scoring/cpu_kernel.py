@@ -184,7 +184,8 @@ class _Runs:
         for of_run, gates in self._gates(live):
             state = torch.from_numpy(gates[:, fields.GATE_STATE])
             before = self._t.states[state]
-            after = torch.where(torch.from_numpy(scored[of_run]), self._factors(live[of_run], gates, before), before)
+            follows = scored[of_run] & (gates[:, fields.FLAGS] & fields.CONTROLLED == 0)
+            after = torch.where(torch.from_numpy(follows), self._factors(live[of_run], gates, before), before)
             self._t.states[state] = after
             delayed = torch.from_numpy(gates[:, fields.FLAGS] & fields.DELAYED != 0)
             factors = torch.where(delayed, before, after)

@@ -8,6 +8,7 @@ and writes; its first number is 0 for good.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,15 +35,34 @@ next: the request's next probe, -1 for none.
 GATE_FIELDS = ("output", "factor", "state", "flags", "next")
 """Integer fields of a gate: `factor` is its cell."""
 GATE_FLOATS = ("threshold", "sharpness")
-ABOVE, LATCH, DELAYED, EARLY = 1, 2, 4, 8
-"""Flags of a gate. EARLY: a token needs its factor before it reaches the probe."""
+ABOVE, LATCH, DELAYED, EARLY, CONTROLLED = 1, 2, 4, 8, 16
+"""Flags of a gate.
 
-SCORES, RAWS, STATE, GATE, NEXT, TAP = (
-    PROBE_FIELDS.index(name) for name in ("scores", "raws", "state", "gate", "next", "tap")
+EARLY: a token needs its factor before it reaches the probe.
+CONTROLLED: its factor is what a controller has written into the table of states, whatever the score.
+"""
+
+OUTPUTS, SCORES, RAWS, STATE, GATE, NEXT, TAP = (
+    PROBE_FIELDS.index(name) for name in ("outputs", "scores", "raws", "state", "gate", "next", "tap")
 )
 OUTPUT, FACTOR, GATE_STATE, FLAGS, NEXT_GATE = range(len(GATE_FIELDS))
 ZERO = 0
 """The state that is always 0."""
+
+
+class ControlledGate(NamedTuple):
+    """A gate that a controller decides on.
+
+    Attributes:
+        controller: its name.
+        request_id, endpoint: the gate's request, and the address of its reader.
+        probes: rows of the probes that the controller reads, in its order.
+    """
+
+    controller: str
+    request_id: str
+    endpoint: str
+    probes: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -74,6 +94,7 @@ class ProbeTable(HostTables):
         bounds: float32 [gates, 2], see GATE_FLOATS.
         outs: int32 [states], row of the vector that gives an output of an MLP probe.
         biases: float32 [states], what is added to an output of an MLP or attention probe.
+        controlled: the gates that controllers decide on, by row.
         moves: int64 arrays that came about since the writer took them: number k of the table of
             states is from now on what number ``move[k]`` was.
     """
@@ -86,6 +107,7 @@ class ProbeTable(HostTables):
         self.bounds = np.zeros((sizes.gates, len(GATE_FLOATS)), np.float32)
         self.outs = np.full(sizes.states + 1, -1, np.int32)
         self.biases = np.zeros(sizes.states + 1, np.float32)
+        self.controlled: dict[int, ControlledGate] = {}
         self.moves: list[np.ndarray] = []
         self._programs = programs
         self._free_probes = list(range(sizes.probes - 1, -1, -1))
@@ -126,6 +148,8 @@ class ProbeTable(HostTables):
     def release(self, held: HeldProbes) -> None:
         """Free a request's rows."""
         self._held.remove(held)
+        for row in held.gates:
+            self.controlled.pop(row, None)
         self._free_probes.extend(reversed(held.probes))
         self._free_gates.extend(reversed(held.gates))
         self.early -= int((self.gates[held.gates, FLAGS] & EARLY != 0).sum())
@@ -164,7 +188,7 @@ class ProbeTable(HostTables):
         for g in reversed(range(len(rows))):
             gate, row = recipe.gates[g], rows[g]
             flags = (ABOVE if gate.above else 0) | (LATCH if gate.latch else 0) | (DELAYED if gate.delay else 0)
-            flags |= EARLY if g in recipe.early else 0
+            flags |= (EARLY if g in recipe.early else 0) | (CONTROLLED if gate.controller else 0)
             next_row = next_of_probe.get(gate.probe, -1)
             self.gates[row] = gate.output, recipe.layout.factors[g], state + g, flags, next_row
             self.bounds[row] = gate.threshold, gate.sharpness

@@ -32,6 +32,7 @@ class ScoringRecipe:
             known of other positions.
         early: indices of gates whose factor a token needs before it reaches their probe.
         early_bits: selectors of what these gate.
+        controlled: whether a controller decides on any of the gates.
 
     Raises:
         WeirError: if this worker cannot do what is asked.
@@ -63,6 +64,7 @@ class ScoringRecipe:
                 early |= found
                 self.early_bits |= 1 << bit
         self.early = frozenset(early)
+        self.controlled = bool(self.probes) and any(gate.controller for gate in self.gates)
         if not self.reads:
             self.gates, self.bits, self.early_bits, self.early = (), 0, 0, frozenset()
 
@@ -74,6 +76,8 @@ class ScoringRecipe:
 
     def _is_early(self, gate: int, step: ResolvedIntervention) -> bool:
         """Return whether a token can reach a step before the probe that decides on it."""
+        if self.gates[gate].controller:
+            return True
         probe_tap = self.taps[self.gates[gate].probe]
         return any(not comes_before(probe_tap, tap_of(Site(step.hook, layer))) for layer in step.layers)
 

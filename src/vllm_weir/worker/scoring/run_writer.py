@@ -49,7 +49,7 @@ class RunWriter:
         host[:head] = np.searchsorted(runs["tap"], self._taps)
         end = head + len(runs) * len(RUN_FIELDS)
         if len(runs):
-            host[head:end] = as_integers(runs)[:, 1:].reshape(-1)
+            host[head:end] = as_integers(runs)[:, -len(RUN_FIELDS) :].reshape(-1)
         self._memory[:end].copy_(staging[:end], non_blocking=True)
         if self._copied:
             self._copied[self._turn].record()

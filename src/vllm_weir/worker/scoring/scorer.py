@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from vllm_weir.worker.planning.step_plan import ScoreReads, StepPlan
 from vllm_weir.worker.scoring import cpu_kernel
 from vllm_weir.worker.scoring.probe_table import EARLY, FACTOR, FLAGS, GATE, GATE_STATE, NEXT_GATE, ZERO, ProbeTable
 from vllm_weir.worker.scoring.run_writer import RunWriter
+from vllm_weir.worker.scoring.step_controllers import StepControllers
+from vllm_weir.worker.scoring.sync_controller import SyncController
 from vllm_weir.worker.scoring.tensors import ScoreTensors
 from vllm_weir.worker.tap.device_tables import TableWriter
 from vllm_weir.worker.tap.op import TapTensors
@@ -26,12 +29,20 @@ class Scorer:
         table: the probes and gates of live requests.
         tap_tensors: what the taps write and read.
         sizes: rows of the tables.
+        controllers: opened, by name.
 
     Attributes:
         tensors: what the score kernels read and write.
+        controllers: asked after each step.
     """
 
-    def __init__(self, table: ProbeTable, tap_tensors: TapTensors, sizes: TableSizes) -> None:
+    def __init__(
+        self,
+        table: ProbeTable,
+        tap_tensors: TapTensors,
+        sizes: TableSizes,
+        controllers: Mapping[str, SyncController] = MappingProxyType({}),
+    ) -> None:
         device = tap_tensors.plan.device
         self._table, self._device = table, device
         self._table_writer = TableWriter(table, device)
@@ -44,6 +55,7 @@ class Scorer:
             **{name: shared[name] for name in ("plan", "heads", "ints", "vectors", "cells")},
             **self._table_writer.tensors,
         )
+        self.controllers = StepControllers(controllers, table, self.tensors.states)
         self._early: tuple[torch.Tensor, torch.Tensor] | None = None
         """Places in `cells` of factors that are needed before the pass reaches their probe, and in `states`."""
 
@@ -55,6 +67,7 @@ class Scorer:
         self._table_writer.flush()
         if self._run_writer.write(plan.runs):
             self._early = self._find_early(plan.runs) if self._table.early else None
+            self.controllers.prepare(plan.runs)
         if self._early is not None:
             cells, states = self._early
             self.tensors.cells.view(-1).index_copy_(0, cells, self.tensors.states[states])
@@ -62,6 +75,7 @@ class Scorer:
     def silence(self) -> None:
         """Let nothing be scored in the coming forward pass."""
         self._run_writer.silence()
+        self.controllers.forget()
         self._early = None
 
     def launch(self, tap: int) -> None:

@@ -30,7 +30,7 @@ _EMA, _MAXIMUM, _MEAN = tl.constexpr(kinds.EMA), tl.constexpr(kinds.MAXIMUM), tl
 _RELU, _GELU, _SILU = tl.constexpr(kinds.RELU), tl.constexpr(kinds.GELU), tl.constexpr(kinds.SILU)
 _SCORE = tl.constexpr(instructions.SCORE)
 _ABOVE, _LATCH = tl.constexpr(probe_table.ABOVE), tl.constexpr(probe_table.LATCH)
-_DELAYED = tl.constexpr(probe_table.DELAYED)
+_DELAYED, _CONTROLLED = tl.constexpr(probe_table.DELAYED), tl.constexpr(probe_table.CONTROLLED)
 _CELL_BIT = tl.constexpr(programs.CELL_BIT)
 _NODE = tl.constexpr(len(programs.INT_FIELDS))
 _RUN = tl.constexpr(len(RUN_FIELDS))
@@ -163,6 +163,7 @@ def _decide(gate, gates, bounds, states, score, scored, row, lanes):
         after = before
         if scored:
             after = _factor(gate, gates, bounds, score, before, lanes)
+            after = tl.where((flags & _CONTROLLED) != 0, before, after)
         tl.debug_barrier()
         tl.store(state, after)
         tl.store(row + factor_cell, tl.where((flags & _DELAYED) != 0, before, after))

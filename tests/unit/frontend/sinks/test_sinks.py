@@ -38,6 +38,7 @@ from vllm_weir.results.activations import Activations, CompressedRows
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.sinks import Sink, SinkDefinition, parse_sinks
 from vllm_weir.storage import LAYOUTS, load
+from vllm_weir.util import plugins
 
 ENGINE = EngineInfo("m", 3, 4, "float32")
 
@@ -975,8 +976,8 @@ def test_a_plugin_with_the_name_of_a_shipped_consumer_is_warned_of(monkeypatch, 
         EntryPoint("mine", "another:Mine", consumers.GROUP),
     ]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: found)
-    consumers._warn_unused.cache_clear()
+    plugins.warn_unused.cache_clear()
     for _ in range(2):
         known = consumers.names()
     assert known["filesystem"] == consumers._SHIPPED["filesystem"] and known["mine"] == "other:Mine"
-    assert [record.args[2] for record in caplog.records] == ["other:Files", "another:Mine"]
+    assert [record.args[3] for record in caplog.records] == ["other:Files", "another:Mine"]

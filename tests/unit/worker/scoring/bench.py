@@ -161,13 +161,13 @@ class Got:
 class Bench:
     """Runs steps of a runtime; `got` is by request."""
 
-    def __init__(self, dtype=torch.float32, **sizes) -> None:
+    def __init__(self, dtype=torch.float32, controllers=None, **sizes) -> None:
         self.model = torch.nn.Sequential(*(Block(k) for k in range(LAYERS)))
         sites = SiteMap(
             LAYERS, {Site("resid_post", k): Anchor(str(k), "after", TensorKey("out", -1)) for k in range(LAYERS)}
         )
         info = ModelInfo(D, dtype, torch.device("cpu"), TOKENS)
-        self.runtime = WorkerRuntime(self.model, info, Settings.load(sizes), sites)
+        self.runtime = WorkerRuntime(self.model, info, Settings.load(sizes), sites, None, controllers or {})
         self.runtime.notifier.send = self._told
         self.runtime.notifier.fail = lambda _endpoint, request_id, reason: self.got[request_id].failures.append(reason)
         self.got: dict[str, Got] = {}

@@ -12,7 +12,7 @@ from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import num_taps, tap_of
 from vllm_weir.worker.planning.columns import as_integers
 from vllm_weir.worker.planning.planner import Planner
-from vllm_weir.worker.scoring.probe_table import ProbeTable
+from vllm_weir.worker.scoring.probe_table import CONTROLLED, DELAYED, EARLY, FACTOR, FLAGS, ProbeTable
 from vllm_weir.worker.scoring.run_writer import RunWriter
 from vllm_weir.worker.scoring.tensors import ScoreTensors
 from vllm_weir.worker.steering.programs import ProgramTable
@@ -55,6 +55,8 @@ def random_step(seed: int) -> ScoreTensors:
         if probes.probes[row, 0] >= 0:
             states[probes.probes[row, 9]] = draw.random.integers(4, 9)
     states[0] = 0
+    for row in np.flatnonzero(probes.gates[:, FACTOR] >= 0).tolist():  # some are decided on by controllers
+        probes.gates[row, FLAGS] |= CONTROLLED | EARLY | DELAYED if draw.random.random() < 0.3 else 0
     cells = draw.random.standard_normal((tokens, SIZES.cells)).astype(np.float32)
     return ScoreTensors(
         offsets=writer.offsets,

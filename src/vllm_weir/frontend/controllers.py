@@ -1,0 +1,178 @@
+"""The controllers of an engine: how they are set up, and what they may change."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vllm_weir import controllers
+from vllm_weir.controllers.async_controller import AsyncController
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
+from vllm_weir.frontend.engine_frontend import EngineFrontend
+from vllm_weir.frontend.sinks.manager import captures_for
+from vllm_weir.schema.controllers import PREFIX, parse_controllers
+from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.probes import parse_probes
+from vllm_weir.schema.request import parse_interventions
+from vllm_weir.schema.sinks import SinkDefinition
+from vllm_weir.worker.scoring.sync_controller import SyncController
+
+
+def check_controllers(definitions: Mapping[str, SinkDefinition]) -> None:
+    """Raise WeirError for controllers of the settings that are wrong whatever the engine."""
+    for name, definition in definitions.items():
+        path = f"settings.controllers.{name}"
+        found = controllers.find(definition.consumer, path)
+        if issubclass(found, AsyncController):
+            captures_for(name, definition, found.captures, path)
+        elif definition != SinkDefinition(definition.consumer, definition.options):
+            raise WeirError("a sync controller has no queue and no captures; give its options alone", path)
+
+
+def set_up(frontend: EngineFrontend, definitions: Mapping[str, SinkDefinition]) -> None:
+    """Make the controllers of an engine's settings.
+
+    Raises:
+        WeirError: naming the setting, if one cannot be made.
+    """
+    for name, definition in definitions.items():
+        path = f"settings.controllers.{name}"
+        controller = controllers.make(definition.consumer, json.loads(definition.options), path)
+        if isinstance(controller, AsyncController):
+            add(frontend, name, definition, controller, path)
+            continue
+        probes = parse_probes(list(controller.probes), f"{path}.probes")
+        if not probes:
+            raise WeirError("a sync controller reads at least one probe; name some in its attribute probes", path)
+        frontend.probes.controllers[name] = probes
+
+
+def add_object(frontend: EngineFrontend, name: str, controller: object, options: Mapping[str, Any]) -> None:
+    """Add a controller that is given in Python, see `vllm_weir.add_controller`.
+
+    Raises:
+        WeirError: naming the field that is wrong; then nothing changes.
+    """
+    if not isinstance(controller, AsyncController):
+        sync = isinstance(controller, SyncController)
+        sync = sync or (isinstance(controller, type) and issubclass(controller, SyncController))
+        if sync:
+            raise WeirError(
+                "each worker makes a sync controller of its own: name its class in the setting controllers, as "
+                "'module:class' if it is not installed as a plugin",
+                "controller",
+            )
+        what = controller.__name__ if isinstance(controller, type) else type(controller).__name__
+        raise WeirError(f"expected an object of a subclass of AsyncController, got {what}", "controller")
+    (definition,) = parse_controllers({name: {type(controller).__name__: {}, **options}}, "controllers").values()
+    add(frontend, name, definition, controller, "controller")
+
+
+def add(
+    frontend: EngineFrontend, name: str, definition: SinkDefinition, controller: AsyncController, path: str
+) -> None:
+    """Let a controller act in an engine.
+
+    Args:
+        frontend: the engine's.
+        name: of the controller.
+        definition: says what becomes of its queue.
+        controller: not opened yet.
+        path: the field that set it up, for errors.
+
+    Raises:
+        WeirError: if the name is taken, or its probes or captures cannot be served.
+    """
+    if frontend.manager.controller(f"{PREFIX}{name}") is not None:
+        raise WeirError(f"there is a controller {name!r} already; choose another name", "name")
+    probes = parse_probes(list(controller.probes), f"{path}.probes")
+    controller.actions = FrontendActions(frontend)
+    frontend.add_scoring(probes)
+    frontend.add_controller(f"{PREFIX}{name}", definition, controller, path)
+
+
+def remove(frontend: EngineFrontend, name: str) -> None:
+    """Remove a controller and the probes that it has declared, see `vllm_weir.remove_controller`.
+
+    Raises:
+        WeirError: if there is none of the name, or interventions of every request are gated by one
+            of its probes.
+    """
+    controller = frontend.manager.controller(f"{PREFIX}{name}")
+    if controller is None:
+        raise WeirError(f"there is no controller {name!r}", "name")
+    for probe in parse_probes(list(controller.probes), "controller.probes"):
+        if not isinstance(probe, str) and probe.name in frontend.probes:
+            frontend.unregister_probe(probe.name)
+    frontend.remove_controller(f"{PREFIX}{name}")
+
+
+class FrontendActions:
+    """Changes what requests to an engine undergo, see `vllm_weir.controllers.Actions`.
+
+    Args:
+        frontend: of the engine; it is not kept alive.
+    """
+
+    def __init__(self, frontend: EngineFrontend) -> None:
+        self._frontend_of = weakref.ref(frontend)
+
+    def set_vector(self, name: str, vector: Any) -> str:
+        """Register a vector under a name, and return its digest."""
+        frontend = self._frontend()
+        if frontend.source is None:
+            return frontend.put_vector(name, vector)
+        parsed = frontend.registry.parse(name, vector)
+
+        def put(contents: RegistryContents) -> RegistryContents:
+            if name in contents.modules:
+                raise WeirError(f"a module is named {name!r}; choose another name", "name")
+            return replace(contents, vectors={**contents.vectors, name: NamedVector({None: parsed})})
+
+        frontend.source.change(put)
+        return parsed.digest
+
+    def remove_vector(self, name: str) -> None:
+        """Forget a registered vector."""
+        frontend = self._frontend()
+        if frontend.source is None:
+            frontend.remove_vector(name)
+            return
+
+        def remove(contents: RegistryContents) -> RegistryContents:
+            if name not in contents.vectors:
+                raise WeirError(f"no vector is registered under {name!r}", "name")
+            return replace(contents, vectors={key: one for key, one in contents.vectors.items() if key != name})
+
+        frontend.source.change(remove)
+
+    def set_global(self, interventions: Any) -> None:
+        """Apply interventions to every request, in place of earlier global ones."""
+        frontend, parsed = self._frontend(), parse_interventions(interventions, "interventions")
+        if frontend.source is None:
+            frontend.set_always(parsed)
+            return
+        frontend.refresh()
+        self._replace_always(frontend, frontend.settled(parsed, everyone=True))
+
+    def clear_global(self) -> None:
+        """Remove the interventions of every request."""
+        frontend = self._frontend()
+        if frontend.source is None:
+            frontend.set_always(())
+        else:
+            self._replace_always(frontend, ())
+
+    def _replace_always(self, frontend: EngineFrontend, settled: tuple[Intervention, ...]) -> None:
+        assert frontend.source is not None
+        frontend.source.change(lambda contents: replace(contents, always=settled, tiers=0))
+
+    def _frontend(self) -> EngineFrontend:
+        frontend = self._frontend_of()
+        if frontend is None:
+            raise WeirError("the engine has been closed", "actions")
+        return frontend

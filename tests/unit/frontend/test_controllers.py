@@ -1,0 +1,218 @@
+"""How controllers are set up in the caller's process, and what their actions change, with and without a server."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+import vllm_weir as weir
+from tests.unit.frontends import frontend_of
+from tests.unit.request_strategies import served
+from vllm_weir import Add, Capture, Probe, WeirError, When, controllers
+from vllm_weir.controllers import AsyncController, SyncController
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.engine_wire import make_engine_request
+from vllm_weir.frontend.controllers import FrontendActions, add_object, check_controllers, remove, set_up
+from vllm_weir.schema.controllers import parse_controllers
+from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.resolved_probes import ResolvedGate
+from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.server.shared.state_files import SharedState
+
+D, LAYERS = 8, 4
+FACTS = EngineCapabilities(served(LAYERS), LAYERS, D, "float32", 1024)
+ONES = np.ones(D, np.float32)
+
+
+class Watch(AsyncController):
+    def __init__(self, probes=(), captures=()):
+        self.probes, self.captures = list(probes), list(captures)
+
+    def score(self, request, scores):
+        pass
+
+
+class Reads(SyncController):
+    probes = ("mood", Probe("own", ONES, layer=1))
+
+    def __init__(self, level=1.0):
+        if level < 0:
+            raise WeirError("a number from 0", "level")
+
+
+class Blind(Reads):
+    probes = ()
+
+
+def settings(**named):
+    return parse_controllers({name: {f"{__name__}:{which}": options} for name, (which, options) in named.items()})
+
+
+@pytest.fixture
+def frontend():
+    made = frontend_of(FACTS)
+    made.manager.open(controllers.EngineInfo("m", LAYERS, D, "float32"))
+    yield made
+    made.close()
+
+
+def mood(**more):
+    return Probe("mood", ONES, layer=0, **more)
+
+
+@pytest.mark.parametrize("source", [False, True])
+def test_actions_change_names_and_globals(frontend, tmp_path, source):
+    """In a process of its own, and in the state that a server's processes share."""
+    if source:
+        frontend.source = SharedState(tmp_path)
+    actions = FrontendActions(frontend)
+    digest = actions.set_vector("dial", ONES)
+    frontend.refresh()
+    assert frontend.registry.names() == {"dial": {"digest": digest, "shape": [D]}}
+    actions.set_global(Add("dial", 2))
+    other = actions.set_vector("dial", 2 * ONES)
+    frontend.refresh()
+    assert other != digest and frontend.registry.names()["dial"]["digest"] == other
+    (one,) = frontend.always
+    assert one.vector.digest == digest, "it keeps what its name stood for"
+    for wrong in (lambda: actions.set_global(Add([1.0], 2)), lambda: actions.set_vector("x", "nothing")):
+        with pytest.raises(WeirError):
+            wrong()
+    frontend.refresh()
+    assert frontend.always == (one,) and list(frontend.registry.names()) == ["dial"]
+    actions.remove_vector("dial")
+    actions.clear_global()
+    frontend.refresh()
+    assert not frontend.always and not frontend.registry.names()
+    with pytest.raises(WeirError, match="'dial'"):
+        actions.remove_vector("dial")
+
+
+def test_actions_do_not_keep_an_engine_alive():
+    frontend = frontend_of(FACTS)
+    actions = FrontendActions(frontend)
+    frontend.close()
+    del frontend
+    gc.collect()
+    with pytest.raises(WeirError, match="closed"):
+        actions.clear_global()
+
+
+def test_a_controller_in_python(frontend):
+    """Its probes score every request and its captures are of every request, until it is removed."""
+    watch = Watch([mood(positions="sampled")], [Capture("resid_post", 1)])
+    add_object(frontend, "a", watch, {"policy": "drop", "required": True})
+    assert frontend.universal and [one.probe.name for one in frontend.probes.everyone] == ["mood"]
+    assert [capture.sink.name for capture in frontend.manager.everyone] == ["controller:a"]
+    state = frontend.manager.report()["controller:a"]
+    assert (state["consumer"], state["policy"]) == ("Watch", "drop")
+    with pytest.raises(WeirError, match="already") as error:
+        add_object(frontend, "a", Watch(), {})
+    assert error.value.field == "name"
+    remove(frontend, "a")
+    assert not frontend.universal and not frontend.manager.report() and not frontend.probes.registered
+    with pytest.raises(WeirError, match="no controller 'a'"):
+        remove(frontend, "a")
+
+
+def test_probes_wait_until_the_engine_is_known():
+    frontend = frontend_of(None)
+    add_object(frontend, "a", Watch([mood()]), {})
+    assert frontend.universal and not frontend.probes.registered
+    frontend.close()
+
+
+@pytest.mark.parametrize(
+    ("controller", "why"),
+    [
+        (Watch, "an object of a subclass of AsyncController, got Watch"),
+        (3, "got int"),
+        (Reads(), "name its class in the setting controllers"),
+        (Reads, "name its class in the setting controllers"),
+        (Watch(["mood"]), "give the probe itself"),
+        (Watch([Probe("far", ONES, layer=9)]), "block 9 does not exist"),
+        (Watch(captures=[Capture("resid_post", 1, sink="elsewhere")]), "leave sink and keep out"),
+    ],
+)
+def test_wrong_objects_are_refused(frontend, controller, why):
+    with pytest.raises(WeirError, match=why):
+        add_object(frontend, "a", controller, {})
+    assert not frontend.manager.report() and not frontend.probes.registered
+
+
+@pytest.mark.parametrize(
+    ("named", "field", "why"),
+    [
+        ({"a": ("Nobody", {})}, "settings.controllers.a", "cannot be imported: AttributeError"),
+        ({"a": ("D", {})}, "settings.controllers.a", "no subclass of"),
+        ({"a": ("Reads", {"level": -1})}, "level", "a number from 0"),
+        ({"a": ("Reads", {"lvel": 1})}, "Reads", "cannot be set up: TypeError"),
+        ({"a": ("Blind", {})}, "settings.controllers.a", "reads at least one probe"),
+    ],
+)
+def test_wrong_settings_are_refused(frontend, named, field, why):
+    with pytest.raises(WeirError, match=why) as error:
+        set_up(frontend, settings(**named))
+    assert error.value.field.endswith(field)
+
+
+def test_settings_of_a_sync_controller_are_its_options_alone():
+    check_controllers(settings(a=("Watch", {}), b=("Reads", {})))
+    with pytest.raises(WeirError, match="has no queue") as error:
+        check_controllers(parse_controllers({"a": {f"{__name__}:Reads": {}, "policy": "drop"}}))
+    assert error.value.field == "settings.controllers.a"
+    with pytest.raises(WeirError, match="no controller 'x' is installed"):
+        check_controllers(parse_controllers({"a": {"x": {}}}))
+
+
+def test_workers_make_the_sync_ones_for_themselves():
+    one, other = (controllers.make_sync(settings(a=("Watch", {}), b=("Reads", {"level": 2.0}))) for _ in range(2))
+    assert list(one) == ["b"] and type(one["b"]) is Reads and one["b"] is not other["b"]
+
+
+def asked(*interventions, probes=()):
+    return weir.params(interventions=list(interventions), probes=list(probes)).extra_args
+
+
+def test_a_request_under_a_sync_controller(frontend):
+    """It gets the controller's probes, its own before registered ones; only generated tokens are decided on."""
+    set_up(frontend, settings(b=("Reads", {})))
+    when = When("controller:b")
+    move = Add(ONES, 0, positions="generated", when=when)
+    with pytest.raises(WeirError, match="'mood'") as error:
+        admit(asked(move), FACTS, probes=frontend.probes)
+    assert error.value.field == "interventions[0].when.probe"
+    frontend.register_probe(mood())
+    found = admit(asked(move, Add(ONES, 3)), FACTS, probes=frontend.probes)
+    assert [probe.name for probe in found.probes] == ["mood", "own"] and found.gate_of == (0, -1)
+    assert found.gates == (ResolvedGate(0, 0, 0.0, delay=1, controller="b", reads=(0, 1)),)
+    own = Probe("mood", 2 * ONES, layer=1, positions="generated")
+    mine = admit(asked(move, probes=[own]), FACTS, probes=frontend.probes)
+    assert mine.probes[0] != found.probes[0] and mine.gates == found.gates
+    spec = EngineSpec.from_wire(found.wire)
+    assert spec == found.engine_spec and spec.gated_from(6) == 6
+    only = admit(asked(move, probes=[own, Probe("own", ONES, layer=1, positions="generated")][:1]), FACTS,
+                 probes=frontend.probes)  # fmt: skip
+    request = make_engine_request(only, "reply", tuple(range(6)), 6, 5, FACTS, True, TableSizes(64, 64, 1024))
+    assert request.first_position == 0, "`own` scores the prompt"
+    for positions in ("all", "sampled", "prompt", [7, 8]):
+        with pytest.raises(WeirError, match="positions='generated'") as error:
+            admit(asked(Add(ONES, 2, positions=positions, when=when)), FACTS, probes=frontend.probes)
+        assert error.value.field == "interventions[0].positions"
+    with pytest.raises(WeirError, match="there are b"):
+        admit(asked(Add(ONES, 2, positions="generated", when=When("controller:c"))), FACTS, probes=frontend.probes)
+    with pytest.raises(WeirError, match="there is none"):
+        admit(asked(move), FACTS)
+
+
+def test_the_last_token_of_a_prompt_is_computed_for_the_request_itself():
+    """After its pass the controller decides on the first generated token, though nothing of the prompt is scored."""
+    frontend = frontend_of(FACTS)
+    frontend.probes.controllers["c"] = (mood(positions="generated"),)
+    found = admit(asked(Add(ONES, 2, positions="generated", when=When("controller:c"))), FACTS, probes=frontend.probes)
+    request = make_engine_request(found, "reply", tuple(range(6)), 6, 5, FACTS, True, TableSizes(64, 64, 1024))
+    assert request.first_position == 5
+    frontend.close()

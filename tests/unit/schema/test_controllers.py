@@ -1,0 +1,57 @@
+"""Controllers in the settings, and gates that name one."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_weir import WeirError, When
+from vllm_weir.config.settings import Settings
+from vllm_weir.schema.controllers import parse_controllers
+from vllm_weir.schema.sinks import SinkDefinition
+
+
+def test_controllers_are_read_from_objects_and_from_text():
+    given = {"warmth": {"thermostat": {"target": 2}, "required": True}, "steady": {"pkg.module:Class.Inner": {}}}
+    found = parse_controllers(given)
+    assert found["warmth"] == SinkDefinition("thermostat", '{"target": 2}', required=True)
+    assert found["steady"].consumer == "pkg.module:Class.Inner"
+    text = '{"warmth": {"thermostat": {"target": 2}, "required": true}, "steady": {"pkg.module:Class.Inner": {}}}'
+    assert Settings.load(None, {"WEIR_CONTROLLERS": text}).controllers == found
+    assert Settings.load({"weir": {"controllers": given}}, {}).controllers == found
+    assert not Settings.load(None, {}).controllers
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ("{", "settings.controllers"),
+        ([], "settings.controllers"),
+        ({"a:b": {"x": {}}}, "settings.controllers"),
+        ({"a": {"x y": {}}}, "settings.controllers.a"),
+        ({"a": {"x:y:z": {}}}, "settings.controllers.a"),
+        ({"a": {"os:1": {}}}, "settings.controllers.a"),
+        ({"a": {"x": {}, "keep": "marked"}}, "settings.controllers.a.keep"),
+        ({"a": {"x": {}, "policy": "wait"}}, "settings.controllers.a.policy"),
+        ({"a": {"x": 3}}, "settings.controllers.a.x"),
+        ({"a": {}}, "settings.controllers.a"),
+    ],
+)
+def test_wrong_ones_are_refused(given, field):
+    with pytest.raises(WeirError) as error:
+        parse_controllers(given)
+    assert error.value.field == field
+
+
+def test_a_gate_that_names_a_controller():
+    when = When("controller:warmth")
+    assert when.controller == "warmth" and when.to_json() == {"probe": "controller:warmth"}
+    assert When.parse(when.to_json(), "when") == when
+    assert When("controller:warmth", above=0).controller == "", "a probe of that name"
+    assert When("warmth", above=0).controller == ""
+    for more in ({"latch": True}, {"delay": 1}, {"sharpness": 2.0}, {"output": 0}):
+        with pytest.raises(WeirError, match="a controller, which gives the strength itself") as error:
+            When("controller:warmth", **more)
+        assert error.value.field == f"when.{next(iter(more))}"
+    for name in ("warmth", "controllers:x", "controller:"):
+        with pytest.raises(WeirError, match="give above or below"):
+            When(name)
