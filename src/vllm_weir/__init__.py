@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from vllm_weir.client.client import Client
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
     from vllm_weir.errors import WeirError
+    from vllm_weir.experiments.metrics import logit_diff, on_logits
+    from vllm_weir.experiments.sweep.result import Sweep
+    from vllm_weir.experiments.sweep.run import sweep
     from vllm_weir.extraction.run import extract
     from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
     from vllm_weir.results.activations import Activations
@@ -88,6 +91,7 @@ __all__ = [
     "Site",
     "SiteVerdict",
     "SteeringVector",
+    "Sweep",
     "TooLarge",
     "WeirError",
     "When",
@@ -106,7 +110,9 @@ __all__ = [
     "load_probe",
     "load_sae",
     "load_sae_async",
+    "logit_diff",
     "mark",
+    "on_logits",
     "open_writer",
     "params",
     "register",
@@ -116,6 +122,7 @@ __all__ = [
     "sinks",
     "sites",
     "sites_async",
+    "sweep",
     "unload_sae",
     "unload_sae_async",
     "unregister",
@@ -158,6 +165,7 @@ __getattr__, __dir__ = lazy_names(
         "Site": "vllm_weir.schema.hooks",
         "SiteVerdict": "vllm_weir.schema.site_verdict",
         "SteeringVector": "vllm_weir.schema.compat.vllm_lens",
+        "Sweep": "vllm_weir.experiments.sweep.result",
         "TooLarge": "vllm_weir.client.errors",
         "WeirError": "vllm_weir.errors",
         "When": "vllm_weir.schema.gates",
@@ -175,7 +183,9 @@ __getattr__, __dir__ = lazy_names(
         "load_probe": "vllm_weir.schema.probe_files",
         "load_sae": "vllm_weir.api",
         "load_sae_async": "vllm_weir.api",
+        "logit_diff": "vllm_weir.experiments.metrics",
         "mark": "vllm_weir.api",
+        "on_logits": "vllm_weir.experiments.metrics",
         "open_writer": "vllm_weir.storage.loading",
         "params": "vllm_weir.api",
         "register": "vllm_weir.api",
@@ -185,6 +195,7 @@ __getattr__, __dir__ = lazy_names(
         "sinks": "vllm_weir.api",
         "sites": "vllm_weir.api",
         "sites_async": "vllm_weir.api",
+        "sweep": "vllm_weir.experiments.sweep.run",
         "unload_sae": "vllm_weir.api",
         "unload_sae_async": "vllm_weir.api",
         "unregister": "vllm_weir.api",
