@@ -47,6 +47,8 @@ class CellRunner:
         self._stream, self._plan, self._metric, self._store, self._report = stream, plan, metric, store, report
         self._rows: dict[tuple[int, int], RunRows] = {}
         self._submitted: set[int] = set()
+        self._samplings: dict[int, Any] = {}
+        self._one_token = _sampling_params(max_tokens=1, temperature=0.0, detokenize=False)
         self._held: dict[Site, Replace] = {}
         self._held_for: tuple[int, int] | None = None
 
@@ -57,7 +59,7 @@ class CellRunner:
             for number, pair in enumerate(missing):
                 for near in missing[number : number + 2]:
                     self._submit_runs(near)
-                self._stream.wait_until(lambda pair=pair: all((pair, run) in self._rows for run in (0, 1)))
+                self._stream.wait_until(functools.partial(self._has_run, pair))
                 for job in self._plan.jobs(pair):
                     if job.key not in self._store.values:
                         self._stream.wait_for_room()
@@ -68,23 +70,20 @@ class CellRunner:
             self._stream.abort()
             raise
 
+    def _has_run(self, pair: int) -> bool:
+        return (pair, SOURCE_RUN) in self._rows and (pair, BASE_RUN) in self._rows
+
     def _lacks(self, pair: int) -> bool:
         first = self._plan.run_key(pair, 0)
         return any(key not in self._store.values for key in range(first, first + self._plan.keys_of_pair))
 
-    @functools.cache  # noqa: B019 - a runner lives as long as its run
     def _sampling(self, pair: int) -> Any:
-        from vllm import SamplingParams
-
+        """Return the ``SamplingParams`` of the runs that are measured."""
         if isinstance(self._metric, OnOutput) and self._metric.arguments is not None:
             return self._metric.arguments
-        return SamplingParams(**self._metric.sampling(pair))
-
-    @functools.cache  # noqa: B019
-    def _one_token(self) -> Any:
-        from vllm import SamplingParams
-
-        return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        if pair not in self._samplings:
+            self._samplings[pair] = _sampling_params(**self._metric.sampling(pair))
+        return self._samplings[pair]
 
     def _submit_runs(self, pair: int) -> None:
         """Submit the two unpatched runs of a pair, unless they have been."""
@@ -119,7 +118,7 @@ class CellRunner:
             return
         self._stream.submit(
             self._plan.base(job.pair),
-            params(self._one_token(), interventions=[patch, *self._hold_still(job)], capture=self._receiver(job)),
+            params(self._one_token, interventions=[patch, *self._hold_still(job)], capture=self._receiver(job)),
             functools.partial(self._patch_receiver, job),
         )
 
@@ -153,11 +152,15 @@ class CellRunner:
 
     def _measure(self, job: Job, patch: Replace) -> None:
         asked = params(self._sampling(job.pair), interventions=patch)
-        self._stream.submit(
-            self._plan.base(job.pair), asked, functools.partial(self._keep, job.key, job.pair)
-        )
+        self._stream.submit(self._plan.base(job.pair), asked, functools.partial(self._keep, job.key, job.pair))
 
     def _keep(self, key: int, pair: int, out: Any) -> None:
         if key not in self._store.values:
             self._store.add(key, self._metric.score(out, pair))
             self._report(len(self._store.values))
+
+
+def _sampling_params(**arguments: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**arguments)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_weir.errors import WeirError
+from vllm_weir.experiments.sweep.axes import Label
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.scalars import is_int, plain
-from vllm_weir.experiments.sweep.axes import Label
 
 EVERY = "all"
 """One entry for each token of the prompt."""
@@ -112,7 +112,8 @@ def place_entries(
         place = Place(entry.resolve(base, special_ids), entry.resolve(source, special_ids))
         if len(place.base) != len(place.source):
             raise WeirError(
-                f"selects {len(place.source)} positions of the one prompt and {len(place.base)} of the other", entry.field
+                f"selects {len(place.source)} positions of the one prompt and {len(place.base)} of the other",
+                entry.field,
             )
         places.append(place)
     return tuple(places)

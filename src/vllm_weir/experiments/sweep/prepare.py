@@ -178,10 +178,10 @@ def _heads(hooks: tuple[str, ...], heads: Any, capabilities: EngineCapabilities)
     if isinstance(heads, str) and heads == "all":
         if len(counts) > 1:
             raise WeirError(f"{', '.join(hooks)} differ in their number of heads; list heads", "heads")
-        heads = range(counts.pop())
+        return tuple(range(min(counts)))
     try:
         picked = RowPart.parse(hooks[0], heads, None, "").heads
-        RowPart(picked).check((min(counts),) if counts else (0,), hooks[0], "")
+        RowPart(picked).check((min(counts),), hooks[0], "")
     except WeirError as e:
         raise WeirError(e.message, "heads") from None
     return picked
