@@ -12,6 +12,7 @@ try:
 
     from vllm_weir.bench.cli import app as bench
     from vllm_weir.cli.sae import sae
+    from vllm_weir.experiments.sweep.cli import sweep
     from vllm_weir.extraction.cli import extract
     from vllm_weir.storage.cli import convert, inspect
 except Exception as e:  # noqa: BLE001 - whatever it is, the command reports it without a traceback
@@ -25,6 +26,7 @@ app.add_typer(sae, name="sae")
 app.command()(inspect)
 app.command()(convert)
 app.command()(extract)
+app.command()(sweep)
 
 
 @app.callback()

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_weir.errors import WeirError
-from vllm_weir.storage.cli import exit_on_error, parse_compression, parse_json
+from vllm_weir.storage.cli import (
+    exit_on_error,
+    parse_compression,
+    parse_engine_options,
+    parse_ints,
+    parse_json,
+    parse_positions,
+)
 
 if TYPE_CHECKING:
     from vllm_weir.sae.named_path import NamedPath
@@ -77,12 +83,12 @@ def extract(
         with progress_reporter(quiet) as report:
             summary = run(
                 source, model, out, hook=hook,
-                layers=layers if layers == "all" else _ints(layers, "'all' or ints", "layers"),
-                heads=_ints(heads, "ints", "heads"), neurons=_ints(neurons, "ints", "neurons"),
-                sae=_named_path(sae), top_k=top_k, ids=_ints(ids, "ints", "ids"), positions=_positions(positions),
-                compress=parse_compression(compress), reduce=reduce, dtype=dtype, max_tokens=max_tokens,
+                layers=layers if layers == "all" else parse_ints(layers, "'all' or ints", "layers"),
+                heads=parse_ints(heads, "ints", "heads"), neurons=parse_ints(neurons, "ints", "neurons"),
+                sae=_named_path(sae), top_k=top_k, ids=parse_ints(ids, "ints", "ids"),
+                positions=parse_positions(positions), compress=parse_compression(compress), reduce=reduce, dtype=dtype, max_tokens=max_tokens,
                 max_length=max_length, column=column, split=split, layout=layout, limit=limit, batch=batch,
-                on_error=on_error, engine=_engine_options(engine or []), ray=cluster if ray else None,
+                on_error=on_error, engine=parse_engine_options(engine or []), ray=cluster if ray else None,
                 flush_seconds=flush_seconds, source_options=parse_json(source_options, "source_options"), report=report,
                 **options,
             )  # fmt: skip
@@ -99,37 +105,3 @@ def _named_path(text: str | None) -> NamedPath | None:
     from vllm_weir.sae.named_path import NamedPath
 
     return None if text is None else NamedPath.parse(text, "sae")
-
-
-def _ints(text: str | None, expected: str, field: str) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise WeirError(f"expected {expected} with commas, got {text[:40]!r}", field) from None
-
-
-def _positions(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text  # a name or a slice
-
-
-def _engine_options(arguments: list[str]) -> dict[str, Any]:
-    """Parse ``key=value`` arguments, whose values may be JSON, and JSON objects."""
-    options: dict[str, Any] = {}
-    for text in arguments:
-        if text.lstrip().startswith("{"):
-            options |= parse_json(text, "engine")
-            continue
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise WeirError(f"expected key=value or a JSON object, got {text[:40]!r}", "engine")
-        name = key.strip().replace("-", "_")
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = {"True": True, "False": False, "None": None}.get(value, value)
-    return options

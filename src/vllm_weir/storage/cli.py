@@ -121,6 +121,42 @@ def parse_compression(text: str | None) -> Any:
     return text
 
 
+def parse_ints(text: str | None, expected: str, field: str) -> list[int] | None:
+    """Parse ints with commas; raise WeirError naming `field`."""
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise WeirError(f"expected {expected} with commas, got {text[:40]!r}", field) from None
+
+
+def parse_positions(text: str) -> Any:
+    """Return a selector of positions: JSON, a name or a slice."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text  # a name or a slice
+
+
+def parse_engine_options(arguments: list[str]) -> dict[str, Any]:
+    """Parse ``key=value`` arguments, whose values may be JSON, and JSON objects."""
+    options: dict[str, Any] = {}
+    for text in arguments:
+        if text.lstrip().startswith("{"):
+            options |= parse_json(text, "engine")
+            continue
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise WeirError(f"expected key=value or a JSON object, got {text[:40]!r}", "engine")
+        name = key.strip().replace("-", "_")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = {"True": True, "False": False, "None": None}.get(value, value)
+    return options
+
+
 def _load_options(layer_ids: str, hidden_size: int | None, storage_options: str) -> dict[str, Any]:
     try:
         ids = [int(n) for n in layer_ids.split(",")] if layer_ids else None
