@@ -64,7 +64,7 @@ def tiny(root: Path) -> Case:
     where = directory(root)
     llm = get_llm(where, block_size=32, max_num_seqs=8, max_logprobs=-1)
     clean = tokens(70, 3)
-    corrupt = [token if i not in (5, 36, 37) else token + 90 for i, token in enumerate(clean)]
+    corrupt = [token if i not in (5, 36, 37) else (token + 90) % 500 for i, token in enumerate(clean)]
     return Case(llm, truth(str(where)), clean, corrupt, [5, 36, -1, "35:39", [5, 40, 69]], 4)
 
 
@@ -223,7 +223,7 @@ def test_the_engine_never_runs_dry(case: Case, monkeypatch: pytest.MonkeyPatch) 
         engine, "step", lambda: (seen.append((len(sent), engine.get_num_unfinished_requests())), step())[1]
     )
     monkeypatch.setattr(engine, "add_request", lambda *a, **k: (sent.append(a), add(*a, **k))[1])
-    pair = [case.clean, case.clean[:-1] + [9]], [case.corrupt, case.corrupt[:-1] + [9]]
+    pair = [case.clean, [*case.clean[:-1], 9]], [case.corrupt, [*case.corrupt[:-1], 9]]
     found = weir.sweep(
         case.llm, *pair, ["resid_post", "mlp_out"], metric=weir.logit_diff([7, 8], [11, 12]), progress=False,
         positions=list(range(0, len(case.clean) - 1, 2)),
@@ -395,14 +395,9 @@ def test_the_command_killed_and_run_again(tmp_path: Path) -> None:
     command = [*COMMAND, "--checkpoint", str(file)]
     before: list[int] = []
     for kill in range(2):
-        child = zygote().start(command, env, tmp_path, tmp_path / "out", tmp_path / "err")
-        wanted = len(before) + 10
-        eventually(lambda: child.poll() is not None or (file.exists() and len(lines(file)) > wanted), True, 300)
-        assert child.poll() is None, (tmp_path / "err").read_text()[-3000:]
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        kill_after(len(before) + 10, command, env, tmp_path, file)
         now = [int(line.split()[0]) for line in lines(file)[1:]]
-        assert len(now) >= wanted and now[: len(before)] == before
+        assert len(now) >= len(before) + 10 and now[: len(before)] == before
         before = now
         if not kill:  # as if killed within a write
             file.write_bytes(file.read_bytes() + b"77 0x1.8p+")
@@ -426,3 +421,12 @@ def test_the_command_killed_and_run_again(tmp_path: Path) -> None:
 def lines(file: Path) -> list[bytes]:
     """Whole lines."""
     return file.read_bytes().split(b"\n")[:-1]
+
+
+def kill_after(cells: int, command: list[str], env: dict[str, str], folder: Path, file: Path) -> None:
+    """Run the command, and kill it once the checkpoint has so many cells."""
+    child = zygote().start(command, env, folder, folder / "out", folder / "err")
+    eventually(lambda: child.poll() is not None or (file.exists() and len(lines(file)) > cells), True, 300)
+    assert child.poll() is None, (folder / "err").read_text()[-3000:]
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
