@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,36 +12,41 @@ from vllm_weir.analysis.plot_style import INK, colours, finish, label_bar, label
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.sweep.axes import Grid
 
-if TYPE_CHECKING:
-    from vllm_weir.experiments.sweep.result import Sweep
+
+class Drawing(NamedTuple):
+    """What a figure shows.
+
+    Attributes:
+        grid: its numbers.
+        label: what the numbers are.
+        about: follows the hook point in the title.
+        position_labels: of the positions' axis.
+    """
+
+    grid: Grid
+    label: str
+    about: str
+    position_labels: tuple[str, ...]
 
 
-def draw(sweep: Sweep, path: Path, hook: str | None, normalised: bool) -> list[Path]:
-    """Draw a sweep; for the arguments see `Sweep.plot`."""
-    hooks = [str(label) for label in sweep.grid.axes["hook"]]
+def draw(drawing: Drawing, path: Path, hook: str | None) -> list[Path]:
+    """Draw a heat map for each hook point, or for one; see `Sweep.plot`."""
+    hooks = [str(label) for label in drawing.grid.axes["hook"]]
     if hook is not None and hook not in hooks:
         raise WeirError(f"there is no {brief(hook)!r}; the hook points are {', '.join(hooks)}", "hook")
     hooks = hooks if hook is None else [hook]
-    clean, corrupt = sweep.baseline
-    share = normalised and clean != corrupt
-    grid, label = (sweep.normalised, _share_label(sweep)) if share else (sweep.grid, sweep.metric)
-    figures = [_figure(sweep, grid, name, label) for name in hooks]
+    figures = [_figure(drawing, name) for name in hooks]
     if path.suffix.lower() == ".html" and len(figures) > 1:
         return [_one_page(figures, path)]
     paths = [path if len(hooks) == 1 else path.with_name(f"{path.stem}.{name}{path.suffix}") for name in hooks]
     return [save(figure, target, title, table) for target, (figure, title, table) in zip(paths, figures, strict=True)]
 
 
-def _share_label(sweep: Sweep) -> str:
-    ends = "corrupt 0, clean 1" if sweep.mode == "denoise" else "clean 0, corrupt 1"
-    return f"{sweep.metric}: {ends}"
-
-
-def _figure(sweep: Sweep, grid: Grid, hook: str, label: str) -> tuple[Any, str, list[list[str]]]:
+def _figure(drawing: Drawing, hook: str) -> tuple[Any, str, list[list[str]]]:
     """Return the figure of a hook point, its title, and its numbers as a table."""
-    part = grid.sel(hook=hook)
+    part = drawing.grid.sel(hook=hook)
     assert isinstance(part, Grid)
-    numbers, rows, columns, what = _laid_out(part, sweep.position_labels)
+    numbers, rows, columns, what = _laid_out(part, drawing.position_labels)
     plt = pyplot()
     size = (max(4.6, min(15.0, 2.6 + 0.27 * len(columns))), 1.5 + min(40.0, 0.24 * max(4, len(rows))))
     figure, axis = plt.subplots(figsize=size, layout="constrained")
@@ -50,8 +55,8 @@ def _figure(sweep: Sweep, grid: Grid, hook: str, label: str) -> tuple[Any, str, 
     step = max(1, -(-len(rows) // 48))
     axis.yaxis.set_ticks(list(range(0, len(rows), step)), rows[::step], fontsize=7.5)
     axis.set_ylabel(what, color=INK, fontsize=8.5)
-    label_bar(figure.colorbar(image, ax=axis, pad=0.015, aspect=30), label)
-    title = f"{hook}: {'path to ' + sweep.to + ', ' if sweep.to else ''}{sweep.mode}"
+    label_bar(figure.colorbar(image, ax=axis, pad=0.015, aspect=30), drawing.label)
+    title = f"{hook}: {drawing.about}"
     finish(axis, title)
     table = [[what, *columns], *([row, *(f"{v:.4g}" for v in values)] for row, values in zip(rows, numbers))]
     return figure, title, table

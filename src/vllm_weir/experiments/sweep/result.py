@@ -107,9 +107,15 @@ class Sweep:
         Raises:
             WeirError: for another suffix, without matplotlib, or if a file cannot be written.
         """
-        from vllm_weir.experiments.sweep.figures import draw
+        from vllm_weir.experiments.sweep.figures import Drawing, draw
 
-        return draw(self, Path(path), hook, normalised)
+        about = f"path to {self.to}, {self.mode}" if self.to else self.mode
+        if normalised and self.baseline.clean != self.baseline.corrupt:
+            ends = "corrupt 0, clean 1" if self.mode == DENOISE else "clean 0, corrupt 1"
+            drawing = Drawing(self.normalised, f"{self.metric}: {ends}", about, self.position_labels)
+        else:
+            drawing = Drawing(self.grid, self.metric, about, self.position_labels)
+        return draw(drawing, Path(path), hook)
 
     def save(self, path: str | PathLike) -> Path:
         """Write a file that `load` reads: a ``.npz`` archive, whatever the path's suffix.
