@@ -177,27 +177,31 @@ def test_path_to_heads(case: Case) -> None:
 
 @contextmanager
 def alone(llm: Any) -> Iterator[None]:
-    """Requests run one after the other, each computed whole: batches do not differ."""
+    """Requests run one after the other."""
     core = scheduler(llm)
-    manager = core.kv_cache_manager
-    before = core.max_num_running_reqs, manager.enable_caching
-    core.max_num_running_reqs, manager.enable_caching = 1, False
+    before, core.max_num_running_reqs = core.max_num_running_reqs, 1
     try:
         yield
     finally:
-        core.max_num_running_reqs, manager.enable_caching = before
+        core.max_num_running_reqs = before
 
 
 def test_clean_into_clean_changes_nothing(case: Case) -> None:
-    metric = weir.logit_diff(case.a, case.b)
+    """Where every run is computed whole and by itself, so that the engine's arithmetic is the same in all."""
     hooks = ["resid_pre", "attn_out", "mlp_out", "resid_post", "z"]
+    sampling = weir.SamplingParams(
+        max_tokens=1, temperature=0, logprob_token_ids=[case.a, case.b], skip_reading_prefix_cache=True
+    )
+
+    def difference(out: Any) -> float:
+        assert out.num_cached_tokens == 0
+        found = out.outputs[0].logprobs[0]
+        return found[case.a].logprob - found[case.b].logprob
+
+    given: dict[str, Any] = {"metric": difference, "sampling": sampling, "progress": False}
     with alone(case.llm):
-        found = weir.sweep(
-            case.llm, case.clean, case.clean, hooks, positions=case.positions, metric=metric, progress=False
-        )
-        heads = weir.sweep(
-            case.llm, case.clean, case.clean, "z", 1, case.positions, "all", metric=metric, progress=False
-        )
+        found = weir.sweep(case.llm, case.clean, case.clean, hooks, positions=case.positions, **given)
+        heads = weir.sweep(case.llm, case.clean, case.clean, "z", 1, case.positions, "all", **given)
     assert found.noise_floor == heads.noise_floor == 0.0
     assert found.baseline.clean == found.baseline.corrupt
     assert (found.grid.array == found.baseline.clean).all() and (heads.grid.array == found.baseline.clean).all()
