@@ -6,8 +6,6 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +18,9 @@ from tests.engine.common import directory, tokens
 from tests.support.engines import get_llm
 from tests.support.measure import eventually
 from tests.support.patched import Patched
-from tests.support.steered import idle, scheduler
+from tests.support.steered import idle
 from tests.support.zygote import zygote
+from vllm_weir.experiments.sweep.stream import RequestStream
 
 pytestmark = pytest.mark.engine
 BOUND = 1e-5
@@ -175,19 +174,10 @@ def test_path_to_heads(case: Case) -> None:
     assert np.abs(whole.grid.array - one.grid.array).max() > 1e-4
 
 
-@contextmanager
-def alone(llm: Any) -> Iterator[None]:
-    """Requests run one after the other."""
-    core = scheduler(llm)
-    before, core.max_num_running_reqs = core.max_num_running_reqs, 1
-    try:
-        yield
-    finally:
-        core.max_num_running_reqs = before
-
-
-def test_clean_into_clean_changes_nothing(case: Case) -> None:
+def test_clean_into_clean_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every run is computed whole and by itself, so that the engine's arithmetic is the same in all."""
+    submit = RequestStream.submit
+    monkeypatch.setattr(RequestStream, "submit", lambda self, *given: (self.drain(), submit(self, *given)))
     hooks = ["resid_pre", "attn_out", "mlp_out", "resid_post", "z"]
     sampling = weir.SamplingParams(
         max_tokens=1, temperature=0, logprob_token_ids=[case.a, case.b], skip_reading_prefix_cache=True
@@ -199,9 +189,8 @@ def test_clean_into_clean_changes_nothing(case: Case) -> None:
         return found[case.a].logprob - found[case.b].logprob
 
     given: dict[str, Any] = {"metric": difference, "sampling": sampling, "progress": False}
-    with alone(case.llm):
-        found = weir.sweep(case.llm, case.clean, case.clean, hooks, positions=case.positions, **given)
-        heads = weir.sweep(case.llm, case.clean, case.clean, "z", 1, case.positions, "all", **given)
+    found = weir.sweep(case.llm, case.clean, case.clean, hooks, positions=case.positions, **given)
+    heads = weir.sweep(case.llm, case.clean, case.clean, "z", 1, case.positions, "all", **given)
     assert found.noise_floor == heads.noise_floor == 0.0
     assert found.baseline.clean == found.baseline.corrupt
     assert (found.grid.array == found.baseline.clean).all() and (heads.grid.array == found.baseline.clean).all()
@@ -310,7 +299,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lengths": ({"corrupt": [1, 2, 3]}, "positions"),
     "prompts": ({"corrupt": [[1, 2], [3, 4]]}, "corrupt"),
     "prompt": ({"corrupt": 5.0}, "corrupt"),
-    "no tokens": ({"corrupt": ""}, "corrupt"),
+    "no tokens": ({"corrupt": [[]]}, "corrupt"),
     "vocabulary": ({"corrupt": [10**6] * 70}, "corrupt"),
     "length": ({"corrupt": [5] * 400}, "corrupt"),
     "checkpoint": ({"checkpoint": "/nowhere/at/all"}, "checkpoint"),
