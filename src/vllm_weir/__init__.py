@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from vllm_weir.experiments.directions import Directions
     from vllm_weir.experiments.fit.run import fit
     from vllm_weir.experiments.metrics import logit_diff, on_logits
+    from vllm_weir.experiments.sweep.result import Sweep
+    from vllm_weir.experiments.sweep.run import sweep
     from vllm_weir.extraction.run import extract
     from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
     from vllm_weir.results.activations import Activations
@@ -94,6 +96,7 @@ __all__ = [
     "Site",
     "SiteVerdict",
     "SteeringVector",
+    "Sweep",
     "TooLarge",
     "WeirError",
     "When",
@@ -127,6 +130,7 @@ __all__ = [
     "sinks",
     "sites",
     "sites_async",
+    "sweep",
     "unload_sae",
     "unload_sae_async",
     "unregister",
@@ -170,6 +174,7 @@ __getattr__, __dir__ = lazy_names(
         "Site": "vllm_weir.schema.hooks",
         "SiteVerdict": "vllm_weir.schema.site_verdict",
         "SteeringVector": "vllm_weir.schema.compat.vllm_lens",
+        "Sweep": "vllm_weir.experiments.sweep.result",
         "TooLarge": "vllm_weir.client.errors",
         "WeirError": "vllm_weir.errors",
         "When": "vllm_weir.schema.gates",
@@ -202,6 +207,7 @@ __getattr__, __dir__ = lazy_names(
         "sinks": "vllm_weir.api",
         "sites": "vllm_weir.api",
         "sites_async": "vllm_weir.api",
+        "sweep": "vllm_weir.experiments.sweep.run",
         "unload_sae": "vllm_weir.api",
         "unload_sae_async": "vllm_weir.api",
         "unregister": "vllm_weir.api",

@@ -37,6 +37,12 @@ SAYS = {
         "the other 60 stories are bit-identical to plain ones: True",
     ),
     "patch.py": ("words, at [", "last token", "\n5 "),
+    "sweep.py": (
+        "Sweep(denoise, hook: 1, layer: 6, position: ",
+        "\nblock 5: ",
+        "written: mood.png mood.html mood.npz",
+        "direct effects of heads: ",
+    ),
     "inside_block.py": (
         "looks from 'so' at: awful 0.",
         "and gives z [1, 1, 64], norm ",

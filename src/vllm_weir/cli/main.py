@@ -13,6 +13,7 @@ try:
     from vllm_weir.bench.cli import app as bench
     from vllm_weir.cli.sae import sae
     from vllm_weir.experiments.fit.cli import fit
+    from vllm_weir.experiments.sweep.cli import sweep
     from vllm_weir.extraction.cli import extract
     from vllm_weir.storage.cli import convert, inspect
 except Exception as e:  # noqa: BLE001 - whatever it is, the command reports it without a traceback
@@ -27,6 +28,7 @@ app.command()(inspect)
 app.command()(convert)
 app.command()(extract)
 app.command()(fit)
+app.command()(sweep)
 
 
 @app.callback()

@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 from tests.support.extracting import D, FakeEngine, differences, run_fake, texts, write_jsonl
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction import cli
 from vllm_weir.extraction.engine import VllmEngine
 from vllm_weir.extraction.run import extract
 from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage import LAYOUTS, Batch, load, open_writer
+from vllm_weir.storage.cli import parse_positions
 
 VALUES = texts(50)
 
@@ -346,8 +346,8 @@ def test_command(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert text in result.output
     result = CliRunner().invoke(app, [*line, "-q", "--json", "--on-error", "skip", "--layers", "0"])
     assert result.exit_code == 1 and "layers: " in result.output
-    assert cli._positions("-4:") == "-4:" and cli._positions('{"token_ids": [3]}') == {"token_ids": [3]}
-    assert cli._positions("[0, -1]") == [0, -1]
+    assert parse_positions("-4:") == "-4:" and parse_positions('{"token_ids": [3]}') == {"token_ids": [3]}
+    assert parse_positions("[0, -1]") == [0, -1]
     for option, value, told in (
         ("--layers", "", "layers: expected 'all' or ints with commas, got ''"),
         ("--heads", "1,x", "heads: expected ints with commas, got '1,x'"),

@@ -1,0 +1,166 @@
+"""`CellRunner`: computes the numbers of a plan with an engine, as one stream of requests."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from vllm_weir.api import params
+from vllm_weir.experiments.metrics import BoundMetric, OnOutput
+from vllm_weir.experiments.sweep.plan import BASE_RUN, SOURCE_RUN, Job, SweepPlan
+from vllm_weir.experiments.sweep.rows import RunRows, capture, put
+from vllm_weir.experiments.sweep.stream import RequestStream
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.interventions import Replace
+
+
+class Values(Protocol):
+    """Numbers by key, as `Checkpoint` keeps them."""
+
+    values: dict[int, float]
+
+    def add(self, key: int, value: float) -> None:
+        """Keep a number."""
+        ...
+
+
+class CellRunner:
+    """Runs what of a plan is not computed yet.
+
+    For each pair of prompts the two unpatched runs come first: they are captured once, and leave the
+    base prompt's keys and values in the prefix cache. Those of the next pair are submitted before
+    the cells of this one, so that the engine need not wait between pairs. A cell is one request; on
+    a path it is two, the second of which follows as soon as the first is done.
+
+    Args:
+        stream: to the engine.
+        plan: what to compute.
+        metric: of an output.
+        store: where numbers go.
+        report: called with how many numbers are there, whenever one has come.
+    """
+
+    def __init__(
+        self, stream: RequestStream, plan: SweepPlan, metric: BoundMetric, store: Values, report: Callable[[int], Any]
+    ) -> None:
+        self._stream, self._plan, self._metric, self._store, self._report = stream, plan, metric, store, report
+        self._rows: dict[tuple[int, int], RunRows] = {}
+        self._submitted: set[int] = set()
+        self._samplings: dict[int, Any] = {}
+        self._one_token = _sampling_params(max_tokens=1, temperature=0.0, detokenize=False)
+        self._held: dict[Site, Replace] = {}
+        self._held_for: tuple[int, int] | None = None
+
+    def run(self) -> None:
+        """Compute all that is missing; after an error nothing of it is left in the engine."""
+        missing = [pair for pair in range(len(self._plan.pairs)) if self._lacks(pair)]
+        try:
+            for number, pair in enumerate(missing):
+                for near in missing[number : number + 2]:
+                    self._submit_runs(near)
+                self._stream.wait_until(functools.partial(self._has_run, pair))
+                for job in self._plan.jobs(pair):
+                    if job.key not in self._store.values:
+                        self._stream.wait_for_room()
+                        self._submit(job)
+                del self._rows[pair, SOURCE_RUN], self._rows[pair, BASE_RUN]
+            self._stream.drain()
+        except BaseException:
+            self._stream.abort()
+            raise
+
+    def _has_run(self, pair: int) -> bool:
+        return (pair, SOURCE_RUN) in self._rows and (pair, BASE_RUN) in self._rows
+
+    def _lacks(self, pair: int) -> bool:
+        first = self._plan.run_key(pair, 0)
+        return any(key not in self._store.values for key in range(first, first + self._plan.keys_of_pair))
+
+    def _sampling(self, pair: int) -> Any:
+        """Return the ``SamplingParams`` of the runs that are measured."""
+        if isinstance(self._metric, OnOutput) and self._metric.arguments is not None:
+            return self._metric.arguments
+        if pair not in self._samplings:
+            self._samplings[pair] = _sampling_params(**self._metric.sampling(pair))
+        return self._samplings[pair]
+
+    def _submit_runs(self, pair: int) -> None:
+        """Submit the two unpatched runs of a pair, unless they have been."""
+        if pair in self._submitted:
+            return
+        self._submitted.add(pair)
+        plan = self._plan
+        of_source = sorted({p for place in plan.places[pair] for p in place.source})
+        of_base = sorted({p for place in plan.places[pair] for p in place.base})
+        held = dict.fromkeys(site for sender in plan.sites for site in plan.frozen(sender))
+        if plan.to is not None:
+            of_base = list(range(of_base[0], len(plan.base(pair))))
+        runs = (
+            (SOURCE_RUN, plan.source(pair), capture(plan.sites, of_source)),
+            (BASE_RUN, plan.base(pair), capture(tuple(dict.fromkeys([*plan.sites, *held])), of_base)),
+        )
+        for run, token_ids, captures in runs:
+            asked = params(self._sampling(pair), capture=captures)
+            self._stream.submit(token_ids, asked, functools.partial(self._take_run, pair, run))
+
+    def _take_run(self, pair: int, run: int, out: Any) -> None:
+        self._rows[pair, run] = RunRows(out.activations)
+        self._keep(self._plan.run_key(pair, run), pair, out)
+
+    def _submit(self, job: Job) -> None:
+        heads = None if job.head is None else (job.head,)
+        source = BASE_RUN if job.own else SOURCE_RUN
+        rows = self._rows[job.pair, source].at(job.site, job.place.source, heads)
+        patch = put(job.site, rows, job.place.base, heads)
+        if self._plan.to is None:
+            self._measure(job, patch)
+            return
+        self._stream.submit(
+            self._plan.base(job.pair),
+            params(self._one_token, interventions=[patch, *self._hold_still(job)], capture=self._receiver(job)),
+            functools.partial(self._patch_receiver, job),
+        )
+
+    def _receiver(self, job: Job) -> Any:
+        """Return the capture of the receiver, from the first position that the sender can change."""
+        to = self._plan.to
+        assert to is not None
+        return capture([to.site], range(job.place.base[0], len(self._plan.base(job.pair))), to.heads)
+
+    def _hold_still(self, job: Job) -> list[Replace]:
+        """Return what puts the base run's rows in between sender and receiver.
+
+        Before the first patched position nothing can have changed.
+        """
+        start, end = job.place.base[0], len(self._plan.base(job.pair))
+        if self._held_for != (job.pair, start):
+            self._held, self._held_for = {}, (job.pair, start)
+        positions, rows = range(start, end), self._rows[job.pair, BASE_RUN]
+        for site in self._plan.frozen(job.site):
+            if site not in self._held:
+                self._held[site] = put(site, rows.at(site, positions), positions)
+        return [self._held[site] for site in self._plan.frozen(job.site)]
+
+    def _patch_receiver(self, job: Job, out: Any) -> None:
+        """Submit the second run of a path: the base run with what the receiver had in the first."""
+        to = self._plan.to
+        assert to is not None
+        rows = out.activations.numpy(*to.site)
+        positions = range(job.place.base[0], len(self._plan.base(job.pair)))
+        self._measure(job, put(to.site, rows, positions, to.heads))
+
+    def _measure(self, job: Job, patch: Replace) -> None:
+        asked = params(self._sampling(job.pair), interventions=patch)
+        self._stream.submit(self._plan.base(job.pair), asked, functools.partial(self._keep, job.key, job.pair))
+
+    def _keep(self, key: int, pair: int, out: Any) -> None:
+        if key not in self._store.values:
+            self._store.add(key, self._metric.score(out, pair))
+            self._report(len(self._store.values))
+
+
+def _sampling_params(**arguments: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**arguments)

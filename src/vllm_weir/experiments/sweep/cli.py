@@ -1,0 +1,136 @@
+"""The command ``weir sweep``."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+
+from vllm_weir.errors import WeirError
+from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
+
+if TYPE_CHECKING:
+    from vllm_weir.experiments.sweep.result import Sweep
+
+
+class Prompts(NamedTuple):
+    """The pairs of prompts, and the tokens of the metric for each."""
+
+    clean: list[str]
+    corrupt: list[str]
+    answers: list[Any]
+    wrong: list[Any]
+
+
+def sweep(
+    model: Annotated[str, typer.Argument(help="Directory or hub id of the model.")],
+    clean: Annotated[str | None, typer.Option(help="Prompt to which --answer fits.")] = None,
+    corrupt: Annotated[str | None, typer.Option(help="Prompt to which --wrong fits.")] = None,
+    answer: Annotated[str | None, typer.Option(help="Token a of the metric logit(a) - logit(b).")] = None,
+    wrong: Annotated[str | None, typer.Option(help="Token b.")] = None,
+    pairs: Annotated[
+        str | None, typer.Option(help="JSONL instead: objects with clean, corrupt, answer, wrong.")
+    ] = None,
+    hooks: Annotated[str, typer.Option("--hook", help="Hook points with commas.")] = "resid_post",
+    layers: Annotated[str, typer.Option(help="'all', or ints with commas.")] = "all",
+    positions: Annotated[str, typer.Option(help="all: a cell for each token; last_prompt, 4:7, or JSON.")] = "all",
+    heads: Annotated[str | None, typer.Option(help="'all', or ints with commas: a cell for each. [whole rows]")] = None,
+    mode: Annotated[str, typer.Option(help="denoise: clean rows into the corrupt run; noise: reverse.")] = "denoise",
+    to: Annotated[str | None, typer.Option(help="Receiver of a path, say q.5.")] = None,
+    to_heads: Annotated[str | None, typer.Option(help="Its heads: ints with commas. [all]")] = None,
+    freeze: Annotated[str, typer.Option(help="What a path holds still, with commas.")] = "attn_out,mlp_out",
+    checkpoint: Annotated[str | None, typer.Option(help="File to continue from after an interruption.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="File for the result (.npz).")] = None,
+    plot: Annotated[str | None, typer.Option(help="Heat maps: .png, .svg or .html.")] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option("--engine", "-e", help="Option of vllm.LLM: key=value, or a JSON object.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Patch rows of one prompt into the run of another, place by place, and measure each run.
+
+    Exit code 0: done; 1: refused or failed.
+    """
+    with exit_on_error():
+        from vllm_weir.experiments.metrics import logit_diff
+        from vllm_weir.experiments.sweep.run import sweep as run
+        from vllm_weir.schema.hooks import parse_site
+
+        prompts = _prompts(clean, corrupt, answer, wrong, pairs)
+        receiver = None if to is None else (*parse_site(to), parse_ints(to_heads, "ints", "to_heads"))
+        picked = {
+            "layers": layers if layers == "all" else parse_ints(layers, "'all' or ints", "layers"),
+            "heads": heads if heads == "all" else parse_ints(heads, "'all' or ints", "heads"),
+        }
+        result = run(
+            _start(model, parse_engine_options(engine or [])), prompts.clean, prompts.corrupt, hooks.split(","),
+            positions=parse_positions(positions), metric=logit_diff(prompts.answers, prompts.wrong), mode=mode,
+            to=receiver, freeze=freeze.split(","), checkpoint=checkpoint, progress=not quiet, **picked,
+        )  # fmt: skip
+        if out is not None:
+            result.save(out)
+        files = [] if plot is None else [str(file) for file in result.plot(plot)]
+    _show(result, [] if out is None else [out], files, as_json)
+
+
+def _prompts(
+    clean: str | None, corrupt: str | None, answer: str | None, wrong: str | None, pairs: str | None
+) -> Prompts:
+    given = {"clean": clean, "corrupt": corrupt, "answer": answer, "wrong": wrong}
+    if pairs is None:
+        for name, value in given.items():
+            if value is None:
+                raise WeirError("missing; give it, or a file of pairs (--pairs)", name)
+        return Prompts(*([value] for value in given.values()))  # type: ignore[arg-type]
+    for name, value in given.items():
+        if value is not None:
+            raise WeirError("the pairs come from a file (--pairs); leave it out", name)
+    try:
+        with open(pairs, encoding="utf-8") as file:
+            records = [json.loads(line) for line in file if line.strip()]
+        return Prompts(*([record[name] for record in records] for name in given))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise WeirError(
+            f"cannot read {pairs}: {type(e).__name__}: {e}; each line is an object with {', '.join(given)}", "pairs"
+        ) from None
+
+
+def _start(model: str, options: dict[str, Any]) -> Any:
+    """Start the engine."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM
+
+    try:
+        return LLM(model=model, **{"disable_log_stats": True} | options)
+    except WeirError:
+        raise
+    except (TypeError, ValueError, OSError) as e:
+        raise WeirError(f"vLLM cannot start: {e}", "engine") from None
+
+
+def _show(result: Sweep, saved: list[str], plots: list[str], as_json: bool) -> None:
+    """Print the result."""
+    files = saved + plots
+    if as_json:
+        axes = {name: list(labels) for name, labels in result.grid.axes.items()}
+        typer.echo(
+            json.dumps(
+                {"axes": axes, "grid": result.grid.array.tolist(), "baseline": result.baseline._asdict()}
+                | {"noise_floor": result.noise_floor, "mode": result.mode, "files": files}
+            )
+        )
+        return
+    clean, corrupt = result.baseline
+    typer.echo(f"{result.metric}: clean {clean:.4g}, corrupt {corrupt:.4g}, noise floor {result.noise_floor:.2g}")
+    base = corrupt if result.mode == "denoise" else clean
+    effects = abs(result.grid.array - base)
+    for flat in effects.argsort(axis=None)[::-1][:5].tolist():
+        index = np.unravel_index(flat, result.grid.shape)
+        labels = (f"{name} {values[i]}" for (name, values), i in zip(result.grid.axes.items(), index, strict=True))
+        typer.echo(f"  {', '.join(labels)}: {result.grid.array[index]:.4g}")
+    for file in files:
+        typer.echo(f"-> {file}")

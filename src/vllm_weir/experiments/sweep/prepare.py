@@ -1,0 +1,203 @@
+"""From the arguments of `sweep` to a `SweepPlan`, checked against the engine before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.experiments.metrics import BoundMetric, OnLogits, bind_metric
+from vllm_weir.experiments.sweep.path import Receiver, parse_freeze, precedes
+from vllm_weir.experiments.sweep.places import parse_entries, place_entries
+from vllm_weir.experiments.sweep.plan import DENOISE, MODES, Pair, SweepPlan, token_labels
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.lookup import engine_of, frontend_of
+from vllm_weir.schema.capture import parse_layers
+from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only
+from vllm_weir.schema.row_parts import RowPart
+from vllm_weir.schema.scalars import is_int, plain
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PreparedSweep:
+    """A plan, and what else a run of it needs.
+
+    Attributes:
+        plan: the cells.
+        metric: tied to the plan's pairs.
+        position_labels: of the positions' axis, with the base prompt's tokens.
+    """
+
+    plan: SweepPlan
+    metric: BoundMetric
+    position_labels: tuple[str, ...]
+
+
+class EngineFacts:
+    """What a sweep asks of an ``LLM``: what it serves, and its tokenizer."""
+
+    def __init__(self, llm: Any) -> None:
+        self.capabilities: EngineCapabilities = frontend_of(llm).require_capabilities()
+        self.model = engine_of(llm).vllm_config.model_config
+        self.tokenizer: Any = None if self.model.skip_tokenizer_init else llm.get_tokenizer()
+
+    def encode(self, prompt: Prompt, field: str) -> tuple[int, ...]:
+        """Return the token ids of a prompt, with the tokenizer's special tokens if it is a text."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise WeirError("the engine has no tokenizer; give token ids", field)
+            prompt = tuple(self.tokenizer.encode(prompt))
+        if not prompt:
+            raise WeirError("the prompt has no tokens", field)
+        if len(prompt) >= self.model.max_model_len:
+            raise WeirError(f"{len(prompt)} tokens, the engine takes {self.model.max_model_len - 1}", field)
+        if max(prompt) >= (size := self.model.get_vocab_size()):
+            raise WeirError(f"token {max(prompt)} does not exist: the vocabulary has {size}", field)
+        return prompt
+
+    def encode_token(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def special_ids(self) -> Sequence[int]:
+        """Ids of the special tokens."""
+        return () if self.tokenizer is None else self.tokenizer.all_special_ids
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token."""
+        if self.tokenizer is None:
+            return [str(token) for token in token_ids]
+        return [self.tokenizer.decode([token]) for token in token_ids]
+
+
+def prepare(
+    llm: Any, clean: Any, corrupt: Any, *, hooks: Any, layers: Any, positions: Any, heads: Any, metric: Any, mode: Any,
+    to: Any, freeze: Any, sampling: Any,
+) -> PreparedSweep:  # fmt: skip
+    """Check the arguments of `sweep`, which has their meanings; raise WeirError naming the field."""
+    if mode not in MODES:
+        raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(MODES)}", "mode")
+    receiver = None if to is None else Receiver.parse(to)
+    names, entries = _parse_hooks(hooks), parse_entries(positions)
+    engine = EngineFacts(llm)
+    pairs = _encode_pairs(engine, parse_prompts(clean, "clean"), parse_prompts(corrupt, "corrupt"))
+    bound = bind_metric(metric, sampling, None if engine.tokenizer is None else engine.encode_token, len(pairs))
+    if isinstance(bound, OnLogits) and 0 <= engine.model.max_logprobs < engine.model.get_vocab_size():
+        raise WeirError("a metric on all logits needs an engine that gives them: LLM(..., max_logprobs=-1)", "metric")
+    bases = [pair.corrupt if mode == DENOISE else pair.clean for pair in pairs]
+    sources = [pair.clean if mode == DENOISE else pair.corrupt for pair in pairs]
+    places = tuple(place_entries(entries, b, s, engine.special_ids) for b, s in zip(bases, sources, strict=True))
+    if len({len(of_pair) for of_pair in places}) > 1:
+        raise WeirError("the pairs have different lengths, so that no axis fits all; list positions", "positions")
+    labels = tuple(range(len(places[0]))) if entries is None else tuple(entry.label for entry in entries)
+    plan = SweepPlan(
+        pairs, names, _layers(names, layers, receiver, engine.capabilities), labels, places,
+        _heads(names, heads, engine.capabilities), mode, receiver, () if receiver is None else parse_freeze(freeze),
+        engine.capabilities.num_layers, [engine.model.model, str(engine.model.dtype), bound.identity()],
+    )  # fmt: skip
+    check_served(plan, engine.capabilities)
+    texts = engine.texts(bases[0]) if len(set(bases)) == 1 else [""] * len(bases[0])
+    return PreparedSweep(plan, bound, token_labels(labels, places[0], texts))
+
+
+def parse_prompts(value: Any, field: str) -> list[Prompt]:
+    """Parse one prompt, a text or token ids, or a list of these.
+
+    Raises:
+        WeirError: for anything else.
+    """
+    if isinstance(value, str):
+        return [value]
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, Sequence) or not len(value):
+        raise WeirError(f"expected a text, token ids, or a list of these, got {brief(value)}", field)
+    if all(is_int(plain(item)) for item in value):
+        return [_token_ids(value, field)]
+    return [item if isinstance(item, str) else _token_ids(item, f"{field}[{i}]") for i, item in enumerate(value)]
+
+
+def _token_ids(value: Any, field: str) -> tuple[int, ...]:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, Sequence) or not all(is_int(plain(item)) and plain(item) >= 0 for item in value):
+        raise WeirError(f"expected a text or token ids, got {brief(value)}", field)
+    return tuple(int(plain(item)) for item in value)
+
+
+def _encode_pairs(engine: EngineFacts, clean: list[Prompt], corrupt: list[Prompt]) -> tuple[Pair, ...]:
+    if len(clean) != len(corrupt):
+        raise WeirError(f"{len(corrupt)} prompts for {len(clean)} clean ones; give one for each", "corrupt")
+    sides = [
+        [engine.encode(prompt, name if len(prompts) == 1 else f"{name}[{i}]") for i, prompt in enumerate(prompts)]
+        for name, prompts in (("clean", clean), ("corrupt", corrupt))
+    ]
+    return tuple(Pair(*pair) for pair in zip(*sides, strict=True))
+
+
+def _parse_hooks(hooks: Any) -> tuple[str, ...]:
+    values = [hooks] if isinstance(hooks, str) else hooks
+    if not isinstance(values, Sequence) or not len(values):
+        raise WeirError(f"expected a hook point or a list of them, got {brief(hooks)}", "hooks")
+    names = tuple(normalise_hook(value, "hooks") for value in values)
+    for i, name in enumerate(names):
+        refuse_read_only(name, "hooks")
+        if name in names[:i]:
+            raise WeirError(f"{name} is named twice", "hooks")
+    if len(names) > 1 and (once := [name for name in names if name in MODEL_HOOKS]):
+        raise WeirError(f"a model has one {once[0]}, which no axis of layers fits; sweep it alone", "hooks")
+    return names
+
+
+def _layers(
+    hooks: tuple[str, ...], layers: Any, receiver: Receiver | None, capabilities: EngineCapabilities
+) -> tuple[int, ...]:
+    """Return the blocks; with a receiver "all" means those that come before it."""
+    parsed = parse_layers(layers, "layers")
+    blocks = layers_of(hooks[0], parsed, capabilities.num_layers, "layers")
+    if receiver is None:
+        return blocks
+    if receiver.site.layer >= capabilities.num_layers:
+        raise WeirError(f"block {receiver.site.layer} does not exist: the model has {capabilities.num_layers}", "to")
+    before = tuple(n for n in blocks if all(precedes(Site(hook, n), receiver.site) for hook in hooks))
+    if not before or (parsed != "all" and before != blocks):
+        late = next(n for n in blocks if n not in before)
+        raise WeirError(f"nothing leads from block {late} back to {receiver.site}; name earlier blocks", "layers")
+    return before
+
+
+def _heads(hooks: tuple[str, ...], heads: Any, capabilities: EngineCapabilities) -> tuple[int, ...] | None:
+    if heads is None:
+        return None
+    for hook in hooks:
+        if hook not in HEAD_HOOKS:
+            raise WeirError(f"{hook} has no heads; sweep it without heads", "heads")
+    counts = {capabilities.shape(Site(hook, layer))[0] for hook in hooks for layer in range(capabilities.num_layers)}
+    if isinstance(heads, str) and heads == "all":
+        if len(counts) > 1:
+            raise WeirError(f"{', '.join(hooks)} differ in their number of heads; list heads", "heads")
+        return tuple(range(min(counts)))
+    try:
+        picked = RowPart.parse(hooks[0], heads, None, "").heads
+        RowPart(picked).check((min(counts),), hooks[0], "")
+    except WeirError as e:
+        raise WeirError(e.message, "heads") from None
+    return picked
+
+
+def check_served(plan: SweepPlan, capabilities: EngineCapabilities) -> None:
+    """Raise WeirError unless every site of a plan can be read and changed."""
+    needed = [(site, "hooks") for site in plan.sites]
+    if plan.to is not None:
+        needed += [(plan.to.site, "to"), *((site, "freeze") for s in plan.sites for site in plan.frozen(s))]
+    for site, field in dict.fromkeys(needed):
+        why = capabilities.sites.get(site, "the model has no such hook point") or capabilities.read_only.get(site)
+        if why:
+            raise WeirError(f"{site} cannot be patched: {why}", field)
+    if plan.to is not None and plan.to.heads is not None:
+        try:
+            RowPart(plan.to.heads).check(capabilities.shape(plan.to.site), plan.to.site.hook, "")
+        except WeirError as e:
+            raise WeirError(e.message, "to") from None

@@ -1,0 +1,163 @@
+"""`Sweep`: the result of a sweep, and its file."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_weir.errors import WeirError
+from vllm_weir.experiments.sweep.axes import Grid
+from vllm_weir.experiments.sweep.plan import BASE_RUN, DENOISE, SOURCE_RUN, SweepPlan
+from vllm_weir.util.atomic_write import atomic_write
+
+FORMAT, VERSION = "weir sweep", 1
+
+
+class Baseline(NamedTuple):
+    """The metric of the unpatched runs, mean over the pairs of prompts.
+
+    Attributes:
+        clean: of the clean prompt.
+        corrupt: of the corrupt prompt.
+    """
+
+    clean: float
+    corrupt: float
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """The metric of each patched run.
+
+    Attributes:
+        grid: mean over the pairs of prompts; axes ``hook``, ``layer``, ``position``, and ``head``
+            if heads were swept.
+        by_pair: the same with an axis ``pair`` before the others.
+        baseline: the metric of the unpatched runs.
+        noise_floor: largest change of the metric when the base run's own rows are put back, over
+            all hook points, layers and pairs: what the engine's arithmetic changes between batches.
+            Smaller effects say nothing.
+        mode: ``"denoise"`` (the corrupt run with clean rows put in) or ``"noise"`` (the clean run
+            with corrupt rows).
+        metric: its name.
+        to: the receiver of the path, as text; empty for none.
+        position_labels: of the axis ``position``, with the tokens of the base prompt.
+    """
+
+    grid: Grid
+    by_pair: Grid
+    baseline: Baseline
+    noise_floor: float
+    mode: str
+    metric: str
+    to: str
+    position_labels: tuple[str, ...]
+
+    @classmethod
+    def of(cls, plan: SweepPlan, values: Mapping[int, float], metric: str, labels: tuple[str, ...]) -> Sweep:
+        """Make the result of a plan's numbers, by key."""
+        numbers = np.array([values[key] for key in range(plan.keys)], np.float64).reshape(len(plan.pairs), -1)
+        source, base = numbers[:, SOURCE_RUN], numbers[:, BASE_RUN]
+        cells, own = numbers[:, 2 : 2 + plan.cells], numbers[:, 2 + plan.cells :]
+        cells = cells.reshape(len(plan.pairs), *plan.shape)
+        clean, corrupt = (source, base) if plan.mode == DENOISE else (base, source)
+        return cls(
+            Grid(cells.mean(0), plan.axes),
+            Grid(cells, {"pair": tuple(range(len(plan.pairs))), **plan.axes}),
+            Baseline(float(clean.mean()), float(corrupt.mean())),
+            float(np.abs(own - base[:, None]).max()),
+            plan.mode, metric, "" if plan.to is None else str(plan.to), labels,
+        )  # fmt: skip
+
+    @property
+    def normalised(self) -> Grid:
+        """The grid as a share of the way from the run that is patched, 0, to the other run, 1.
+
+        Raises:
+            WeirError: if the metric is the same in both, so that there is no way to go.
+        """
+        clean, corrupt = self.baseline
+        base, source = (corrupt, clean) if self.mode == DENOISE else (clean, corrupt)
+        if source == base:
+            raise WeirError("the clean and the corrupt run have the same metric; use .grid", "metric")
+        return Grid((self.grid.array - base) / (source - base), self.grid.axes)
+
+    def plot(self, path: str | PathLike, *, hook: str | None = None, normalised: bool = True) -> list[Path]:
+        """Draw a heat map for each hook point, layer by position, or by head.
+
+        With heads and several positions, rows are heads of layers.
+
+        Args:
+            path: ``.png`` or ``.svg``, one file for each hook point, whose name is added to the
+                path if there are several; or ``.html``, one page with all of them.
+            hook: draw this hook point alone.
+            normalised: draw `normalised`; False draws the metric itself, as does a sweep whose two
+                unpatched runs have the same metric.
+
+        Returns:
+            The files.
+
+        Raises:
+            WeirError: for another suffix, without matplotlib, or if a file cannot be written.
+        """
+        from vllm_weir.experiments.sweep.figures import Drawing, draw
+
+        about = f"path to {self.to}, {self.mode}" if self.to else self.mode
+        if normalised and self.baseline.clean != self.baseline.corrupt:
+            ends = "corrupt 0, clean 1" if self.mode == DENOISE else "clean 0, corrupt 1"
+            drawing = Drawing(self.normalised, f"{self.metric}: {ends}", about, self.position_labels)
+        else:
+            drawing = Drawing(self.grid, self.metric, about, self.position_labels)
+        return draw(drawing, Path(path), hook)
+
+    def save(self, path: str | PathLike) -> Path:
+        """Write a file that `load` reads: a ``.npz`` archive, whatever the path's suffix.
+
+        Raises:
+            WeirError: if it cannot be written.
+        """
+        path = Path(path)
+        about = {
+            "format": FORMAT, "version": VERSION, "axes": {k: list(v) for k, v in self.by_pair.axes.items()},
+            "baseline": list(self.baseline), "noise_floor": self.noise_floor, "mode": self.mode,
+            "metric": self.metric, "to": self.to, "position_labels": list(self.position_labels),
+        }  # fmt: skip
+        try:
+            with atomic_write(path) as file:
+                np.savez(file, by_pair=self.by_pair.array, about=np.array(json.dumps(about)))
+        except (OSError, ValueError) as e:
+            raise WeirError(f"cannot write {path}: {getattr(e, 'strerror', None) or e}", "path") from None
+        return path
+
+    @classmethod
+    def load(cls, path: str | PathLike) -> Sweep:
+        """Read what `save` has written.
+
+        Raises:
+            WeirError: if the file cannot be read, or is anything else.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                about: dict[str, Any] = json.loads(str(file["about"]))
+                if (about["format"], about["version"]) != (FORMAT, VERSION):
+                    raise ValueError("no sweep, or one of another version of Weir")
+                by_pair = Grid(file["by_pair"], {name: tuple(labels) for name, labels in about["axes"].items()})
+            return cls(
+                Grid(by_pair.array.mean(0), {k: v for k, v in by_pair.axes.items() if k != "pair"}), by_pair,
+                Baseline(*about["baseline"]), about["noise_floor"], about["mode"], about["metric"], about["to"],
+                tuple(about["position_labels"]),
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as e:
+            raise WeirError(f"cannot read {path}: {e}", "path") from None
+
+    def __repr__(self) -> str:
+        shape = ", ".join(f"{name}: {len(labels)}" for name, labels in self.grid.axes.items())
+        clean, corrupt = self.baseline
+        return f"Sweep({self.mode}, {shape}, clean {clean:.4g}, corrupt {corrupt:.4g}, noise {self.noise_floor:.2g})"

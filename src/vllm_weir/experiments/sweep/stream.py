@@ -1,0 +1,78 @@
+"""`RequestStream`: requests to an engine that go in while others come out, so that it is never idle."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.lookup import engine_of, view_of
+
+Done = Callable[[Any], None]
+"""Is given the finished output of a request; may submit others."""
+
+
+class RequestStream:
+    """The requests of one caller to an ``LLM``.
+
+    Args:
+        llm: ``LLM``, ``LLMEngine`` or Weir's drop-in class.
+
+    Attributes:
+        window: requests that are with the engine before a further one waits: enough that its queue
+            does not run empty while outputs are read.
+
+    Raises:
+        WeirError: for another kind of engine, or one that works on other requests.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        from vllm import LLMEngine
+
+        self._engine = engine_of(llm)
+        if not isinstance(self._engine, LLMEngine):
+            raise WeirError(f"a sweep runs on an LLM, which {type(llm).__name__} is not", "llm")
+        if self._engine.has_unfinished_requests():
+            raise WeirError("the engine has unfinished requests, whose outputs would be lost; finish them first", "llm")
+        self.window = max(64, 2 * self._engine.vllm_config.scheduler_config.max_num_seqs)
+        self._prefix, self._count = f"weir-{secrets.token_hex(6)}", 0
+        self._waiting: dict[str, Done] = {}
+
+    def submit(self, token_ids: Sequence[int], params: Any, done: Done) -> None:
+        """Send a request, and do not wait for it."""
+        request_id = f"{self._prefix}-{self._count}"
+        self._count += 1
+        self._engine.add_request(request_id, {"type": "token", "prompt_token_ids": list(token_ids)}, params)
+        self._waiting[request_id] = done
+
+    def wait_for_room(self) -> None:
+        """Step the engine until another request may go in."""
+        while len(self._waiting) >= self.window:
+            self._step()
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Step the engine until `holds` returns True."""
+        while not holds():
+            assert self._waiting, "no request is left that could make it true"
+            self._step()
+
+    def drain(self) -> None:
+        """Step the engine until every request is done."""
+        while self._waiting:
+            self._step()
+
+    def abort(self) -> None:
+        """Take back all requests that are not done."""
+        if self._waiting:
+            self._engine.abort_request(list(self._waiting))
+            self._waiting.clear()
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if output.finished and (done := self._waiting.pop(output.request_id, None)) is not None:
+                for completion in output.outputs:
+                    if (view := view_of(completion)) is not None:
+                        view.verify()
+                        view.settle()
+                done(output)

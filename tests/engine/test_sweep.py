@@ -1,0 +1,425 @@
+"""Sweeps against transformers with hooks, cell by cell; what the engine does meanwhile; killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import vllm_weir as weir
+from tests.engine.common import directory, tokens
+from tests.support.engines import get_llm
+from tests.support.measure import eventually
+from tests.support.patched import Patched
+from tests.support.steered import idle
+from tests.support.zygote import zygote
+from vllm_weir.experiments.sweep.stream import RequestStream
+
+pytestmark = pytest.mark.engine
+BOUND = 1e-5
+ORDER = ("resid_pre", "q", "z", "attn_out", "mlp_out", "resid_post")
+"""Hook points of a block in the order in which a token meets them."""
+HAPPY = "Tom went to the garden. Tom grinned happily, for the garden was lovely. Tom was so"
+SAD = "Tom went to the garden. Tom frowned sadly, for the garden was awful. Tom was so"
+
+
+class Case(NamedTuple):
+    """An engine with its reference, a pair of prompts, and the tokens of the metric."""
+
+    llm: Any
+    truth: Patched
+    clean: list[int]
+    corrupt: list[int]
+    positions: list[Any]
+    layers: int
+    a: int = 7
+    b: int = 11
+
+    def sweep(self, *args: Any, **more: Any) -> weir.Sweep:
+        metric = weir.logit_diff(self.a, self.b)
+        return weir.sweep(self.llm, self.clean, self.corrupt, *args, **{"metric": metric, "progress": False} | more)
+
+    def ends(self, mode: str) -> tuple[list[int], list[int]]:
+        """The prompt that is patched, and the other."""
+        return (self.corrupt, self.clean) if mode == "denoise" else (self.clean, self.corrupt)
+
+    def difference(self, logits: Any) -> float:
+        return float(logits[self.a] - logits[self.b])
+
+
+@cache
+def truth(model: str) -> Patched:
+    return Patched(model)
+
+
+def tiny(root: Path) -> Case:
+    where = directory(root)
+    llm = get_llm(where, block_size=32, max_num_seqs=8, max_logprobs=-1)
+    clean = tokens(70, 3)
+    corrupt = [token if i not in (5, 36, 37) else (token + 90) % 500 for i, token in enumerate(clean)]
+    return Case(llm, truth(str(where)), clean, corrupt, [5, 36, -1, "35:39", [5, 40, 69]], 4)
+
+
+def shipped(root: Path) -> Case:
+    llm = get_llm(weir.demo_model(), block_size=32, max_num_seqs=8, max_logprobs=-1)
+    encode = llm.get_tokenizer().encode
+    a, b = (encode(text, add_special_tokens=False)[0] for text in (" happy", " sad"))
+    return Case(llm, truth(weir.demo_model()), encode(HAPPY), encode(SAD), [8, -1, "7:20"], 6, a, b)
+
+
+@pytest.fixture(scope="module", params=[tiny, shipped], ids=["tiny", "shipped"])
+def case(request: pytest.FixtureRequest, root: Path) -> Case:
+    return request.param(root)
+
+
+def expected_positions(entry: Any, length: int) -> list[int]:
+    if isinstance(entry, int):
+        return [entry % length]
+    return list(entry) if isinstance(entry, list) else list(range(*map(int, entry.split(":"))))
+
+
+def close(found: float, wanted: float, case: Case) -> bool:
+    """Within the bound, of a metric whose size is that of the unpatched runs' at least."""
+    scale = max(1.0, *(abs(case.difference(case.truth.run(ids)[0])) for ids in (case.clean, case.corrupt)))
+    return abs(found - wanted) <= BOUND * scale
+
+
+@pytest.mark.parametrize("mode", ["denoise", "noise"])
+def test_cells_are_those_of_transformers_with_hooks(case: Case, mode: str) -> None:
+    hooks = ["resid_pre", "attn_out", "mlp_out", "resid_post", "z"]
+    found = case.sweep(hooks, positions=case.positions, mode=mode)
+    base, source = case.ends(mode)
+    assert found.grid.dims == ("hook", "layer", "position")
+    assert found.grid.shape == (5, case.layers, len(case.positions))
+    for h, hook in enumerate(hooks):
+        for layer in range(case.layers):
+            for p, entry in enumerate(case.positions):
+                at = expected_positions(entry, len(base))
+                wanted = case.difference(case.truth.patch(base, source, (hook, layer), at))
+                assert close(found.grid[h, layer, p], wanted, case), (
+                    hook,
+                    layer,
+                    entry,
+                    found.grid[h, layer, p],
+                    wanted,
+                )
+    unpatched = [case.difference(case.truth.run(ids)[0]) for ids in (case.clean, case.corrupt)]
+    assert all(close(f, w, case) for f, w in zip(found.baseline, unpatched, strict=True))
+    assert np.ptp(found.grid.array) > 0.5, "the patches do nothing that could be told"
+    assert found.noise_floor <= BOUND * max(1.0, *map(abs, unpatched))
+
+
+@pytest.mark.parametrize("mode", ["denoise", "noise"])
+def test_heads_are_patched_one_by_one(case: Case, mode: str) -> None:
+    found = case.sweep("z", [1, 2], case.positions, "all", mode=mode)
+    base, source = case.ends(mode)
+    assert found.grid.axes["head"] == (0, 1, 2, 3)
+    for n, layer in enumerate((1, 2)):
+        for p, entry in enumerate(case.positions):
+            for head in range(4):
+                at = expected_positions(entry, len(base))
+                wanted = case.difference(case.truth.patch(base, source, ("z", layer), at, head))
+                assert close(found.grid[0, n, p, head], wanted, case), (layer, entry, head)
+    assert np.ptp(found.grid.array) > 1e-3
+
+
+PATHS = {
+    "head to the stream": ("z", [0, 1], [2], ("resid_post", 3), ("attn_out", "mlp_out")),
+    "MLP to queries": ("mlp_out", [0, 1], None, ("q", 3), ("attn_out", "mlp_out")),
+    "stream to attention": ("resid_pre", [1], None, ("attn_out", 3), ("attn_out", "mlp_out")),
+    "through MLPs": ("z", [0, 1], [1, 3], ("resid_pre", 3), ("attn_out",)),
+}
+
+
+@pytest.mark.parametrize("mode", ["denoise", "noise"])
+@pytest.mark.parametrize("name", PATHS)
+def test_paths(case: Case, name: str, mode: str) -> None:
+    hook, layers, heads, to, freeze = PATHS[name]
+    found = case.sweep(hook, layers, case.positions, heads, to=to, freeze=freeze, mode=mode)
+    base, source = case.ends(mode)
+    sizes = set()
+    for n, layer in enumerate(layers):
+        for p, entry in enumerate(case.positions):
+            for k, head in enumerate(heads or [None]):
+                at = expected_positions(entry, len(base))
+                held = between((hook, layer), to, freeze)
+                wanted = case.difference(case.truth.path(base, source, (hook, layer), at, head, to, held))
+                cell = found.grid[0, n, p] if heads is None else found.grid[0, n, p, k]
+                assert close(cell, wanted, case), (layer, entry, head, cell, wanted)
+                sizes.add(round(wanted, 4))
+    assert len(sizes) > 2
+    assert found.noise_floor <= 1e-4
+
+
+def between(sender: tuple[str, int], to: tuple[str, int], freeze: tuple[str, ...]) -> list[tuple[str, int]]:
+    """What is held: all that a token meets between the two, without the attention that has the sender in it."""
+    every = [(hook, layer) for layer in range(4) for hook in ORDER]
+    inside = every[every.index(sender) + 1 : every.index(to)]
+    return [site for site in inside if site[0] in freeze and (sender[0] != "z" or site != ("attn_out", sender[1]))]
+
+
+def test_path_to_heads(case: Case) -> None:
+    """All heads of a receiver are the receiver, and one of them is not."""
+    whole = case.sweep("attn_out", 0, [-1, 5], to=("z", 2))
+    every = case.sweep("attn_out", 0, [-1, 5], to=("z", 2, range(4)))
+    one = case.sweep("attn_out", 0, [-1, 5], to=("z", 2, [1]))
+    assert np.abs(whole.grid.array - every.grid.array).max() <= 1e-4
+    assert np.abs(whole.grid.array - one.grid.array).max() > 1e-4
+
+
+def test_clean_into_clean_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every run is computed whole and by itself, so that the engine's arithmetic is the same in all."""
+    submit = RequestStream.submit
+    monkeypatch.setattr(RequestStream, "submit", lambda self, *given: (self.drain(), submit(self, *given)))
+    hooks = ["resid_pre", "attn_out", "mlp_out", "resid_post", "z"]
+    sampling = weir.SamplingParams(
+        max_tokens=1, temperature=0, logprob_token_ids=[case.a, case.b], skip_reading_prefix_cache=True
+    )
+
+    def difference(out: Any) -> float:
+        assert out.num_cached_tokens == 0
+        found = out.outputs[0].logprobs[0]
+        return found[case.a].logprob - found[case.b].logprob
+
+    given: dict[str, Any] = {"metric": difference, "sampling": sampling, "progress": False}
+    found = weir.sweep(case.llm, case.clean, case.clean, hooks, positions=case.positions, **given)
+    heads = weir.sweep(case.llm, case.clean, case.clean, "z", 1, case.positions, "all", **given)
+    assert found.noise_floor == heads.noise_floor == 0.0
+    assert found.baseline.clean == found.baseline.corrupt
+    assert (found.grid.array == found.baseline.clean).all() and (heads.grid.array == found.baseline.clean).all()
+    with pytest.raises(weir.WeirError, match="the same metric") as error:
+        found.normalised  # noqa: B018
+    assert error.value.field == "metric"
+
+
+def test_cells_take_what_lies_before_them_from_the_cache(case: Case) -> None:
+    if len(case.clean) < 64:
+        pytest.skip("the prompt fills no block")
+    at = [0, 31, 32, 63, 64, 69]
+    cached = case.sweep("resid_post", [0, 3], at, metric=lambda out: out.num_cached_tokens)
+    wanted = [0, 0, 32, 32, 64, 64]
+    assert cached.grid.array.tolist() == [[wanted, wanted]]
+
+
+def test_the_engine_never_runs_dry(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the first cell and the last to be submitted it has more requests than fit a batch, also on a path."""
+    engine, seen, sent = case.llm.llm_engine, [], []
+    step, add = engine.step, engine.add_request
+    monkeypatch.setattr(
+        engine, "step", lambda: (seen.append((len(sent), engine.get_num_unfinished_requests())), step())[1]
+    )
+    monkeypatch.setattr(engine, "add_request", lambda *a, **k: (sent.append(a), add(*a, **k))[1])
+    pair = [case.clean, [*case.clean[:-1], 9]], [case.corrupt, [*case.corrupt[:-1], 9]]
+    found = weir.sweep(
+        case.llm, *pair, ["resid_post", "mlp_out"], metric=weir.logit_diff([7, 8], [11, 12]), progress=False,
+        positions=list(range(0, len(case.clean) - 1, 2)),
+    )  # fmt: skip
+    assert len(sent) == 2 * (2 + found.grid.array.size + 2 * case.layers)
+    # Up to then only the unpatched runs of the first two pairs are there.
+    busy = [unfinished for done, unfinished in seen if 4 < done < len(sent)]
+    assert len(busy) > 20 and min(busy) >= 64 - case.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+
+
+def test_pairs_are_averaged(case: Case) -> None:
+    other = [case.corrupt[0], *case.clean[1:]], [*case.corrupt]
+    one = case.sweep("resid_post", [0, 2], case.positions)
+    two = weir.sweep(
+        case.llm, *other, "resid_post", [0, 2], case.positions, metric=weir.logit_diff(3, 4), progress=False
+    )
+    both = weir.sweep(
+        case.llm, [case.clean, other[0]], [case.corrupt, other[1]], "resid_post", [0, 2], case.positions,
+        metric=weir.logit_diff([case.a, 3], [case.b, 4]), progress=False,
+    )  # fmt: skip
+    assert both.by_pair.dims == ("pair", "hook", "layer", "position")
+    for k, single in enumerate((one, two)):
+        assert np.abs(both.by_pair[k] - single.grid.array).max() <= 1e-4
+    assert (both.grid.array == both.by_pair.array.mean(0)).all()
+    assert both.baseline.clean == pytest.approx((one.baseline.clean + two.baseline.clean) / 2, abs=1e-4)
+
+
+def test_metrics_on_logits_and_on_text(case: Case) -> None:
+    at = {"layers": [0, 3], "positions": case.positions}
+    fast = case.sweep("resid_post", **at)
+    slow = case.sweep("resid_post", **at, metric=weir.on_logits(lambda logits: logits[case.a] - logits[case.b]))
+    assert np.abs(fast.grid.array - slow.grid.array).max() <= 1e-4
+    sizes = case.sweep("resid_post", **at, metric=weir.on_logits(len))
+    assert (sizes.grid.array == case.llm.model_config.get_vocab_size()).all()
+    sampling = weir.SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    texts: list[str] = []
+    counted = case.sweep(
+        "resid_post", **at, sampling=sampling,
+        metric=lambda out: texts.append(out.outputs[0].text) or len(out.outputs[0].token_ids),
+    )  # fmt: skip
+    assert (counted.grid.array == 3).all() and all(texts) and len(set(texts)) > 1
+
+
+def test_prompts_of_different_lengths_correspond_where_positions_say_so(case: Case) -> None:
+    longer = [case.clean[0], *case.clean]
+    found = weir.sweep(
+        case.llm, longer, case.corrupt, "resid_post", 2, [-1, "last_prompt", "-3:"],
+        metric=weir.logit_diff(case.a, case.b), progress=False,
+    )  # fmt: skip
+    end = len(case.corrupt)
+    rows = case.truth.rows(longer, ("resid_post", 2), [len(longer) - 1])
+    wanted = case.difference(case.truth.run(case.corrupt, {("resid_post", 2): rows._replace(positions=[end - 1])})[0])
+    assert close(found.grid[0, 0, 0], wanted, case) and close(found.grid[0, 0, 1], wanted, case)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mode": ({"mode": "both"}, "mode"),
+    "hook": ({"hooks": "resid"}, "hooks"),
+    "read-only hook": ({"hooks": "pattern"}, "hooks"),
+    "hook twice": ({"hooks": ["z", "attn.hook_z"]}, "hooks"),
+    "no hook": ({"hooks": []}, "hooks"),
+    "no such hook here": ({"hooks": "router_logits"}, "hooks"),
+    "layer": ({"layers": 99}, "layers"),
+    "position": ({"positions": [3, 700]}, "positions[1]"),
+    "position twice": ({"positions": [3, 3]}, "positions[1]"),
+    "generated": ({"positions": ["generated"]}, "positions[0]"),
+    "selects nothing": ({"positions": {"token_ids": [509]}}, "positions"),
+    "no heads": ({"heads": [0]}, "heads"),
+    "head": ({"hooks": "z", "heads": [4]}, "heads"),
+    "metric": ({"metric": 5}, "metric"),
+    "token": ({"metric": weir.logit_diff(-1, 3)}, "metric.a"),
+    "tokens": ({"metric": weir.logit_diff(1, [3, 4])}, "metric.b"),
+    "text of several tokens": ({"metric": weir.logit_diff("w3 w4", 1)}, "metric.a"),
+    "sampling": ({"sampling": object()}, "sampling"),
+    "receiver": ({"to": "resid_post"}, "to"),
+    "receiver's layer": ({"to": ("resid_post", 99)}, "to"),
+    "receiver's heads": ({"to": ("z", 3, [9])}, "to"),
+    "receiver before": ({"to": ("resid_pre", 1), "layers": [0, 2]}, "layers"),
+    "freeze": ({"to": ("resid_post", 3), "freeze": ["z"]}, "freeze"),
+    "lengths": ({"corrupt": [1, 2, 3]}, "positions"),
+    "prompts": ({"corrupt": [[1, 2], [3, 4]]}, "corrupt"),
+    "prompt": ({"corrupt": 5.0}, "corrupt"),
+    "no tokens": ({"corrupt": [[]]}, "corrupt"),
+    "vocabulary": ({"corrupt": [10**6] * 70}, "corrupt"),
+    "length": ({"corrupt": [5] * 400}, "corrupt"),
+    "checkpoint": ({"checkpoint": "/nowhere/at/all"}, "checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_runs(case: Case, name: str) -> None:
+    change, field = REFUSED[name]
+    given: dict[str, Any] = {"clean": case.clean, "corrupt": case.corrupt, "metric": weir.logit_diff(1, 2)} | change
+    with pytest.raises(weir.WeirError) as error:
+        weir.sweep(case.llm, progress=False, **given)
+    assert error.value.field == field, str(error.value)
+    assert not case.llm.llm_engine.has_unfinished_requests()
+
+
+def test_an_error_of_the_metric_leaves_nothing_behind(case: Case) -> None:
+    calls: list[Any] = []
+
+    def fails(out: Any) -> Any:
+        calls.append(out)
+        if len(calls) == 9:
+            raise ZeroDivisionError("mine")
+        return "text" if len(calls) == 30 else 1
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        case.sweep(metric=fails)
+    assert not case.llm.llm_engine.has_unfinished_requests() and idle(case.llm)
+    with pytest.raises(weir.WeirError, match="return one number") as error:
+        case.sweep(metric=fails)
+    assert error.value.field == "metric"
+    assert not case.llm.llm_engine.has_unfinished_requests() and idle(case.llm)
+
+
+def test_other_requests_of_the_engine_are_not_lost(case: Case) -> None:
+    case.llm.enqueue([{"prompt_token_ids": case.clean}], weir.SamplingParams(max_tokens=1), use_tqdm=False)
+    with pytest.raises(weir.WeirError, match="unfinished") as error:
+        case.sweep()
+    assert error.value.field == "llm"
+    assert len(case.llm.wait_for_completion(use_tqdm=False)) == 1
+
+
+def test_a_checkpoint_goes_on_where_it_was(case: Case, tmp_path: Path) -> None:
+    """Interrupted by the metric after some cells: the next call asks for the others alone."""
+    file, scored = tmp_path / "cells", [0]
+    whole = case.sweep("mlp_out", positions=case.positions)
+
+    def interrupt(done: int, total: int) -> None:
+        if done == total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        case.sweep("mlp_out", positions=case.positions, checkpoint=file, progress=interrupt)
+    first = keys(file)
+    reports: list[tuple[int, int]] = []
+    again = case.sweep("mlp_out", positions=case.positions, checkpoint=file, progress=lambda *n: reports.append(n))
+    total = 2 + whole.grid.array.size + case.layers
+    assert sorted(keys(file)) == list(range(total)) and keys(file)[: len(first)] == first
+    assert reports[0] == (len(first), total) and reports[-1] == (total, total)
+    assert len(reports) == 1 + total - len(first), scored
+    assert np.abs(again.grid.array - whole.grid.array).max() <= 1e-4
+    with pytest.raises(weir.WeirError, match="another sweep") as error:
+        case.sweep("mlp_out", positions=case.positions, checkpoint=file, mode="noise")
+    assert error.value.field == "checkpoint"
+    done = file.read_bytes()
+    third = case.sweep("mlp_out", positions=case.positions, checkpoint=file)
+    assert (third.grid.array == again.grid.array).all() and file.read_bytes() == done
+
+
+def keys(file: Path) -> list[int]:
+    return [int(line.split()[0]) for line in file.read_text().splitlines()[1:]]
+
+
+COMMAND = [
+    "-m", "vllm_weir.cli", "sweep", weir.demo_model(), "--clean", HAPPY, "--corrupt", SAD, "--answer", " happy",
+    "--wrong", " sad", "--hook", "resid_post,attn_out", "--layers", "0,2,5", "--quiet", "--json", "--plot", "map.html",
+    "--out", "sweep.npz", "-e", "dtype=float32", "-e", "max_model_len=256", "-e", "enforce_eager=true",
+    "-e", f"kv_cache_memory_bytes={64 << 20}", "-e", "max_num_seqs=4",
+]  # fmt: skip
+
+
+@pytest.mark.timeout(900)
+def test_the_command_killed_and_run_again(tmp_path: Path) -> None:
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    file = tmp_path / "cells"
+    command = [*COMMAND, "--checkpoint", str(file)]
+    before: list[int] = []
+    for kill in range(2):
+        kill_after(len(before) + 10, command, env, tmp_path, file)
+        now = [int(line.split()[0]) for line in lines(file)[1:]]
+        assert len(now) >= len(before) + 10 and now[: len(before)] == before
+        before = now
+        if not kill:  # as if killed within a write
+            file.write_bytes(file.read_bytes() + b"77 0x1.8p+")
+    (tmp_path / "zygote").mkdir()
+    done = zygote().run(command, env, tmp_path, tmp_path / "zygote")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    count = 2 + np.size(found["grid"]) + 6
+    assert keys(file)[: len(before)] == before
+    assert Counter(keys(file)) == Counter(range(count))
+    result = weir.Sweep.load(tmp_path / "sweep.npz")
+    assert result.grid.array.tolist() == found["grid"] and found["files"] == ["sweep.npz", "map.html"]
+    page = (tmp_path / "map.html").read_text()
+    assert page.count("<svg") == 2 and "http-equiv" not in page and "<script" not in page
+    llm = get_llm(weir.demo_model(), block_size=32, max_num_seqs=8, max_logprobs=-1)
+    metric = weir.logit_diff(" happy", " sad")
+    whole = weir.sweep(llm, HAPPY, SAD, ["resid_post", "attn_out"], [0, 2, 5], metric=metric, progress=False)
+    assert np.abs(whole.grid.array - result.grid.array).max() <= 1e-4
+
+
+def lines(file: Path) -> list[bytes]:
+    """Whole lines."""
+    return file.read_bytes().split(b"\n")[:-1]
+
+
+def kill_after(cells: int, command: list[str], env: dict[str, str], folder: Path, file: Path) -> None:
+    """Run the command, and kill it once the checkpoint has so many cells."""
+    child = zygote().start(command, env, folder, folder / "out", folder / "err")
+    eventually(lambda: child.poll() is not None or (file.exists() and len(lines(file)) > cells), True, 300)
+    assert child.poll() is None, (folder / "err").read_text()[-3000:]
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()

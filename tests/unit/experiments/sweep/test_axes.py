@@ -1,0 +1,58 @@
+"""`Grid`: labels in place of indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_weir.errors import WeirError
+from vllm_weir.experiments.sweep.axes import Grid
+
+LABELS = st.lists(st.one_of(st.integers(-9, 99), st.text(min_size=1, max_size=3)), min_size=1, max_size=4, unique=True)
+
+
+@st.composite
+def grids(draw: Any) -> Grid:
+    names = draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True))
+    axes = {name: tuple(draw(LABELS)) for name in names}
+    shape = tuple(map(len, axes.values()))
+    return Grid(np.arange(np.prod(shape), dtype=float).reshape(shape), axes)
+
+
+@given(grids(), st.data())
+def test_a_label_is_an_index(grid: Grid, data: Any) -> None:
+    index = tuple(data.draw(st.integers(0, n - 1)) for n in grid.shape)
+    chosen = {name: labels[i] for (name, labels), i in zip(grid.axes.items(), index)}
+    assert grid.sel(**chosen) == grid[index]
+    part = grid.sel(**{name: [label] for name, label in chosen.items()})
+    assert isinstance(part, Grid) and part.shape == (1,) * len(grid.axes) and part.array.item() == grid[index]
+    assert grid.dims == tuple(grid.axes) and np.asarray(grid) is grid.array and len(grid) == grid.shape[0]
+
+
+@given(grids(), st.data())
+def test_the_order_of_selections_does_not_matter(grid: Grid, data: Any) -> None:
+    name = data.draw(st.sampled_from(grid.dims))
+    order = data.draw(st.permutations(grid.axes[name]))
+    turned = grid.sel(**{name: list(order)})
+    assert isinstance(turned, Grid) and turned.axes[name] == tuple(order)
+    back = turned.sel(**{name: list(grid.axes[name])})
+    assert isinstance(back, Grid) and (back.array == grid.array).all() and back.axes == grid.axes
+
+
+def test_refused() -> None:
+    grid = Grid(np.zeros((2, 1)), {"layer": (0, 3), "position": (-1,)})
+    for labels, field in (({"head": 0}, "head"), ({"layer": 1}, "layer"), ({"layer": [0, 7]}, "layer")):
+        with pytest.raises(WeirError) as error:
+            grid.sel(**labels)
+        assert error.value.field == field
+    for array, axes, field in (
+        (np.zeros(2), {"layer": (0,)}, "axes"),
+        (np.zeros(2), {"layer": (1, 1)}, "axes.layer"),
+    ):
+        with pytest.raises(WeirError) as error:
+            Grid(array, axes)
+        assert error.value.field == field

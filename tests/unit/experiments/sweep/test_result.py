@@ -1,0 +1,86 @@
+"""`Sweep`: its file, its figures, and the share of the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_weir.errors import WeirError
+from vllm_weir.experiments.sweep.axes import Grid
+from vllm_weir.experiments.sweep.result import Baseline, Sweep
+
+
+def made(heads: int = 0, hooks: tuple[str, ...] = ("resid_post", "mlp_out"), positions: int = 3, **more: Any) -> Sweep:
+    axes: dict[str, Any] = {"hook": hooks, "layer": (0, 4), "position": (0, "1:3", -1)[:positions]}
+    axes |= {"head": tuple(range(heads))} if heads else {}
+    cells = np.random.default_rng(0).normal(size=(2, *map(len, axes.values())))
+    given = {
+        "grid": Grid(cells.mean(0), axes), "by_pair": Grid(cells, {"pair": (0, 1), **axes}),
+        "baseline": Baseline(3.0, -1.0), "noise_floor": 1e-6, "mode": "denoise", "metric": "logit difference",
+        "to": "", "position_labels": ("0 The $x$", "1:3", "-1 <b>")[:positions],
+    }  # fmt: skip
+    return Sweep(**given | more)
+
+
+@pytest.mark.parametrize("heads", [0, 2])
+def test_a_file_to_the_bit(tmp_path: Path, heads: int) -> None:
+    sweep = made(heads, to="q[3] heads 1")
+    again = Sweep.load(sweep.save(tmp_path / "any.name"))
+    for name in ("grid", "by_pair"):
+        one, other = getattr(sweep, name), getattr(again, name)
+        assert dict(one.axes) == dict(other.axes) and one.array.tobytes() == other.array.tobytes()
+    for name in ("baseline", "noise_floor", "mode", "metric", "to", "position_labels"):
+        assert getattr(sweep, name) == getattr(again, name)
+    assert repr(again) == repr(sweep) and "noise 1e-06" in repr(sweep)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
+    np.savez(tmp_path / "other.npz", a=np.zeros(3))
+    np.savez(tmp_path / "version.npz", about=np.array('{"format": "weir sweep", "version": 9}'))
+    whole = made().save(tmp_path / "whole").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[:-40])
+    for name in ("text", "other.npz", "version.npz", "cut", "missing"):
+        with pytest.raises(WeirError, match="cannot read") as error:
+            Sweep.load(tmp_path / name)
+        assert error.value.field == "path"
+    with pytest.raises(WeirError, match="cannot write") as error:
+        made().save(tmp_path / "no" / "file")
+    assert error.value.field == "path"
+
+
+def test_share_of_the_way() -> None:
+    sweep = made()
+    assert np.allclose(sweep.normalised.array, (sweep.grid.array + 1) / 4)
+    assert np.allclose(made(mode="noise").normalised.array, (sweep.grid.array - 3) / -4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "positions", "rows"), [(0, 3, ["0", "4"]), (2, 3, ["0.0", "0.1", "4.0", "4.1"]), (2, 1, ["0", "4"])]
+)
+def test_a_page_holds_all_numbers(tmp_path: Path, heads: int, positions: int, rows: list[str]) -> None:
+    sweep = made(heads, positions=positions)
+    (path,) = sweep.plot(tmp_path / "new" / "map.html", normalised=False)
+    text = path.read_text()
+    assert text.count("<svg") == text.count("<table>") == 2 and text.count("<html") == text.count("</html>") == 1
+    assert all(f"<tr><th>{row}</th>" in text for row in rows)
+    for value in sweep.grid.array.ravel():
+        assert f">{value:.4g}<" in text
+    assert "0 The $x$" in text and "src=" not in text
+    assert positions == 1 or "-1 &lt;b&gt;" in text
+
+
+def test_a_picture_for_each_hook_point(tmp_path: Path) -> None:
+    sweep = made()
+    assert [p.name for p in sweep.plot(tmp_path / "map.png")] == ["map.resid_post.png", "map.mlp_out.png"]
+    assert [p.name for p in sweep.plot(tmp_path / "one.png", hook="mlp_out")] == ["one.png"]
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+    (path,) = made(baseline=Baseline(1.0, 1.0)).plot(tmp_path / "same.html", hook="mlp_out")  # no way to go
+    assert path.exists()
+    for given, field in (((tmp_path / "map.gif",), "path"), ((tmp_path / "map.png", "z"), "hook")):
+        with pytest.raises(WeirError) as error:
+            sweep.plot(given[0], hook=given[1] if len(given) > 1 else None)
+        assert error.value.field == field

@@ -1,0 +1,100 @@
+"""Metrics: which tokens they name, what they ask of the engine, and what they make of outputs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_weir.errors import WeirError
+from vllm_weir.experiments.metrics import BoundLogitDiff, OnOutput, as_number, bind_metric, logit_diff, on_logits
+
+IDS = {" Mary": [5], " John": [6], " Johnson": [6, 9]}
+
+
+def encode(text: str) -> list[int]:
+    return IDS[text]
+
+
+def output(**more: Any) -> Any:
+    return SimpleNamespace(outputs=[SimpleNamespace(**more)])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "pairs", "tokens"),
+    [
+        (" Mary", " John", 2, ((5, 6), (5, 6))),
+        (5, np.int64(6), 1, ((5, 6),)),
+        ([" Mary", " John"], [" John", " Mary"], 2, ((5, 6), (6, 5))),
+        (np.array([1, 2]), 3, 2, ((1, 3), (2, 3))),
+    ],
+)
+def test_tokens_of_each_pair(a: Any, b: Any, pairs: int, tokens: Any) -> None:
+    assert logit_diff(a, b).bind(encode, pairs) == BoundLogitDiff(tokens)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "field", "says"),
+    [
+        (" Johnson", 5, "metric.a", "2 tokens"),
+        (5, True, "metric.b", "text or id"),
+        (-1, 5, "metric.a", "never negative"),
+        (5, [1, 2, 3], "metric.b", "3 tokens for 2 pairs"),
+        (5, [1, 2.5], "metric.b[1]", "text or id"),
+        (None, 5, "metric.a", "text or id"),
+    ],
+)
+def test_refused_tokens(a: Any, b: Any, field: str, says: str) -> None:
+    with pytest.raises(WeirError, match=says) as error:
+        logit_diff(a, b).bind(encode, 2)
+    assert error.value.field == field
+
+
+def test_texts_need_a_tokenizer() -> None:
+    with pytest.raises(WeirError, match="no tokenizer") as error:
+        logit_diff(" Mary", 5).bind(None, 1)
+    assert error.value.field == "metric.a"
+
+
+def test_logit_difference() -> None:
+    metric = BoundLogitDiff(((5, 6), (7, 7)))
+    assert metric.sampling(0)["logprob_token_ids"] == [5, 6] and metric.sampling(1)["logprob_token_ids"] == [7]
+    found = {t: SimpleNamespace(logprob=v) for t, v in ((5, -1.5), (6, -4.0), (7, -2.0))}
+    assert metric.score(output(logprobs=[found]), 0) == 2.5
+    assert metric.score(output(logprobs=[found]), 1) == 0.0
+    assert metric.identity() != BoundLogitDiff(((5, 6), (7, 8))).identity()
+
+
+def test_all_logits_come_in_the_order_of_the_vocabulary() -> None:
+    flat = SimpleNamespace(token_ids=[2, 0, 1, 2], logprobs=[-0.5, -2.0, -3.0, -0.5])
+    seen: list[np.ndarray] = []
+    metric = on_logits(lambda logits: seen.append(logits) or logits.argmax())
+    assert metric.score(output(logprobs=flat), 0) == 2.0
+    assert seen[0].tolist() == [-2.0, -3.0, -0.5] and seen[0].dtype == np.float32
+
+
+def test_binding() -> None:
+    metric = bind_metric(len, "greedy", None, 1)
+    assert metric == OnOutput(len, "greedy") and metric.name == "len"
+    assert metric.identity() == ["output", "builtins.len", "'greedy'"]
+    assert bind_metric(on_logits(max), None, None, 1).name == "max"
+    for given, field in (((3, None), "metric"), ((logit_diff(1, 2), "greedy"), "sampling")):
+        with pytest.raises(WeirError) as error:
+            bind_metric(*given, None, 1)
+        assert error.value.field == field
+    with pytest.raises(WeirError) as error:
+        on_logits(3)  # type: ignore[arg-type]
+    assert error.value.field == "function"
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.array(1.0), np.bool_(True)])
+def test_numbers(value: Any) -> None:
+    assert as_number(value) == 1.0
+
+
+@pytest.mark.parametrize("value", [None, "1", [1.0], np.ones(2)])
+def test_no_numbers(value: Any) -> None:
+    with pytest.raises(WeirError, match="return one number"):
+        as_number(value)
