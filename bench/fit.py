@@ -98,9 +98,8 @@ def main() -> None:
             found = weir.fit(llm, positive, negative, method, progress=False)
             seconds[method] = time.perf_counter() - begin
             verdict = "meets" if seconds[method] < TARGET else "MISSES"
-            print(
-                f"{method}: {args.pairs} pairs, {len(found.layers)} blocks, {seconds[method]:.1f} s, {verdict} {TARGET:g} s"
-            )
+            took = f"{seconds[method]:.1f} s, {verdict} {TARGET:g} s"
+            print(f"{method}: {args.pairs} pairs, {len(found.layers)} blocks, {took}")
     result = {
         "what": "weir.fit, seconds after the start of the engine, with the causal check",
         "model": "small" if args.small else "Llama-3.1-8B's shapes, dummy weights, bf16",
