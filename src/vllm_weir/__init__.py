@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vllm_weir.client.client import Client
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
     from vllm_weir.errors import WeirError
+    from vllm_weir.experiments.directions import Directions
     from vllm_weir.extraction.run import extract
     from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
     from vllm_weir.results.activations import Activations
@@ -73,6 +74,7 @@ __all__ = [
     "Capture",
     "Clamp",
     "Client",
+    "Directions",
     "Features",
     "Lens",
     "LowRank",
@@ -141,6 +143,7 @@ __getattr__, __dir__ = lazy_names(
         "Capture": "vllm_weir.schema.capture",
         "Clamp": "vllm_weir.schema.interventions",
         "Client": "vllm_weir.client.client",
+        "Directions": "vllm_weir.experiments.directions",
         "Features": "vllm_weir.schema.features",
         "LLM": "vllm_weir.integrations.probe_hook",
         "Lens": "vllm_weir.schema.features",

@@ -1,0 +1,229 @@
+"""`Directions`: one direction for each of some blocks, and how well each separates two classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.fields import set_fields
+from vllm_weir.schema.hooks import normalise_hook
+from vllm_weir.schema.interventions import Add
+from vllm_weir.schema.probes import Probe
+from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.vectors import Vector, number
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Directions:
+    """Directions by block, as `fit` finds them and `load_vector` reads them.
+
+    Args:
+        hook: hook point whose rows the directions are directions of.
+        layers: the blocks, counted from 0, ascending; left out or empty: those of `vectors`.
+        vectors: ``{layer: vector}``, each [d], all of one width; kept as read-only float32.
+        method: how they were found: ``"diff"``, ``"pca"``, ``"lat"``, ``"logistic"``, or the format
+            of the file that they were read from.
+        convention: one sentence on the layer numbers and the scale of the method or the file, and
+            how they became blocks and hook points.
+        auc_by_layer: ``{layer: AUC}`` on pairs that were held out; None if it is not known.
+        bias: ``{layer: bias}`` of the probes; None if it is not known. A probe's score is
+            ``weight @ row + bias``, where `weight` is the vector itself for ``"logistic"``, and the
+            unit vector along it for every other method.
+        details: anything more, as JSON: counts, effects, doses.
+
+    Raises:
+        WeirError: naming the field.
+    """
+
+    hook: str = "resid_post"
+    layers: tuple[int, ...] = ()
+    vectors: Mapping[int, Any] = field(default_factory=dict, repr=False)
+    method: str = "unknown"
+    convention: str = ""
+    auc_by_layer: Mapping[int, float] | None = None
+    bias: Mapping[int, float] | None = None
+    details: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        vectors = _parse_vectors(self.vectors)
+        layers = tuple(sorted(int(layer) for layer in self.layers)) or tuple(vectors)
+        if layers != tuple(vectors):
+            raise WeirError(f"layers {list(layers)}, but vectors for {list(vectors)}", "directions.layers")
+        for name in ("method", "convention"):
+            if not isinstance(getattr(self, name), str):
+                raise WeirError(f"expected a text, got {type(getattr(self, name)).__name__}", f"directions.{name}")
+        set_fields(
+            self,
+            hook=normalise_hook(self.hook, "directions.hook"),
+            layers=layers,
+            vectors=vectors,
+            auc_by_layer=_parse_numbers(self.auc_by_layer, layers, "directions.auc_by_layer"),
+            bias=_parse_numbers(self.bias, layers, "directions.bias"),
+            details=_parse_details(self.details),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Directions):
+            return NotImplemented
+        return self._plain() == other._plain() and all(
+            np.array_equal(vector, other.vectors[layer]) for layer, vector in self.vectors.items()
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _plain(self) -> tuple[Any, ...]:
+        names = ("hook", "layers", "method", "convention", "auc_by_layer", "bias", "details")
+        return tuple(getattr(self, name) for name in names)
+
+    @property
+    def width(self) -> int:
+        """The number of values of each vector."""
+        return len(self.vectors[self.layers[0]])
+
+    def vector(self, layer: int) -> torch.Tensor:
+        """Return the direction of a block as float32 [d]; raise WeirError if there is none."""
+        import torch
+
+        return torch.from_numpy(self._array(layer).copy())
+
+    def auc(self, layer: int) -> float:
+        """Return the AUC of a block on held-out pairs; raise WeirError if it is not known."""
+        if self.auc_by_layer is None:
+            raise WeirError("its AUC is not known: it comes from weir.fit, which holds pairs out", "auc_by_layer")
+        return self.auc_by_layer[self._known(layer, self.auc_by_layer)]
+
+    @property
+    def best(self) -> int:
+        """The block with the highest AUC, the first of several; WeirError if no AUC is known."""
+        if not self.auc_by_layer:
+            raise WeirError("no AUC is known, so no block is the best; choose one of .layers", "auc_by_layer")
+        by_layer = self.auc_by_layer
+        return max(sorted(by_layer), key=lambda layer: by_layer[layer])
+
+    def probe(self, layer: int | None = None, name: str = "probe", **fields: Any) -> Probe:
+        """Return the probe that scores rows by the direction of a block.
+
+        Of logistic directions the score is the fitted log odds; of others, the component of the row
+        along the direction, less the middle between the means of the two classes.
+
+        Args:
+            layer: the block; left out, it is `best`, or the only one.
+            name: of the probe.
+            **fields: other fields of `Probe`. `bias` has to be given where none is known.
+
+        Raises:
+            WeirError: for a block without a direction, or if no bias is known and none is given.
+        """
+        layer = self._chosen(layer)
+        vector = self._array(layer)
+        if "bias" not in fields:
+            if self.bias is None or layer not in self.bias:
+                raise WeirError(
+                    "no bias is known, so no score separates the classes; give bias=, 0 for the component alone", "bias"
+                )
+            fields["bias"] = self.bias[layer]
+        return Probe(name, vector if self.method == "logistic" else unit(vector), hook=self.hook, layer=layer, **fields)
+
+    def add(self, scale: float = 1.0, layers: int | Iterable[int] | None = None, **fields: Any) -> Add:
+        """Return the intervention that adds ``scale * vector`` at each block.
+
+        Args:
+            scale: factor; a vector keeps the length that it has.
+            layers: one block or several; left out: all that there are.
+            **fields: other fields of `Add`.
+
+        Raises:
+            WeirError: for a block without a direction.
+        """
+        chosen = self.only(layers) if layers is not None else self
+        return Add(dict(chosen.vectors), scale=scale, hook=self.hook, **fields)
+
+    def only(self, layers: int | Iterable[int]) -> Directions:
+        """Return the directions of one block or several, with what is known about them."""
+        given = plain(layers)
+        wanted = sorted({self._known(layer, self.vectors) for layer in ([given] if is_int(given) else given)})
+
+        def part(values: Mapping[int, Any] | None) -> dict[int, Any] | None:
+            return None if values is None else {layer: values[layer] for layer in wanted if layer in values}
+
+        return Directions(
+            self.hook,
+            tuple(wanted),
+            part(self.vectors) or {},
+            self.method,
+            self.convention,
+            part(self.auc_by_layer),
+            part(self.bias),
+            self.details,
+        )
+
+    def _chosen(self, layer: int | None) -> int:
+        if layer is not None:
+            return self._known(layer, self.vectors)
+        return self.layers[0] if len(self.layers) == 1 else self.best
+
+    def _array(self, layer: int) -> np.ndarray:
+        return self.vectors[self._known(layer, self.vectors)]
+
+    def _known(self, layer: Any, values: Mapping[int, Any]) -> int:
+        layer = plain(layer)
+        if not is_int(layer) or int(layer) not in values:
+            raise WeirError(f"there is nothing for block {brief(layer)}, only for {brief(list(values), 200)}", "layer")
+        return int(layer)
+
+
+def unit(vector: np.ndarray) -> np.ndarray:
+    """Return the float32 unit vector along a vector, computed in float64; raise WeirError if its length is zero."""
+    exact = vector.astype(np.float64)
+    length = np.linalg.norm(exact)
+    if length == 0:
+        raise WeirError("a direction of length zero points nowhere", "vectors")
+    return (exact / length).astype(np.float32)
+
+
+def _parse_vectors(values: Any) -> dict[int, np.ndarray]:
+    if not isinstance(values, Mapping) or not values:
+        raise WeirError("expected {layer: vector} with at least one block", "directions.vectors")
+    out: dict[int, np.ndarray] = {}
+    for key, value in values.items():
+        at = f"directions.vectors.{brief(key)}"
+        layer = plain(key)
+        if not is_int(layer) or layer < 0:
+            raise WeirError("a layer is the index of a block, counted from 0", at)
+        vector = Vector.parse_one(value, at)
+        if vector.array is None:
+            raise WeirError("expected numbers, got a name", at)
+        out[int(layer)] = vector.array
+    widths = sorted({len(array) for array in out.values()})
+    if len(widths) > 1:
+        raise WeirError(f"the vectors differ in width: {widths[:5]}", "directions.vectors")
+    return dict(sorted(out.items()))
+
+
+def _parse_numbers(values: Any, layers: tuple[int, ...], at: str) -> dict[int, float] | None:
+    if values is None:
+        return None
+    if not isinstance(values, Mapping):
+        raise WeirError("expected {layer: number}", at)
+    out = {int(layer): number(value, f"{at}.{brief(layer)}") for layer, value in values.items()}
+    if not set(out) <= set(layers):
+        raise WeirError(f"blocks {sorted(set(out) - set(layers))[:5]} have no vector", at)
+    return dict(sorted(out.items()))
+
+
+def _parse_details(details: Any) -> dict[str, Any]:
+    if not isinstance(details, Mapping):
+        raise WeirError(f"expected an object, got {type(details).__name__}", "directions.details")
+    try:
+        out = json.loads(json.dumps(dict(details), allow_nan=False))
+    except (TypeError, ValueError) as e:
+        raise WeirError(f"has to be JSON: {str(e)[:80]}", "directions.details") from None
+    return out
