@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
     from vllm_weir.errors import WeirError
     from vllm_weir.experiments.directions import Directions
+    from vllm_weir.experiments.vectors.load import load_vector
+    from vllm_weir.experiments.vectors.reft import load_reft
     from vllm_weir.extraction.run import extract
     from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
     from vllm_weir.results.activations import Activations
@@ -106,8 +108,10 @@ __all__ = [
     "load",
     "load_features",
     "load_probe",
+    "load_reft",
     "load_sae",
     "load_sae_async",
+    "load_vector",
     "mark",
     "open_writer",
     "params",
@@ -176,8 +180,10 @@ __getattr__, __dir__ = lazy_names(
         "load": "vllm_weir.storage.loading",
         "load_features": "vllm_weir.storage.features.dataset",
         "load_probe": "vllm_weir.schema.probe_files",
+        "load_reft": "vllm_weir.experiments.vectors.reft",
         "load_sae": "vllm_weir.api",
         "load_sae_async": "vllm_weir.api",
+        "load_vector": "vllm_weir.experiments.vectors.load",
         "mark": "vllm_weir.api",
         "open_writer": "vllm_weir.storage.loading",
         "params": "vllm_weir.api",

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_weir.errors import WeirError, brief
+from vllm_weir.errors import StoreError, WeirError, brief
+from vllm_weir.experiments.vectors import codec
 from vllm_weir.schema.fields import set_fields
 from vllm_weir.schema.hooks import normalise_hook
 from vllm_weir.schema.interventions import Add
 from vllm_weir.schema.probes import Probe
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import Vector, number
+from vllm_weir.util.atomic_write import atomic_write
 
 if TYPE_CHECKING:
     import torch
@@ -164,6 +168,60 @@ class Directions:
             part(self.bias),
             self.details,
         )
+
+    def save(self, path: str | os.PathLike, model_hint: str = "") -> None:
+        """Write a file that `load_vector` reads back to the bit, with all that is known.
+
+        Args:
+            path: its name ends in ``.safetensors``, or in ``.gguf`` for a control vector that
+                llama.cpp and repeng read. A control vector has directions of `resid_post` only, and
+                in it no other program than Weir sees the direction of block 0.
+            model_hint: of a control vector, the kind of model, such as ``"llama"``, which only
+                informs; left out, it is what `details` say as ``model_type``.
+
+        Raises:
+            WeirError: for another ending, or a hook point that the format does not have.
+            StoreError: if the file cannot be written.
+        """
+        ending, known = Path(path).suffix.lower(), {name: getattr(self, name) for name in codec.KNOWN}
+        if ending == ".gguf":
+            data = codec.to_gguf(self.vectors, known, model_hint or self._model_type)
+        elif ending == ".safetensors":
+            data = codec.to_safetensors(self.vectors, known)
+        else:
+            raise WeirError("expected a name that ends in .gguf or .safetensors", "path")
+        try:
+            with atomic_write(path) as file:
+                file.write(data)
+        except (OSError, ValueError) as e:
+            raise StoreError(f"cannot write {brief(path, 200)}: {str(e)[:80]}", "path") from None
+
+    def to_repeng(self, model_type: str = "") -> Any:
+        """Return the ``ControlVector`` of repeng, whose layers are blocks counted from 0, too.
+
+        Args:
+            model_type: what repeng knows the model by, such as ``"qwen3"``; left out, it is what
+                `details` say as ``model_type``.
+
+        Raises:
+            WeirError: for another hook point than `resid_post`, or if repeng cannot be imported.
+        """
+        if self.hook != "resid_post":
+            raise WeirError(f"repeng adds to what leaves a block, resid_post, not to {self.hook}", "hook")
+        try:
+            from repeng import ControlVector
+        except ImportError as e:
+            raise WeirError(f"repeng is needed: pip install repeng ({e})", "to_repeng") from None
+        except AttributeError as e:
+            raise WeirError(
+                f"this repeng does not work with the installed numpy ({str(e)[:80]})", "to_repeng"
+            ) from None
+        directions = {layer: vector.copy() for layer, vector in self.vectors.items()}
+        return ControlVector(model_type=model_type or self._model_type, directions=directions)
+
+    @property
+    def _model_type(self) -> str:
+        return str(self.details.get("model_type", "unknown"))
 
     def _chosen(self, layer: int | None) -> int:
         if layer is not None:

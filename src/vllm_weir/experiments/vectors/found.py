@@ -1,0 +1,79 @@
+"""`Given` and `Found`: what a caller says about a file, and what a reader found in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_weir.errors import MissingFile, StoreError, WeirError, brief
+from vllm_weir.schema.hooks import normalise_hook
+from vllm_weir.schema.scalars import is_int, plain
+
+BLOCKS, HIDDEN_STATES = "blocks", "hidden_states"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a caller says about a file that does not say it itself.
+
+    Args:
+        layers: block of the one vector, or of each of several, in their order; None if not given.
+        hook: hook point; None if not given.
+        numbering: how layers are counted, in the file and in `layers`: ``"blocks"`` or
+            ``"hidden_states"``; None if not given.
+    """
+
+    layers: Any = None
+    hook: Any = None
+    numbering: Any = None
+
+    def __post_init__(self) -> None:
+        if self.hook is not None:
+            vars(self)["hook"] = normalise_hook(self.hook, "hook")
+        if self.numbering not in (None, BLOCKS, HIDDEN_STATES):
+            raise WeirError(f"choose {BLOCKS!r} or {HIDDEN_STATES!r}, got {brief(self.numbering)!r}", "numbering")
+        if self.layers is None:
+            return
+        layers = plain(self.layers)
+        layers = [layers] if is_int(layers) else [plain(layer) for layer in layers]
+        if not layers or not all(is_int(layer) and layer >= 0 for layer in layers):
+            raise WeirError("expected the index of a block, or several, counted from 0", "layers")
+        vars(self)["layers"] = tuple(map(int, layers))
+
+    def refuse_layers(self, source: str) -> None:
+        """Raise WeirError if layers or their numbering were given for a file that says them itself."""
+        if self.layers is not None:
+            raise WeirError(f"{source} says which blocks its vectors are for; leave it out, and use .only()", "layers")
+        if self.numbering == HIDDEN_STATES:
+            raise WeirError(f"{source} counts blocks; leave it out", "numbering")
+
+    def hook_or(self, said: str | None, default: str, source: str) -> str:
+        """Return the hook point that the file says, the caller gave, or the default; refuse two that differ."""
+        if said is not None and self.hook is not None and said != self.hook:
+            raise WeirError(f"{source} says {said}", "hook")
+        return said or self.hook or default
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found in a file: the fields of `Directions`."""
+
+    hook: str
+    vectors: Mapping[int, Any]
+    method: str
+    convention: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+    auc_by_layer: Mapping[int, float] | None = None
+    bias: Mapping[int, float] | None = None
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file; raise StoreError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise MissingFile(f"there is no file {brief(path, 200)}", "path") from None
+    except (OSError, ValueError) as e:
+        raise StoreError(f"cannot read {brief(path, 200)}: {str(e)[:80]}", "path") from None

@@ -1,0 +1,124 @@
+"""Arrays with names, as files of safetensors, numpy and torch hold them, to directions by block."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.experiments.vectors.found import HIDDEN_STATES, Found, Given
+from vllm_weir.schema.hooks import ALIASES, HOOKS, parse_site, split_transformer_lens
+from vllm_weir.schema.vector_files import number_in
+from vllm_weir.schema.vectors import KEPT, Vector
+
+_SITE = re.compile(r"(\w+)(?:\.\d{1,9}|\[\d{1,9}\])", re.ASCII)
+_MODULE = re.compile(r"(?:.*\.)?(?:layers|h|blocks?)\.(\d{1,9})(?:\.(\w+))?", re.ASCII)
+_MODULE_HOOKS = {
+    None: "resid_post",
+    "self_attn": "attn_out",
+    "attn": "attn_out",
+    "attention": "attn_out",
+    "mlp": "mlp_out",
+}
+_NUMPY = re.compile(r"arr_(\d{1,9})", re.ASCII)
+"""What numpy calls arrays without a name; the number is their place in the call."""
+
+
+def from_names(arrays: Mapping[str, Any], given: Given, source: str, field: str = "file") -> Found:
+    """Return the directions of arrays by name.
+
+    Args:
+        arrays: by name: one array, [d] or [n, d], or several of [d] whose names say their blocks.
+        given: what the caller says.
+        source: the file's format, for the convention and errors.
+        field: named by errors, followed by the array's name.
+
+    Raises:
+        WeirError: where neither the names nor the caller say the blocks, or they contradict.
+    """
+    if not arrays:
+        raise WeirError("there is no vector in it", field)
+    places = {name: place_of(name, f"{field}.{brief(name)}") for name in arrays}
+    if all(_NUMPY.fullmatch(name) for name in arrays):
+        ordered = sorted(arrays, key=lambda name: int(name.removeprefix("arr_")))
+        return from_rows([arrays[name] for name in ordered], given, source, field)
+    if len(arrays) == 1 and None in places.values():
+        return from_rows(list(arrays.values()), given, source, field)
+    for name, place in places.items():
+        if place is None:
+            raise WeirError(
+                "expected one array, or names that say a block: layer.5, resid_post.5, blocks.5.hook_resid_post, "
+                "model.layers.5",
+                f"{field}.{brief(name)}",
+            )
+    given_layers, hooks = given.layers, {place[0] for place in places.values() if place}
+    if given_layers is not None:
+        raise WeirError("the names of the arrays say their blocks; leave it out, and use .only()", "layers")
+    if len(hooks) > 1:
+        raise WeirError(f"vectors of several hook points: {sorted(map(str, hooks))}", field)
+    said = next(iter(hooks))
+    vectors: dict[int, Any] = {}
+    for name, place in places.items():
+        assert place is not None
+        if place[1] in vectors:
+            raise WeirError(f"there are two directions of layer {place[1]}", f"{field}.{brief(name)}")
+        vectors[place[1]] = arrays[name]
+    hook = given.hook_or(said, "resid_post", "the file")
+    return _found(vectors, hook, given, source, "the numbers in its names", field)
+
+
+def from_rows(arrays: Sequence[Any], given: Given, source: str, field: str = "file") -> Found:
+    """Return the directions of one array [d] or [n, d], or several [d], whose blocks the caller gives."""
+    rows: list[Any] = []
+    for array in arrays:
+        whole = Vector.parse(array, field, KEPT).array
+        assert whole is not None
+        if whole.ndim == 3:
+            raise WeirError(f"expected [d] or [layers, d], got {list(whole.shape)}", field)
+        rows += [whole] if whole.ndim == 1 else list(whole)
+    if given.layers is None:
+        count = "one vector" if len(rows) == 1 else f"{len(rows)} vectors"
+        raise WeirError(f"{source} has {count} and does not say for which blocks; give layers=", "layers")
+    if len(given.layers) != len(rows) or len(set(given.layers)) != len(rows):
+        raise WeirError(f"{len(rows)} vectors in the file, layers {list(given.layers)[:9]}", "layers")
+    hook = given.hook_or(None, "resid_post", source)
+    return _found(dict(zip(given.layers, rows, strict=True)), hook, given, source, "layers=", field)
+
+
+def place_of(name: str, field: str) -> tuple[str | None, int] | None:
+    """Return the (hook point, layer) that a name says, with None for a hook point it does not say.
+
+    Raises:
+        WeirError: for a name that says a place which is no hook point.
+    """
+    site = split_transformer_lens(name, field)
+    if site is not None:
+        return site
+    match = _SITE.fullmatch(name)
+    if match and (match[1] in HOOKS or match[1] in ALIASES):
+        return parse_site(name)
+    module = _MODULE.fullmatch(name)
+    if module:
+        if module[2] not in _MODULE_HOOKS:
+            raise WeirError(f"the output of {module[2]} is no hook point", field)
+        return (_MODULE_HOOKS[module[2]] if name.count(".") > 1 else None), int(module[1])
+    number = number_in(name)
+    return None if number is None else (None, number)
+
+
+def _found(vectors: dict[int, Any], hook: str, given: Given, source: str, whence: str, field: str) -> Found:
+    """Return what was found; where layers count hidden states, they become blocks."""
+    how = f"{source}: layers are {whence}"
+    if given.numbering != HIDDEN_STATES:
+        return Found(hook, vectors, source, f"{how}, read as blocks counted from 0: {hook}[N]; not scaled.")
+    if hook != "resid_post":
+        raise WeirError(f"hidden states are what leaves blocks, resid_post, not {hook}", "numbering")
+    if 0 in vectors:
+        raise WeirError(
+            "hidden state 0 is the embedding, which no block leaves; leave it out, or add it at resid_pre of block 0",
+            f"{field}.0",
+        )
+    shifted = {layer - 1: vector for layer, vector in vectors.items()}
+    text = f"{how}, read as transformers' hidden_states: N is what leaves block N - 1, {hook}[N - 1]; not scaled."
+    return Found(hook, shifted, source, text)
