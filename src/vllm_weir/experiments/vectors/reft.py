@@ -101,17 +101,15 @@ def _entries(path: Path) -> list[Entry]:
     """Read the interventions of a folder, in the order of its configuration."""
     config = _config(path)
     names = {file.name for file in path.glob("intkey_*.bin")}
-    representations = config.get("representations", config.get("intervenable_representations"))
-    kinds = config.get("intervention_types")
-    for value, name in ((representations, "representations"), (kinds, "intervention_types")):
-        if not isinstance(value, list) or len(value) != len(names):
-            raise WeirError(f"expected {len(names)} entries, one for each file intkey_....bin", f"{CONFIG}.{name}")
+    representations = _list(config, "representations", len(names))
+    kinds = _list(config, "intervention_types", len(names))
     out = []
     for i, (entry, kind) in enumerate(zip(representations, kinds, strict=True)):
         place = _Place.parse(entry, f"{CONFIG}.representations[{i}]")
-        name = next((name for name in sorted(names) if place.is_of(name)), None)
-        if name is None:
+        files = [name for name in sorted(names) if place.is_of(name)]
+        if not files:
             raise WeirError("there is no file intkey_....bin of it", f"{CONFIG}.representations[{i}]")
+        name = files[0]
         names.remove(name)
         hook, layer = place.site(name)
         tensors = load(read_bytes(path / name), name)
@@ -119,6 +117,13 @@ def _entries(path: Path) -> list[Entry]:
             raise WeirError("expected the tensors of an intervention", name)
         out.append(Entry(_kind(kind, f"{CONFIG}.intervention_types"), hook, layer, tensors, name))
     return out
+
+
+def _list(config: Mapping[str, Any], name: str, count: int) -> list[Any]:
+    value = config.get(name)
+    if not isinstance(value, list) or len(value) != count:
+        raise WeirError(f"expected {count} entries, one for each file intkey_....bin", f"{CONFIG}.{name}")
+    return value
 
 
 class _Place(NamedTuple):
