@@ -19,6 +19,11 @@ SAYS = {
     "capture.py": ("resid_post[5]", "torch.float32", "nothing captured", "complete=True"),
     "stream.py": ("rows [", "together ["),
     "steer.py": ("scale -2: Anna", "scale +2: Anna", "({Site(hook='resid_post', layer=2): ", "rows changed: ({},)"),
+    "load_vector.py": (
+        "mood.gguf: blocks [2, 3] at resid_post, width 256",
+        "scale -1.5: Anna",
+        "scale +1.5: Anna",
+    ),
     "cast.py": (
         "the condition is right on 120 of 120 new stories: 100.0%",
         "where it holds, 60 of 60 stories are declined",

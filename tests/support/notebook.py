@@ -14,7 +14,6 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-
 _LOGGED = re.compile(r"(\(.*?\) )?(INFO|WARNING|ERROR) \d\d-\d\d ")
 """How lines of vLLM's log begin."""
 
