@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -104,3 +106,9 @@ def test_only_keeps_what_is_known_of_the_layers():
     assert part.details == {"pairs": 3} and made().only(np.int64(1)).layers == (1,)
     with pytest.raises(WeirError, match="nothing for block 3"):
         made().only([3])
+
+
+def test_repeng_that_is_missing_or_broken(monkeypatch):
+    monkeypatch.setitem(sys.modules, "repeng", None)
+    with pytest.raises(WeirError, match="pip install repeng"):
+        made().to_repeng()
