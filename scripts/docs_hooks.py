@@ -2,10 +2,12 @@
 
 A page may link to any file of the repository by its relative path. Files outside ``docs/`` that pages link to become
 part of the site: Markdown of the repository's root as pages, source code as pages with highlighting, the rest as it is.
+A notebook becomes a page beside it, with its stored outputs.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -32,7 +34,10 @@ _added: dict[str, str] = {}
 def on_files(files: Files, config: Any) -> Files:
     """Add the repository's files that pages link to."""
     _added.clear()
-    pages = {f"docs/{file.src_uri}": Path(file.abs_src_path).read_text() for file in files.documentation_pages()}
+    for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        path = Path(file.abs_src_path)
+        files.append(File.generated(config, file.src_uri.replace(".ipynb", ".md"), content=notebook_page(path)))
+    pages = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
     pages |= {name: (ROOT / name).read_text() for name in ROOT_PAGES}
     waiting = sorted({*ROOT_PAGES, *(target for page in pages for target in _targets(pages[page], page))})
     for target in waiting:
@@ -50,6 +55,19 @@ def on_files(files: Files, config: Any) -> Files:
             page = text if path.suffix == ".md" else f"# {target}\n\n~~~{CODE[path.suffix]}\n{text}~~~\n"
             files.append(File.generated(config, _added[target], content=page))
     return files
+
+
+def notebook_page(path: Path) -> str:
+    """Return a notebook as Markdown: its cells, what they printed, and a link to the notebook after the title."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            printed = "".join("".join(output.get("text", [])) for output in cell["outputs"]).rstrip()
+            text = f"```python\n{text}\n```" + (f"\n\n```text\n{printed}\n```" if printed else "")
+        parts.append(text)
+    parts[0] += f"\n\nThis page is a notebook: [{path.name}]({path.name})."
+    return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from vllm_weir.experiments.metrics import logit_diff, on_logits
     from vllm_weir.experiments.sweep.result import Sweep
     from vllm_weir.experiments.sweep.run import sweep
+    from vllm_weir.experiments.vectors.load import load_vector
+    from vllm_weir.experiments.vectors.reft import load_reft
     from vllm_weir.extraction.run import extract
     from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
     from vllm_weir.results.activations import Activations
@@ -115,8 +117,10 @@ __all__ = [
     "load",
     "load_features",
     "load_probe",
+    "load_reft",
     "load_sae",
     "load_sae_async",
+    "load_vector",
     "logit_diff",
     "mark",
     "on_logits",
@@ -192,9 +196,11 @@ __getattr__, __dir__ = lazy_names(
         "load": "vllm_weir.storage.loading",
         "load_features": "vllm_weir.storage.features.dataset",
         "load_probe": "vllm_weir.schema.probe_files",
+        "load_reft": "vllm_weir.experiments.vectors.reft",
         "load_sae": "vllm_weir.api",
         "load_sae_async": "vllm_weir.api",
         "logit_diff": "vllm_weir.experiments.metrics",
+        "load_vector": "vllm_weir.experiments.vectors.load",
         "mark": "vllm_weir.api",
         "on_logits": "vllm_weir.experiments.metrics",
         "open_writer": "vllm_weir.storage.loading",

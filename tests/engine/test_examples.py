@@ -30,6 +30,11 @@ SAYS = {
         "happy: mean score +",
         "sad: mean score -",
     ),
+    "load_vector.py": (
+        "mood.gguf: blocks [2, 3] at resid_post, width 256",
+        "scale -1.5: Anna",
+        "scale +1.5: Anna",
+    ),
     "cast.py": (
         "the condition is right on 120 of 120 new stories: 100.0%",
         "where it holds, 60 of 60 stories are declined",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_weir.errors import MissingFile, StoreError, WeirError, brief
+from vllm_weir.schema.fields import set_fields
 from vllm_weir.schema.hooks import normalise_hook
 from vllm_weir.schema.scalars import is_int, plain
 
@@ -31,7 +32,7 @@ class Given:
 
     def __post_init__(self) -> None:
         if self.hook is not None:
-            vars(self)["hook"] = normalise_hook(self.hook, "hook")
+            set_fields(self, hook=normalise_hook(self.hook, "hook"))
         if self.numbering not in (None, BLOCKS, HIDDEN_STATES):
             raise WeirError(f"choose {BLOCKS!r} or {HIDDEN_STATES!r}, got {brief(self.numbering)!r}", "numbering")
         if self.layers is None:
@@ -40,7 +41,7 @@ class Given:
         layers = [layers] if is_int(layers) else [plain(layer) for layer in layers]
         if not layers or not all(is_int(layer) and layer >= 0 for layer in layers):
             raise WeirError("expected the index of a block, or several, counted from 0", "layers")
-        vars(self)["layers"] = tuple(map(int, layers))
+        set_fields(self, layers=tuple(map(int, layers)))
 
     def refuse_layers(self, source: str) -> None:
         """Raise WeirError if layers or their numbering were given for a file that says them itself."""

@@ -148,6 +148,10 @@ LAYERED = {
     "application/gguf": gguf({"direction.1": V, "direction.3": OTHER}),
     "application/x-gguf; x=y": gguf({"direction.3": OTHER, "direction.1": V}, kind=1, version=2),
     "application/octet-stream": gguf({"direction.1": V, "direction.3": OTHER}),
+    # The length of its header begins with a blank, as JSON may.
+    "application/octet-stream; blank": save(
+        {"direction.1": np.float32(V), "direction.3": np.float32(OTHER)}, {"a": "x" * 108}
+    ),
 }
 
 
@@ -230,7 +234,7 @@ BAD = [
     (GGUF, b"GGU", "vector"),
     (GGUF, gguf({"direction.1": V}, version=1), "vector"),
     (GGUF, gguf({"direction.1": V}, architecture=b"llama"), "vector.general.architecture"),
-    (GGUF, gguf({"direction.0": V}), "vector.direction.0"),
+    (GGUF, gguf({"direction.0": V, "direction.00": V}), "vector.direction.00"),
     (GGUF, gguf({"output.weight": V}), "vector.output.weight"),
     (GGUF, gguf({}), "vector"),
     (GGUF, gguf({"direction.1": V})[:-1], "vector"),
