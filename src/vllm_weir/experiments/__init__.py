@@ -1,0 +1,3 @@
+"""Experiments on a served model: sweeps, fitted directions, attribution."""
+
+from __future__ import annotations
