@@ -1,3 +1,1 @@
-"""Experiments on a served model: sweeps, fitted directions, attribution."""
-
-from __future__ import annotations
+"""Experiments on a model: activation patching over many places, and what else asks an engine many questions."""

@@ -1,0 +1,238 @@
+"""Metrics: what a patched run is measured by, one number for each output of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.scalars import is_int, plain
+
+Encode = Callable[[str], Sequence[int]]
+"""Text -> token ids, without special tokens."""
+
+
+class BoundMetric(Protocol):
+    """A metric for the prompts of one run.
+
+    Attributes:
+        name: for labels.
+    """
+
+    name: str
+
+    def sampling(self, pair: int) -> dict[str, Any]:
+        """Return the arguments of ``SamplingParams`` for requests of a pair of prompts."""
+        ...
+
+    def score(self, out: Any, pair: int) -> float:
+        """Return the metric of an output."""
+        ...
+
+    def identity(self) -> Any:
+        """Return JSON data that differ for metrics that are known to differ."""
+        ...
+
+
+@dataclass(frozen=True)
+class LogitDiff:
+    """Logit of token `a` minus logit of token `b`, where the prompt ends.
+
+    Args:
+        a: text of one token, its id, or a list of these, one for each pair of prompts.
+        b: likewise.
+    """
+
+    a: Any
+    b: Any
+
+    def bind(self, encode: Encode | None, pairs: int, path: str = "metric") -> BoundLogitDiff:
+        """Return the metric for so many pairs of prompts.
+
+        Args:
+            encode: the tokenizer; None for an engine without one.
+            pairs: how many.
+            path: named by errors, followed by ``.a`` or ``.b``.
+
+        Raises:
+            WeirError: if a text is not exactly one token, or a list has another length.
+        """
+        sides = [_token_ids(value, encode, pairs, f"{path}.{name}") for name, value in (("a", self.a), ("b", self.b))]
+        return BoundLogitDiff(tuple(zip(*sides, strict=True)))
+
+
+@dataclass(frozen=True)
+class BoundLogitDiff:
+    """A `LogitDiff` of token ids; `tokens` has (a, b) for each pair of prompts."""
+
+    tokens: tuple[tuple[int, int], ...]
+    name: str = "logit difference"
+
+    def sampling(self, pair: int) -> dict[str, Any]:
+        """Ask for the log-probabilities of the two tokens alone."""
+        ids = list(dict.fromkeys(self.tokens[pair]))
+        return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob_token_ids": ids}
+
+    def score(self, out: Any, pair: int) -> float:
+        """Subtract log-probabilities: what normalises them is the same in both."""
+        found = out.outputs[0].logprobs[0]
+        a, b = self.tokens[pair]
+        return float(found[a].logprob) - float(found[b].logprob)
+
+    def identity(self) -> Any:
+        return ["logit_diff", [list(pair) for pair in self.tokens]]
+
+
+@dataclass(frozen=True)
+class OnLogits:
+    """A function of all logits, float32 [vocabulary], where the prompt ends."""
+
+    function: Callable[[np.ndarray], Any]
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return _name(self.function)
+
+    def sampling(self, pair: int) -> dict[str, Any]:
+        """Ask for the log-probabilities of all tokens."""
+        return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprobs": -1, "flat_logprobs": True}
+
+    def score(self, out: Any, pair: int) -> float:
+        """Call the function; the first entry, the sampled token, occurs twice."""
+        flat = out.outputs[0].logprobs
+        ids = np.asarray(flat.token_ids)
+        logits = np.full(int(ids.max()) + 1, -np.inf, np.float32)
+        logits[ids] = flat.logprobs
+        return as_number(self.function(logits))
+
+    def identity(self) -> Any:
+        return ["on_logits", _qualified(self.function)]
+
+
+@dataclass(frozen=True)
+class OnOutput:
+    """A function of vLLM's output; `arguments` are those of ``SamplingParams``, None for one greedy token."""
+
+    function: Callable[[Any], Any]
+    arguments: Any = None
+    described: str = field(default="", compare=False)
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return _name(self.function)
+
+    def sampling(self, pair: int) -> dict[str, Any]:
+        """Ask for one greedy token."""
+        return {"max_tokens": 1, "temperature": 0.0}
+
+    def score(self, out: Any, pair: int) -> float:
+        """Call the function."""
+        return as_number(self.function(out))
+
+    def identity(self) -> Any:
+        return ["output", _qualified(self.function), self.described]
+
+
+def logit_diff(a: Any, b: Any) -> LogitDiff:
+    """Return the metric logit(a) - logit(b) at the token that follows the prompt.
+
+    The engine returns the log-probabilities of these two tokens and nothing else; their difference
+    is that of the logits.
+
+    Args:
+        a: text of one token (mind the space that it begins with), its id, or a list of these, one
+            for each pair of prompts.
+        b: likewise.
+    """
+    return LogitDiff(a, b)
+
+
+def on_logits(function: Callable[[np.ndarray], Any]) -> OnLogits:
+    """Return a metric that is a function of all logits at the token that follows the prompt.
+
+    The function gets float32 [vocabulary]: log-probabilities (logits less what normalises them), or
+    the logits themselves from an engine with ``logprobs_mode="raw_logits"``. The engine needs
+    ``max_logprobs=-1``.
+    """
+    if not callable(function):
+        raise WeirError(f"expected a function of an array, got {type(function).__name__}", "function")
+    return OnLogits(function)
+
+
+def bind_metric(metric: Any, sampling: Any, encode: Encode | None, pairs: int, path: str = "metric") -> BoundMetric:
+    """Return a metric for so many pairs of prompts.
+
+    Args:
+        metric: a `LogitDiff`, an `OnLogits`, or a function of the output.
+        sampling: the caller's ``SamplingParams`` for a function of the output, or None.
+        encode: the tokenizer, or None.
+        pairs: how many.
+        path: named by errors.
+
+    Raises:
+        WeirError: if it is none of these.
+    """
+    if isinstance(metric, (LogitDiff, OnLogits)):
+        if sampling is not None:
+            raise WeirError("this metric reads the first token's logits and samples nothing; leave it out", "sampling")
+        return metric.bind(encode, pairs, path) if isinstance(metric, LogitDiff) else metric
+    if not callable(metric):
+        raise WeirError(
+            f"expected weir.logit_diff(a, b), weir.on_logits(f) or a function of the output, got "
+            f"{type(metric).__name__}",
+            path,
+        )
+    return OnOutput(metric, sampling, "" if sampling is None else repr(sampling))
+
+
+def as_number(value: Any) -> float:
+    """Return what a user's metric has returned as a float; raise WeirError if it is no number."""
+    value = plain(value)
+    if isinstance(value, (bool, np.bool_)) or is_int(value) or isinstance(value, (float, np.floating)):
+        return float(value)
+    raise WeirError(f"the metric returned {brief(value)!r} of type {type(value).__name__}; return one number", "metric")
+
+
+def _token_ids(value: Any, encode: Encode | None, pairs: int, field_name: str) -> list[int]:
+    """Return a token id for each pair."""
+    value = plain(value)
+    several = not isinstance(value, str) and not is_int(value)
+    if several and not (isinstance(value, Sequence) or getattr(value, "ndim", 0) == 1):
+        raise WeirError(f"expected a token's text or id, got {type(value).__name__}", field_name)
+    values = list(value) if several else [value] * pairs
+    if len(values) != pairs:
+        raise WeirError(f"{len(values)} tokens for {pairs} pairs of prompts; give one for all, or one each", field_name)
+    return [_token_id(v, encode, f"{field_name}[{i}]" if several else field_name) for i, v in enumerate(values)]
+
+
+def _token_id(value: Any, encode: Encode | None, field_name: str) -> int:
+    value = plain(value)
+    if is_int(value):
+        if value < 0:
+            raise WeirError("a token id is never negative", field_name)
+        return int(value)
+    if not isinstance(value, str):
+        raise WeirError(f"expected a token's text or id, got {type(value).__name__}", field_name)
+    if encode is None:
+        raise WeirError("the engine has no tokenizer; give token ids", field_name)
+    ids = list(encode(value))
+    if len(ids) != 1:
+        raise WeirError(
+            f"{brief(value)!r} is {len(ids)} tokens, {ids[:8]}; give a text of one token, or the id of the first",
+            field_name,
+        )
+    return int(ids[0])
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _qualified(function: Any) -> str:
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{module}.{name}"

@@ -1,0 +1,1 @@
+"""Activation patching over layers, positions, hook points and heads: `sweep` and `Sweep`."""
