@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from vllm_weir.client.client import Client
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
     from vllm_weir.errors import WeirError
+    from vllm_weir.experiments.attribute.result import Attribution
+    from vllm_weir.experiments.attribute.run import attribute
+    from vllm_weir.experiments.metrics import logit_diff, on_logits
     from vllm_weir.extraction.run import extract
     from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
     from vllm_weir.results.activations import Activations
@@ -69,6 +72,7 @@ __all__ = [
     "AsyncClient",
     "AsyncLLM",
     "AttentionProbe",
+    "Attribution",
     "AuthError",
     "Capture",
     "Clamp",
@@ -92,6 +96,7 @@ __all__ = [
     "WeirError",
     "When",
     "__version__",
+    "attribute",
     "clear_global",
     "demo_model",
     "demo_sae",
@@ -106,7 +111,9 @@ __all__ = [
     "load_probe",
     "load_sae",
     "load_sae_async",
+    "logit_diff",
     "mark",
+    "on_logits",
     "open_writer",
     "params",
     "register",
@@ -137,6 +144,7 @@ __getattr__, __dir__ = lazy_names(
         "AsyncClient": "vllm_weir.client.async_client",
         "AsyncLLM": "vllm_weir.integrations.probe_hook",
         "AttentionProbe": "vllm_weir.schema.probes",
+        "Attribution": "vllm_weir.experiments.attribute.result",
         "AuthError": "vllm_weir.client.errors",
         "Capture": "vllm_weir.schema.capture",
         "Clamp": "vllm_weir.schema.interventions",
@@ -161,6 +169,7 @@ __getattr__, __dir__ = lazy_names(
         "TooLarge": "vllm_weir.client.errors",
         "WeirError": "vllm_weir.errors",
         "When": "vllm_weir.schema.gates",
+        "attribute": "vllm_weir.experiments.attribute.run",
         "clear_global": "vllm_weir.api",
         "demo_model": "vllm_weir.api",
         "demo_sae": "vllm_weir.api",
@@ -175,7 +184,9 @@ __getattr__, __dir__ = lazy_names(
         "load_probe": "vllm_weir.schema.probe_files",
         "load_sae": "vllm_weir.api",
         "load_sae_async": "vllm_weir.api",
+        "logit_diff": "vllm_weir.experiments.metrics",
         "mark": "vllm_weir.api",
+        "on_logits": "vllm_weir.experiments.metrics",
         "open_writer": "vllm_weir.storage.loading",
         "params": "vllm_weir.api",
         "register": "vllm_weir.api",

@@ -19,6 +19,7 @@ FLOORS = (
     {"patches"},
     {"server", "integrations"},
     {"extraction"},
+    {"experiments"},
     {"api"},
     {"frontend"},
     {"analysis", "consumers"},

@@ -16,13 +16,12 @@ Encode = Callable[[str], Sequence[int]]
 
 
 class BoundMetric(Protocol):
-    """A metric for the prompts of one run.
+    """A metric for the prompts of one run."""
 
-    Attributes:
-        name: for labels.
-    """
-
-    name: str
+    @property
+    def name(self) -> str:
+        """A name for labels."""
+        ...
 
     def sampling(self, pair: int) -> dict[str, Any]:
         """Return the arguments of ``SamplingParams`` for requests of a pair of prompts."""

@@ -31,7 +31,7 @@ def first_order(source: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor
 
 
 @dataclass(frozen=True)
-class Place:
+class PatchedPlace:
     """A place that can be patched: one row, or one head of it.
 
     Attributes:
@@ -48,10 +48,10 @@ class Place:
         return f"{self.site} at {self.position}" + ("" if self.head is None else f", head {self.head}")
 
 
-def largest(grid: Grid, count: int) -> list[tuple[Place, float]]:
+def largest(grid: Grid, count: int) -> list[tuple[PatchedPlace, float]]:
     """Return the places with the largest estimates by magnitude, largest first, with their estimates.
 
-    Places whose estimate is exactly 0 are left out: the two runs have the same rows there, or the
+    AskedSites whose estimate is exactly 0 are left out: the two runs have the same rows there, or the
     metric does not depend on them.
     """
     numbers = grid.array.ravel()
@@ -59,9 +59,9 @@ def largest(grid: Grid, count: int) -> list[tuple[Place, float]]:
     return [(_place(grid, index), float(numbers[index])) for index in order if numbers[index] != 0]
 
 
-def _place(grid: Grid, index: int) -> Place:
+def _place(grid: Grid, index: int) -> PatchedPlace:
     labels: Sequence = [
         labels[i] for labels, i in zip(grid.axes.values(), np.unravel_index(index, grid.array.shape), strict=True)
     ]
     hook, layer, position, *head = labels
-    return Place(Site(str(hook), int(layer)), int(position), int(head[0]) if head else None)
+    return PatchedPlace(Site(str(hook), int(layer)), int(position), int(head[0]) if head else None)

@@ -22,7 +22,7 @@ BOUND = 1e-4
 
 @contextlib.contextmanager
 def check_complete(tree: ModuleTree, live: Mapping[Site, torch.Tensor]) -> Iterator[None]:
-    """Refuse modules that are given the memory of a recorded tensor, but not that tensor.
+    """Refuse modules that are given the memory of a recorded tensor, but neither that tensor nor a view of it.
 
     Args:
         tree: the model.
@@ -37,7 +37,9 @@ def check_complete(tree: ModuleTree, live: Mapping[Site, torch.Tensor]) -> Itera
         if not isinstance(given, torch.Tensor) or not given.is_floating_point():
             return
         for site, tensor in live.items():
-            if given is not tensor and given.data_ptr() == tensor.data_ptr() and given.numel() == tensor.numel():
+            if given is tensor or given._base is tensor:
+                continue
+            if given.data_ptr() == tensor.data_ptr() and given.numel() == tensor.numel():
                 raise WeirError(f"the twin reads {site} through two tensors, so its gradient is not known", "hooks")
 
     leaves = [module for path, module in tree.modules.items() if path and next(module.children(), None) is None]

@@ -20,7 +20,7 @@ OnTensor = Callable[[Site, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
-class Patch:
+class RowPatch:
     """Rows to put in.
 
     Attributes:
@@ -128,7 +128,7 @@ class Twin:
             self._forward(self._batch(ids))
         return {site: self._found(found, site) for site in sites}
 
-    def logits(self, ids: Sequence[int], patches: Sequence[Patch] = ()) -> torch.Tensor:
+    def logits(self, ids: Sequence[int], patches: Sequence[RowPatch] = ()) -> torch.Tensor:
         """Return the logits [vocabulary] that follow a prompt, with rows put in."""
 
         def write(site: Site, tensor: torch.Tensor) -> None:
@@ -170,8 +170,11 @@ class Twin:
                 tensor.requires_grad_(True)
             live[site], versions[site] = tensor, tensor._version
 
-        with torch.enable_grad(), _frozen(self.network), check_complete(self._tree, live), self._at(
-            [self._first, *checked], keep
+        with (
+            torch.enable_grad(),
+            _frozen(self.network),
+            check_complete(self._tree, live),
+            self._at([self._first, *checked], keep),
         ):
             value = _value_of(metric, self._forward(self._batch(ids))[0, -1])
             present = [site for site in checked if self._found(live, site).requires_grad]

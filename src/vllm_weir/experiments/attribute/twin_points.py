@@ -110,11 +110,11 @@ def _attention_as_module(network: Any, run: Any) -> Iterator[Any]:
     def attend(
         module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
-        if CORE not in module._modules:
-            shape = AttentionShape(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
-            module.add_module(CORE, AttentionCore(shape))
+        core = module._modules.get(CORE)
+        if core is None:
+            core = AttentionCore(AttentionShape(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]))
+            module.add_module(CORE, core)
             owners.append(module)
-        core = module._modules[CORE]
         tokens = query.shape[2]
         mixed = core(*(x[0].transpose(0, 1).reshape(tokens, -1) for x in (query, key, value)))
         return mixed.view(1, tokens, query.shape[1], -1), None
