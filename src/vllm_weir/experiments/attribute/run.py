@@ -114,10 +114,10 @@ def _open(model: Any, llm: Any, device: Any) -> tuple[EngineRuns | None, Twin, A
     """Return the engine, if there is one, the twin, and the tokenizer, if there is one."""
     is_checkpoint = isinstance(model, (str, PathLike))
     if not is_checkpoint and not isinstance(model, torch.nn.Module):
-        engine = EngineRuns(model, "model")
+        own = EngineRuns(model, "model")
         if llm is not None and llm is not model:
             raise WeirError("the model is an LLM itself; leave llm out", "llm")
-        return engine, engine.load_twin(device), engine.tokenizer
+        return own, own.load_twin(device), own.tokenizer
     engine = None if llm is None else EngineRuns(llm)
     if is_checkpoint:
         path = fspath(model)
