@@ -52,8 +52,9 @@ def main() -> None:
 
 def reference(model: str, clean: list[int], corrupt: list[int], a: int, b: int) -> dict:
     """Return the estimates of logit(a) - logit(b), hook point -> [layers, positions(, heads)], and what made them."""
+    from importlib.metadata import version
+
     import torch
-    import transformers
     from transformer_lens.model_bridge import TransformerBridge
     from transformer_lens.tools.analysis.attribution_patching import cache_activation_and_gradient
 
@@ -85,18 +86,12 @@ def reference(model: str, clean: list[int], corrupt: list[int], a: int, b: int) 
     weights = Path(model) / "model.safetensors"
     return {
         "made_by": "scripts/attribution_reference.py",
-        "versions": {"transformer_lens": _version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {name: version(name) for name in ("transformer_lens", "torch", "transformers")},
         "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
         "clean": clean, "corrupt": corrupt, "a": a, "b": b,
         "metric": {"clean": float(source.metric), "corrupt": float(base.metric)},
         "estimates": estimates,
     }  # fmt: skip
-
-
-def _version() -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version("transformer_lens")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,12 @@ SAYS = {
         "the other 60 stories are bit-identical to plain ones: True",
     ),
     "patch.py": ("words, at [", "last token", "\n5 "),
+    "attribute.py": (
+        "logit difference: clean +7.",
+        "mlp_out[5] at 19",
+        "block 5, head ",
+        "['attribution.resid_pre.png', 'attribution.attn_out.png', 'attribution.mlp_out.png']",
+    ),
     "inside_block.py": (
         "looks from 'so' at: awful 0.",
         "and gives z [1, 1, 64], norm ",
