@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,27 +11,36 @@ from vllm_weir.analysis.plot_style import INK, colours, finish, label_bar, label
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.sweep.axes import Grid
 
-if TYPE_CHECKING:
-    from vllm_weir.experiments.attribute.result import Attribution
-
 MAX_ROW_LABELS = 48
 
 
-def draw(result: Attribution, path: Path, hook: str | None) -> list[Path]:
-    """Draw an attribution; for the arguments see `Attribution.plot`."""
-    hooks = [str(label) for label in result.grid.axes["hook"]]
+def draw(grid: Grid, tokens: Sequence[str], label: str, mode: str, path: Path, hook: str | None) -> list[Path]:
+    """Draw an attribution: what `Attribution.plot` does.
+
+    Args:
+        grid: the estimates.
+        tokens: texts of all tokens of the prompt.
+        label: what an estimate is.
+        mode: for the titles.
+        path: see `Attribution.plot`.
+        hook: see `Attribution.plot`.
+    """
+    hooks = [str(name) for name in grid.axes["hook"]]
     if hook is not None and hook not in hooks:
         raise WeirError(f"there is no {brief(hook)!r}; the hook points are {', '.join(hooks)}", "hook")
     hooks = hooks if hook is None else [hook]
     paths = [path if len(hooks) == 1 else path.with_name(f"{path.stem}.{name}{path.suffix}") for name in hooks]
-    return [_figure(result, name, target) for name, target in zip(hooks, paths, strict=True)]
+    drawn = []
+    for name, target in zip(hooks, paths, strict=True):
+        part = grid.sel(hook=name)
+        assert isinstance(part, Grid)
+        columns = [tokens[int(position)] for position in part.axes["position"]]
+        drawn.append(_figure(part, columns, label, f"{name}: attribution, {mode}", target))
+    return drawn
 
 
-def _figure(result: Attribution, hook: str, path: Path) -> Path:
-    part = result.grid.sel(hook=hook)
-    assert isinstance(part, Grid)
+def _figure(part: Grid, columns: list[str], label: str, title: str, path: Path) -> Path:
     numbers, rows, what = table_of(part)
-    columns = [result.tokens[int(position)] for position in part.axes["position"]]
     plt = pyplot()
     size = (max(4.6, min(15.0, 2.6 + 0.27 * len(columns))), 1.5 + min(40.0, 0.24 * max(4, len(rows))))
     figure, axis = plt.subplots(figsize=size, layout="constrained")
@@ -40,8 +49,7 @@ def _figure(result: Attribution, hook: str, path: Path) -> Path:
     step = max(1, -(-len(rows) // MAX_ROW_LABELS))
     axis.yaxis.set_ticks(list(range(0, len(rows), step)), rows[::step], fontsize=7.5)
     axis.set_ylabel(what, color=INK, fontsize=8.5)
-    label_bar(figure.colorbar(image, ax=axis, pad=0.015, aspect=30), f"estimated change of {result.metric}")
-    title = f"{hook}: attribution, {result.mode}"
+    label_bar(figure.colorbar(image, ax=axis, pad=0.015, aspect=30), label)
     finish(axis, title)
     table = [[what, *columns], *([row, *(f"{v:.4g}" for v in values)] for row, values in zip(rows, numbers))]
     return save(figure, path, title, table)

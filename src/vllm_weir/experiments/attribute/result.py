@@ -123,7 +123,8 @@ class Attribution:
         """
         from vllm_weir.experiments.attribute.figures import draw
 
-        return draw(self, Path(path), hook)
+        label = f"estimated change of {self.metric}"
+        return draw(self.grid, self.tokens, label, self.mode, Path(path), hook)
 
     def save(self, path: str | PathLike) -> Path:
         """Write a file that `load` reads: a ``.npz`` archive, whatever the path's suffix.
