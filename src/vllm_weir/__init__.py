@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from vllm_weir.client.client import Client
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
     from vllm_weir.errors import WeirError
+    from vllm_weir.experiments.attribute.result import Attribution
+    from vllm_weir.experiments.attribute.run import attribute
     from vllm_weir.experiments.directions import Directions
     from vllm_weir.experiments.fit.run import fit
     from vllm_weir.experiments.metrics import logit_diff, on_logits
@@ -78,6 +80,7 @@ __all__ = [
     "AsyncClient",
     "AsyncLLM",
     "AttentionProbe",
+    "Attribution",
     "AuthError",
     "Capture",
     "Clamp",
@@ -104,6 +107,7 @@ __all__ = [
     "When",
     "__version__",
     "add_controller",
+    "attribute",
     "clear_global",
     "demo_model",
     "demo_sae",
@@ -156,6 +160,7 @@ __getattr__, __dir__ = lazy_names(
         "AsyncClient": "vllm_weir.client.async_client",
         "AsyncLLM": "vllm_weir.integrations.probe_hook",
         "AttentionProbe": "vllm_weir.schema.probes",
+        "Attribution": "vllm_weir.experiments.attribute.result",
         "AuthError": "vllm_weir.client.errors",
         "Capture": "vllm_weir.schema.capture",
         "Clamp": "vllm_weir.schema.interventions",
@@ -183,6 +188,7 @@ __getattr__, __dir__ = lazy_names(
         "WeirError": "vllm_weir.errors",
         "When": "vllm_weir.schema.gates",
         "add_controller": "vllm_weir.api",
+        "attribute": "vllm_weir.experiments.attribute.run",
         "clear_global": "vllm_weir.api",
         "demo_model": "vllm_weir.api",
         "demo_sae": "vllm_weir.api",

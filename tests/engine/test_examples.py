@@ -48,6 +48,12 @@ SAYS = {
         "written: mood.png mood.html mood.npz",
         "direct effects of heads: ",
     ),
+    "attribute.py": (
+        "logit difference: clean +7.",
+        "mlp_out[5] at 19",
+        "block 5, head ",
+        "['attribution.resid_pre.png', 'attribution.attn_out.png', 'attribution.mlp_out.png']",
+    ),
     "inside_block.py": (
         "looks from 'so' at: awful 0.",
         "and gives z [1, 1, 64], norm ",

@@ -1,0 +1,3 @@
+"""Attribution patching on a transformers twin, verified by real patches in the engine."""
+
+from __future__ import annotations

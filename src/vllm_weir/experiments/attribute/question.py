@@ -1,0 +1,193 @@
+"""The arguments of `attribute`, parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.experiments.metrics import LogitDiff, OnLogits
+from vllm_weir.schema.capture import parse_layers
+from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.row_parts import RowPart
+from vllm_weir.schema.scalars import is_int, plain
+
+DENOISE: Literal["denoise"] = "denoise"
+NOISE: Literal["noise"] = "noise"
+MODES = (DENOISE, NOISE)
+REFUSED = (*MODEL_HOOKS, "router_logits")
+"""Hook points that can be patched in an engine, and are not attributed to."""
+
+LogitsMetric = Callable[[torch.Tensor], torch.Tensor]
+"""Logits [vocabulary] that follow the prompt -> one number, differentiable."""
+
+
+@dataclass(frozen=True)
+class PromptPair:
+    """Two prompts of the same length, as token ids.
+
+    Attributes:
+        clean, corrupt: the prompts.
+        source: the one whose rows are put in.
+        base: the one that they are put into.
+        texts: of the base prompt's tokens.
+    """
+
+    clean: tuple[int, ...]
+    corrupt: tuple[int, ...]
+    mode: str
+    texts: tuple[str, ...]
+
+    @classmethod
+    def encode(cls, clean: Any, corrupt: Any, mode: Any, tokenizer: Any) -> PromptPair:
+        """Encode two prompts, texts or token ids; raise WeirError if their lengths differ."""
+        if mode not in MODES:
+            raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(MODES)}", "mode")
+        one, other = _token_ids(clean, tokenizer, "clean"), _token_ids(corrupt, tokenizer, "corrupt")
+        if len(one) != len(other):
+            raise WeirError(
+                f"the clean prompt has {len(one)} tokens and the corrupt one {len(other)}, so their positions do not "
+                "correspond; use prompts of the same length",
+                "corrupt",
+            )
+        base = other if mode == DENOISE else one
+        texts = [str(token) if tokenizer is None else tokenizer.decode([token]) for token in base]
+        return cls(one, other, mode, tuple(texts))
+
+    @property
+    def source(self) -> tuple[int, ...]:
+        return self.clean if self.mode == DENOISE else self.corrupt
+
+    @property
+    def base(self) -> tuple[int, ...]:
+        return self.corrupt if self.mode == DENOISE else self.clean
+
+    def select(self, positions: Any, special_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the positions that a selector picks of the base prompt; raise WeirError if it picks none."""
+        selector = Positions.parse(positions, "positions").with_special(special_ids)
+        every, ids = np.arange(len(self.base)), np.asarray(self.base)
+        chosen = every[selector.mask(every, len(self.base), ids)]
+        if not len(chosen):
+            raise WeirError(f"selects none of the prompt's positions 0..{len(self.base) - 1}", "positions")
+        return tuple(int(position) for position in chosen)
+
+
+@dataclass(frozen=True)
+class AskedSites:
+    """What is asked about, hook points by layers (by heads).
+
+    Attributes:
+        hooks: hook points.
+        layers: blocks.
+        heads: heads; None for whole rows.
+    """
+
+    hooks: tuple[str, ...]
+    layers: tuple[int, ...]
+    heads: tuple[int, ...] | None
+
+    @classmethod
+    def parse(cls, hooks: Any, layers: Any, heads: Any, num_layers: int, shape: Callable[[Site], tuple]) -> AskedSites:
+        """Parse hook points, layers and heads of a model.
+
+        Args:
+            hooks: one name or several.
+            layers: as for `Capture`.
+            heads: None, ``"all"``, or as for `Capture`.
+            num_layers: blocks of the model.
+            shape: of a site's row; called for hook points that the model has.
+
+        Raises:
+            WeirError: naming the argument.
+        """
+        names = parse_hooks(hooks)
+        numbers = layers_of(names[0], parse_layers(layers, "layers"), num_layers, "layers")
+        if heads is None:
+            return cls(names, numbers, None)
+        whole = [hook for hook in names if hook not in HEAD_HOOKS]
+        if whole:
+            raise WeirError(f"{', '.join(whole)} has no heads; ask for it in a call of its own", "heads")
+        shapes = {shape(Site(hook, layer))[0]: hook for hook in names for layer in numbers}
+        if len(shapes) > 1:
+            counts = ", ".join(f"{count} at {hook}" for count, hook in shapes.items())
+            raise WeirError(f"the number of heads differs: {counts}; ask for them in calls of their own", "heads")
+        count = next(iter(shapes))
+        if isinstance(heads, str) and heads == "all":
+            return cls(names, numbers, tuple(range(count)))
+        part = RowPart.parse(names[0], heads, None, "attribute")
+        part.check((count, 1), names[0], "attribute")
+        return cls(names, numbers, part.heads)
+
+    @property
+    def sites(self) -> list[Site]:
+        """Every hook point at every layer."""
+        return [Site(hook, layer) for hook in self.hooks for layer in self.layers]
+
+
+def parse_hooks(hooks: Any) -> tuple[str, ...]:
+    """Return hook points by their own names; raise WeirError for one that is not attributed to."""
+    listed = [hooks] if isinstance(hooks, str) else hooks
+    if not isinstance(listed, (list, tuple)) or not listed:
+        raise WeirError(f"expected a hook point or a list of them, got {brief(hooks)}", "hooks")
+    names = tuple(normalise_hook(hook, f"hooks[{i}]") for i, hook in enumerate(listed))
+    for i, hook in enumerate(names):
+        refuse_read_only(hook, f"hooks[{i}]")
+        if hook in REFUSED:
+            raise WeirError(f"attribution is for hook points of a block with dense rows; {hook} is none", f"hooks[{i}]")
+        if hook in names[:i]:
+            raise WeirError(f"{hook} is named twice", f"hooks[{i}]")
+    return names
+
+
+def parse_metric(metric: Any, tokenizer: Any) -> tuple[LogitsMetric, str]:
+    """Return a metric as a function of logits [vocabulary], and its name.
+
+    Args:
+        metric: `logit_diff(a, b)`, `on_logits(f)`, or a function of a torch tensor.
+        tokenizer: for the texts of a `logit_diff`; None if there is none.
+
+    Raises:
+        WeirError: if it is none of these.
+    """
+    if isinstance(metric, LogitDiff):
+        encode = None if tokenizer is None else (lambda text: tokenizer.encode(text, add_special_tokens=False))
+        bound = metric.bind(encode, 1)
+        a, b = bound.tokens[0]
+        return (lambda logits: logits[a] - logits[b]), bound.name
+    if isinstance(metric, OnLogits):
+        return cast(LogitsMetric, metric.function), metric.name
+    if not callable(metric):
+        raise WeirError(
+            f"expected weir.logit_diff(a, b) or a function of the logits, a tensor [vocabulary], got "
+            f"{type(metric).__name__}",
+            "metric",
+        )
+    return metric, str(metric.__name__ if hasattr(metric, "__name__") else type(metric).__name__)
+
+
+def parse_count(value: Any, field: str) -> int:
+    """Return a number of places, at least 0."""
+    value = plain(value)
+    if not is_int(value) or value < 0:
+        raise WeirError(f"expected an int that is not negative, got {brief(value)}", field)
+    return int(value)
+
+
+def _token_ids(prompt: Any, tokenizer: Any, field: str) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise WeirError("there is no tokenizer for this model; give token ids", field)
+        ids = list(tokenizer.encode(prompt))
+    else:
+        listed = plain(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+        if not isinstance(listed, (list, tuple)) or not all(is_int(plain(token)) for token in listed):
+            raise WeirError(f"expected a text or token ids, got {brief(prompt)}", field)
+        ids = [int(plain(token)) for token in listed]
+    if not ids:
+        raise WeirError("the prompt has no tokens", field)
+    return tuple(ids)

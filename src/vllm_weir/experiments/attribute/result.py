@@ -1,0 +1,195 @@
+"""`Attribution`: estimates of every patch, and the real effect of the largest."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from vllm_weir.errors import WeirError
+from vllm_weir.experiments.attribute.arithmetic import PatchedPlace
+from vllm_weir.experiments.sweep.axes import Grid
+from vllm_weir.schema.hooks import Site
+from vllm_weir.util.atomic_write import atomic_write
+
+FORMAT, VERSION = "weir attribution", 1
+
+
+class UnpatchedMetrics(NamedTuple):
+    """The metric of the two runs as they are.
+
+    Attributes:
+        clean: of the clean prompt.
+        corrupt: of the corrupt prompt.
+    """
+
+    clean: float
+    corrupt: float
+
+
+@dataclass(frozen=True)
+class EstimatedEffect:
+    """What one patch is estimated to do to the metric.
+
+    Attributes:
+        site: hook point and block.
+        position: of the token.
+        head: None for the whole row.
+        token: text of the token there, in the run that is patched.
+        estimate: to first order.
+    """
+
+    site: Site
+    position: int
+    head: int | None
+    token: str
+    estimate: float
+
+    @property
+    def place(self) -> PatchedPlace:
+        """Where the patch is made."""
+        return PatchedPlace(self.site, self.position, self.head)
+
+
+@dataclass(frozen=True)
+class VerifiedEffect(EstimatedEffect):
+    """An estimate beside what the patch really does.
+
+    Attributes:
+        effect: the metric of the patched run less that of the run without a patch.
+    """
+
+    effect: float
+
+
+@dataclass(frozen=True, eq=False)
+class Attribution:
+    """First-order estimates of what every patch does to a metric; the largest are verified.
+
+    Attributes:
+        grid: the estimates; axes ``hook``, ``layer``, ``position``, and ``head`` if heads were
+            asked for. An estimate is a change of the metric of the run that is patched.
+        top: the places with the largest estimates by magnitude, largest first. Places where both
+            runs have the same row are left out.
+        verified: the same places, patched in runs of their own.
+        verified_by: ``"engine"`` if these were runs of the engine, ``"twin"`` if they were runs of
+            the transformers twin, because no engine was given.
+        baseline: the metric of the unpatched runs, on the twin.
+        engine_baseline: the same in the engine; None without one.
+        twin_error: how far the engine's rows are from the twin's, the largest of all sites that
+            were asked about, mean |difference| / |row|; None without an engine.
+        mode: ``"denoise"`` (clean rows put into the corrupt run) or ``"noise"`` (the other way).
+        metric: its name.
+        tokens: texts of the tokens of the run that is patched.
+    """
+
+    grid: Grid
+    top: tuple[EstimatedEffect, ...]
+    verified: tuple[VerifiedEffect, ...]
+    verified_by: Literal["engine", "twin"]
+    baseline: UnpatchedMetrics
+    engine_baseline: UnpatchedMetrics | None
+    twin_error: float | None
+    mode: str
+    metric: str
+    tokens: tuple[str, ...]
+
+    def table(self) -> str:
+        """Return `verified` as text, one place a line."""
+        head = ("place", "token", "estimate", "effect")
+        lines = [(str(v.place), repr(v.token), f"{v.estimate:+.4f}", f"{v.effect:+.4f}") for v in self.verified]
+        widths = [max(len(line[i]) for line in [head, *lines]) for i in range(4)]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in [head, *lines])
+
+    def plot(self, path: str | PathLike, *, hook: str | None = None) -> list[Path]:
+        """Draw a heat map for each hook point, layer by position; rows are heads of layers if heads were asked for.
+
+        Args:
+            path: ``.png`` or ``.svg``, one file for each hook point, whose name is added to the
+                path if there are several; or ``.html``, likewise, with the numbers.
+            hook: draw this hook point alone.
+
+        Returns:
+            The files.
+
+        Raises:
+            WeirError: for another suffix, without matplotlib, or if a file cannot be written.
+        """
+        from vllm_weir.experiments.attribute.figures import draw
+
+        label = f"estimated change of {self.metric}"
+        return draw(self.grid, self.tokens, label, self.mode, Path(path), hook)
+
+    def save(self, path: str | PathLike) -> Path:
+        """Write a file that `load` reads: a ``.npz`` archive, whatever the path's suffix.
+
+        Raises:
+            WeirError: if it cannot be written.
+        """
+        path = Path(path)
+        about = {
+            "format": FORMAT, "version": VERSION, "axes": {name: list(v) for name, v in self.grid.axes.items()},
+            "top": [_to_json(effect) for effect in self.top],
+            "verified": [_to_json(effect) for effect in self.verified], "verified_by": self.verified_by,
+            "baseline": list(self.baseline),
+            "engine_baseline": None if self.engine_baseline is None else list(self.engine_baseline),
+            "twin_error": self.twin_error, "mode": self.mode, "metric": self.metric, "tokens": list(self.tokens),
+        }  # fmt: skip
+        try:
+            with atomic_write(path) as file:
+                np.savez(file, grid=self.grid.array, about=np.array(json.dumps(about)))
+        except (OSError, ValueError) as e:
+            why = e.strerror if isinstance(e, OSError) else None
+            raise WeirError(f"cannot write {path}: {why or e}", "path") from None
+        return path
+
+    @classmethod
+    def load(cls, path: str | PathLike) -> Attribution:
+        """Read what `save` has written.
+
+        Raises:
+            WeirError: if the file cannot be read, or is anything else.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                about: dict[str, Any] = json.loads(str(file["about"]))
+                if (about["format"], about["version"]) != (FORMAT, VERSION):
+                    raise ValueError("no attribution, or one of another version of Weir")
+                grid = Grid(file["grid"], {name: tuple(labels) for name, labels in about["axes"].items()})
+            engine = about["engine_baseline"]
+            return cls(
+                grid,
+                tuple(EstimatedEffect(**_from_json(data)) for data in about["top"]),
+                tuple(VerifiedEffect(**_from_json(data)) for data in about["verified"]),
+                about["verified_by"], UnpatchedMetrics(*about["baseline"]),
+                None if engine is None else UnpatchedMetrics(*engine),
+                about["twin_error"], about["mode"], about["metric"], tuple(about["tokens"]),
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as e:
+            raise WeirError(f"cannot read {path}: {e}", "path") from None
+
+    def __repr__(self) -> str:
+        shape = ", ".join(f"{name}: {len(labels)}" for name, labels in self.grid.axes.items())
+        clean, corrupt = self.baseline
+        verified = f"{len(self.verified)} verified by the {self.verified_by}"
+        return f"Attribution({self.mode}, {shape}, clean {clean:.4g}, corrupt {corrupt:.4g}, {verified})"
+
+
+def _to_json(effect: EstimatedEffect) -> dict[str, Any]:
+    return {**effect.__dict__, "site": list(effect.site)}
+
+
+def _from_json(data: dict[str, Any]) -> dict[str, Any]:
+    hook, layer = data["site"]
+    return {**data, "site": Site(hook, layer)}
+
+
+def effects_of(places: Sequence[tuple[PatchedPlace, float]], tokens: Sequence[str]) -> tuple[EstimatedEffect, ...]:
+    """Return places and their estimates as effects."""
+    return tuple(EstimatedEffect(p.site, p.position, p.head, tokens[p.position], value) for p, value in places)

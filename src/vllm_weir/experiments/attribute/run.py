@@ -1,0 +1,185 @@
+"""`attribute`: attribution patching, from two prompts to verified effects.
+
+1. Run the prompt whose rows would be put in, on a transformers twin, and keep its rows.
+2. Run the other prompt there, and differentiate the metric with respect to its rows.
+3. Estimate every patch: the sum over d of (row put in - row there) * gradient.
+4. Make the patches with the largest estimates, one run each, in the engine if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.experiments.attribute.arithmetic import first_order, largest
+from vllm_weir.experiments.attribute.engine_runs import EngineRuns
+from vllm_weir.experiments.attribute.question import (
+    DENOISE,
+    AskedSites,
+    LogitsMetric,
+    PromptPair,
+    parse_count,
+    parse_metric,
+)
+from vllm_weir.experiments.attribute.result import Attribution, UnpatchedMetrics, VerifiedEffect, effects_of
+from vllm_weir.experiments.attribute.twin import RowPatch, Twin
+from vllm_weir.experiments.sweep.axes import Grid
+from vllm_weir.schema.hooks import Site
+
+STREAM = ("resid_pre", "attn_out", "mlp_out")
+"""The hook points by default: the stream, and the two parts that each block adds to it."""
+
+
+def attribute(
+    model: Any,
+    clean: Any,
+    corrupt: Any,
+    *,
+    metric: Any,
+    hooks: str | Sequence[str] = STREAM,
+    layers: Any = "all",
+    positions: Any = "all",
+    heads: Any = None,
+    mode: Literal["denoise", "noise"] = DENOISE,
+    llm: Any = None,
+    top_k: int = 10,
+    device: Any = None,
+) -> Attribution:
+    """Estimate what patching each hook point does to a metric; make the largest patches to verify it.
+
+    Attribution patching (Nanda 2023; Syed et al. 2023, arXiv:2310.10348): two forward passes and
+    one backward pass estimate every patch, to first order. They run on a transformers twin of the
+    checkpoint, in float32. With an engine, its rows of one prompt are compared with the twin's
+    first, and the top patches are then made in the engine with its own rows.
+
+    Args:
+        model: an ``LLM``; the path or name of a checkpoint; or a causal language model of
+            transformers in float32.
+        clean: text or token ids.
+        corrupt: text or token ids of the same length.
+        metric: ``weir.logit_diff(a, b)``, or a function of the logits that follow the prompt: a
+            torch tensor [vocabulary] to a tensor of one number.
+        hooks: one or several of ``resid_pre``, ``attn_in``, ``q``, ``k``, ``v``, ``z``,
+            ``attn_out``, ``resid_mid``, ``mlp_in``, ``mlp_post``, ``mlp_out``, ``resid_post``.
+        layers: ``"all"``, a block index, or a list of them.
+        positions: selector of positions of the prompt, each a place of its own.
+        heads: None: whole rows; ``"all"`` or a list: each head is a place of its own, at hook
+            points with heads.
+        mode: ``"denoise"`` puts clean rows into the corrupt run; ``"noise"`` corrupt rows into the
+            clean run.
+        llm: an ``LLM`` of the same checkpoint, in which the top patches are made. Without one (and
+            if `model` is none) they are made on the twin, and no engine is started.
+        top_k: how many patches are made; 0 for none.
+        device: where the twin is put; None for the CPU. It takes 4 bytes a parameter.
+
+    Returns:
+        The estimates, and the real effects of the largest.
+
+    Raises:
+        WeirError: naming the argument. A hook point is refused if the twin does not have it, where
+            discovery could not prove it, or where its gradient would leave out a part of the model.
+    """
+    count = parse_count(top_k, "top_k")
+    engine, twin, tokenizer = _open(model, llm, device)
+    prompts = PromptPair.encode(clean, corrupt, mode, tokenizer)
+    asked = AskedSites.parse(hooks, layers, heads, twin.num_layers, lambda site: _shape(twin, site))
+    chosen = prompts.select(positions, () if tokenizer is None else tokenizer.all_special_ids)
+    function, name = parse_metric(metric, tokenizer)
+    rows = twin.rows(prompts.source, asked.sites)
+    error = None
+    if engine is not None:
+        own = engine.rows(prompts.source, asked.sites)
+        error = engine.check_twin(own, rows)
+    grid, baseline = _estimate(twin, prompts, asked, chosen, rows, function)
+    top = effects_of(largest(grid, count), prompts.texts)
+    put_in = rows if engine is None else own
+    patches = [RowPatch(e.site, e.position, _part(put_in[e.site][e.position], e.head), e.head) for e in top]
+    if engine is None:
+        effects, in_engine = [_effect_on_twin(twin, prompts, patch, function, baseline) for patch in patches], None
+    else:
+        effects, in_engine = _effects_in_engine(engine, twin, prompts, patches, function)
+    verified = [VerifiedEffect(**e.__dict__, effect=effect) for e, effect in zip(top, effects, strict=True)]
+    return Attribution(
+        grid, top, tuple(verified), "twin" if engine is None else "engine", baseline, in_engine, error, prompts.mode,
+        name, prompts.texts,
+    )  # fmt: skip
+
+
+def _open(model: Any, llm: Any, device: Any) -> tuple[EngineRuns | None, Twin, Any]:
+    """Return the engine, if there is one, the twin, and the tokenizer, if there is one."""
+    is_checkpoint = isinstance(model, (str, PathLike))
+    if not is_checkpoint and not isinstance(model, torch.nn.Module):
+        own = EngineRuns(model, "model")
+        if llm is not None and llm is not model:
+            raise WeirError("the model is an LLM itself; leave llm out", "llm")
+        return own, own.load_twin(device), own.tokenizer
+    engine = None if llm is None else EngineRuns(llm)
+    if is_checkpoint:
+        path = fspath(model)
+        return engine, Twin.load(path, device), _load_tokenizer(path) if engine is None else engine.tokenizer
+    if device is not None:
+        raise WeirError("a loaded model stays where it is; leave device out", "device")
+    return engine, Twin(model), None if engine is None else engine.tokenizer
+
+
+def _load_tokenizer(path: str) -> Any:
+    """Return a checkpoint's tokenizer, or None if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError):
+        return None
+
+
+def _shape(twin: Twin, site: Site) -> tuple[int, ...]:
+    twin.require(site)
+    return twin.shape(site)
+
+
+def _part(row: torch.Tensor, head: int | None) -> torch.Tensor:
+    return row if head is None else row[head]
+
+
+def _estimate(
+    twin: Twin, prompts: PromptPair, asked: AskedSites, positions: tuple[int, ...],
+    source: Mapping[Site, torch.Tensor], metric: LogitsMetric,
+) -> tuple[Grid, UnpatchedMetrics]:  # fmt: skip
+    """Return the estimates, and the metric of the unpatched runs."""
+    base = twin.differentiate(prompts.base, metric, asked.sites)
+    at = list(positions)
+    estimates = {}
+    for site in asked.sites:
+        rows, gradient = base.rows[site][at], base.gradients[site][at]
+        estimate = first_order(source[site][at], rows, gradient, by_head=asked.heads is not None)
+        estimates[site] = estimate if asked.heads is None else estimate[:, list(asked.heads)]
+    axes: dict[str, tuple] = {"hook": asked.hooks, "layer": asked.layers, "position": positions}
+    if asked.heads is not None:
+        axes["head"] = asked.heads
+    array = np.stack([estimates[site] for site in asked.sites]).reshape([len(labels) for labels in axes.values()])
+    other = float(metric(twin.logits(prompts.source)))
+    clean, corrupt = (other, base.metric) if prompts.mode == DENOISE else (base.metric, other)
+    return Grid(array, axes), UnpatchedMetrics(clean, corrupt)
+
+
+def _effect_on_twin(
+    twin: Twin, prompts: PromptPair, patch: RowPatch, metric: LogitsMetric, baseline: UnpatchedMetrics
+) -> float:
+    """Return the change of the metric in a patched run of the twin."""
+    before = baseline.corrupt if prompts.mode == DENOISE else baseline.clean
+    return float(metric(twin.logits(prompts.base, [patch]))) - before
+
+
+def _effects_in_engine(
+    engine: EngineRuns, twin: Twin, prompts: PromptPair, patches: Sequence[RowPatch], metric: LogitsMetric
+) -> tuple[list[float], UnpatchedMetrics]:
+    """Return the change of the metric in each patched run, and the metric of the unpatched ones."""
+    before, *after = engine.metrics(prompts.base, [None, *patches], twin, metric)
+    (other,) = engine.metrics(prompts.source, [None], twin, metric)
+    clean, corrupt = (other, before) if prompts.mode == DENOISE else (before, other)
+    return [value - before for value in after], UnpatchedMetrics(clean, corrupt)

@@ -1,0 +1,136 @@
+"""`attribute` on a checkpoint alone: the twin verifies, files round-trip, and wrong arguments name their field."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import vllm_weir as weir
+from vllm_weir.errors import WeirError
+
+HAPPY = "Tom went to the garden. Tom grinned happily, for the garden was lovely. Tom was so"
+SAD = "Tom went to the garden. Tom frowned sadly, for the garden was awful. Tom was so"
+METRIC = weir.logit_diff(" happy", " sad")
+
+
+@pytest.fixture(scope="module")
+def network():
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(weir.demo_model(), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return weir.attribute(weir.demo_model(), HAPPY, SAD, metric=METRIC, top_k=6)
+
+
+def ids(text):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(weir.demo_model()).encode(text)
+
+
+def test_the_twin_verifies_where_there_is_no_engine(result):
+    assert result.verified_by == "twin" and result.engine_baseline is None and result.twin_error is None
+    assert result.baseline.clean > 0 > result.baseline.corrupt
+    assert len(result.top) == len(result.verified) == 6
+    assert [v.place for v in result.verified] == [t.place for t in result.top]
+    at = result.grid.sel(hook=result.top[0].site.hook, layer=result.top[0].site.layer, position=result.top[0].position)
+    assert at == result.top[0].estimate and abs(at) == np.abs(result.grid.array).max()
+    assert "verified by the twin" in repr(result) and result.table().startswith("place")
+
+
+def test_same_prompts_have_nothing_to_attribute():
+    same = weir.attribute(weir.demo_model(), SAD, SAD, metric=METRIC)
+    assert not same.grid.array.any() and same.top == () and same.verified == ()
+
+
+def test_noise_is_denoise_with_the_prompts_exchanged():
+    noise = weir.attribute(weir.demo_model(), HAPPY, SAD, metric=METRIC, mode="noise", top_k=2)
+    denoise = weir.attribute(weir.demo_model(), SAD, HAPPY, metric=METRIC, top_k=2)
+    assert np.array_equal(noise.grid.array, denoise.grid.array)
+    assert [v.effect for v in noise.verified] == pytest.approx([v.effect for v in denoise.verified])
+    assert tuple(noise.baseline) == pytest.approx(tuple(reversed(denoise.baseline)))
+
+
+def test_heads_add_up_to_their_row(network):
+    heads = weir.attribute(network, ids(HAPPY), ids(SAD), metric=lambda x: x[5] - x[9], hooks="z", heads="all")
+    whole = weir.attribute(network, ids(HAPPY), ids(SAD), metric=lambda x: x[5] - x[9], hooks="z")
+    assert heads.grid.axes["head"] == (0, 1, 2, 3) and heads.top[0].head is not None
+    assert np.allclose(heads.grid.array.sum(-1), whole.grid.array, rtol=1e-9, atol=1e-12)
+    some = weir.attribute(
+        network, ids(HAPPY), ids(SAD), metric=lambda x: x[5] - x[9], hooks="z", heads=[2, 0], layers=[4], positions=-1
+    )
+    assert np.array_equal(some.grid.array, heads.grid.array[:, 4:5, -1:, [2, 0]])
+
+
+def test_positions_and_layers_choose_a_part_of_the_grid(result):
+    part = weir.attribute(weir.demo_model(), HAPPY, SAD, metric=METRIC, layers=[1, 4], positions="8:16:2", top_k=0)
+    assert part.grid.axes["layer"] == (1, 4) and part.grid.axes["position"] == (8, 10, 12, 14)
+    assert np.array_equal(part.grid.array, result.grid.array[:, [1, 4]][:, :, 8:16:2])
+
+
+def test_files_round_trip(result, tmp_path):
+    again = weir.Attribution.load(result.save(tmp_path / "a.npz"))
+    assert np.array_equal(again.grid.array, result.grid.array) and again.grid.axes == result.grid.axes
+    for name in ("top", "verified", "verified_by", "baseline", "engine_baseline", "mode", "metric", "tokens"):
+        assert getattr(again, name) == getattr(result, name), name
+    (tmp_path / "b.npz").write_bytes(b"no archive")
+    for path in (tmp_path / "b.npz", tmp_path / "c.npz"):
+        with pytest.raises(WeirError, match="cannot read") as e:
+            weir.Attribution.load(path)
+        assert e.value.field == "path"
+    with pytest.raises(WeirError, match="cannot write"):
+        result.save(tmp_path / "no folder" / "a.npz")
+
+
+def test_pictures(result, tmp_path):
+    paths = result.plot(tmp_path / "a.png")
+    assert [p.name for p in paths] == ["a.resid_pre.png", "a.attn_out.png", "a.mlp_out.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
+    (page,) = result.plot(tmp_path / "b.html", hook="mlp_out")
+    text = page.read_text()
+    assert "<svg" in text and f"{result.grid.sel(hook='mlp_out', layer=5, position=19):.4g}" in text
+    with pytest.raises(WeirError, match="there is no 'z'"):
+        result.plot(tmp_path / "c.png", hook="z")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "message"),
+    [
+        (dict(hooks="mlp_pre"), "hooks[0]", "cannot be captured|can be captured but not changed"),
+        (dict(hooks=["z", "embed"]), "hooks[1]", "none"),
+        (dict(hooks=["z", "nonsense"]), "hooks[1]", "unknown hook point"),
+        (dict(hooks=["z", "hook_z"]), "hooks[1]", "named twice"),
+        (dict(hooks=[]), "hooks", "expected a hook point"),
+        (dict(layers=[6]), "layers", "block 6 does not exist"),
+        (dict(heads="all"), "heads", "resid_pre, attn_out, mlp_out has no heads"),
+        (dict(hooks=["z", "k"], heads="all"), "heads", "number of heads differs"),
+        (dict(hooks="z", heads=[4]), "attribute.heads", "head 4 does not exist"),
+        (dict(positions="generated"), "positions", "selects none"),
+        (dict(mode="both"), "mode", "unknown mode 'both'"),
+        (dict(top_k=-1), "top_k", "not negative"),
+        (dict(metric="happy"), "metric", "expected weir.logit_diff"),
+        (dict(metric=weir.logit_diff(" happy sad", " sad")), "metric.a", "tokens"),
+        (dict(clean="Tom"), "corrupt", "so their positions do not correspond"),
+        (dict(clean=[]), "clean", "no tokens"),
+        (dict(clean={"a": 1}), "clean", "expected a text or token ids"),
+        (dict(model=3), "model", "expected a vllm.LLM, the path"),
+        (dict(llm=3), "llm", "expected a vllm.LLM, got int"),
+    ],
+)
+def test_wrong_arguments_name_their_field(arguments, field, message):
+    given = dict(model=weir.demo_model(), clean=HAPPY, corrupt=SAD, metric=METRIC) | arguments
+    with pytest.raises(WeirError, match=message) as e:
+        weir.attribute(**given)
+    assert e.value.field == field
+
+
+def test_a_loaded_model_takes_token_ids_and_stays_where_it_is(network):
+    with pytest.raises(WeirError, match="no tokenizer") as e:
+        weir.attribute(network, HAPPY, SAD, metric=lambda x: x[5])
+    assert e.value.field == "clean"
+    with pytest.raises(WeirError, match="stays where it is"):
+        weir.attribute(network, ids(HAPPY), ids(SAD), metric=lambda x: x[5], device="cpu")
