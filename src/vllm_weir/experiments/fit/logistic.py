@@ -9,6 +9,8 @@ import numpy as np
 MAX_NEWTON, MAX_CONJUGATE, MAX_HALVINGS = 100, 200, 40
 TOLERANCE = 1e-9
 """Of the gradient's largest entry, as a share of what it is at the start."""
+SMALLEST = 1e-13
+"""Of the squared spread along an axis, as a share of the largest."""
 
 
 def fit_logistic(
@@ -31,17 +33,24 @@ def fit_logistic(
     """
     centre = rows.mean(0) if intercept else np.zeros(rows.shape[1])
     rows = rows - centre
-    # More columns than rows: the weights are combinations of rows, so n coordinates are enough.
-    basis = None
-    if len(rows) < rows.shape[1]:
-        basis, triangle = np.linalg.qr(rows.T)
-        rows = triangle.T
-    problem = _Problem(rows, labels, kept.T, strength, intercept)
-    solution = problem.solve()
-    weights, biases = solution[:-1].T, solution[-1]
-    if basis is not None:
-        weights = weights @ basis.T
+    rows, basis = _principal(rows)
+    solution = _Problem(rows, labels, kept.T, strength, intercept).solve()
+    weights, biases = solution[:-1].T @ basis.T, solution[-1]
     return weights, biases - weights @ centre
+
+
+def _principal(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows in their principal axes, [n, r], and these axes as columns, [d, r].
+
+    The weights are combinations of rows, so axes along which nothing varies are left out. In the
+    others the Hessians are nearly diagonal, which conjugate gradients need.
+    """
+    wide = len(rows) < rows.shape[1]
+    values, vectors = np.linalg.eigh(rows @ rows.T if wide else rows.T @ rows)
+    kept = values > SMALLEST * max(values[-1], 1e-300)
+    vectors = vectors[:, kept]
+    basis = np.linalg.qr(rows.T @ vectors)[0] if wide else vectors
+    return rows @ basis, basis
 
 
 class _Problem:
