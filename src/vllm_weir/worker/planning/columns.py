@@ -82,7 +82,7 @@ SCORED = _columns("<i4", *messages.SCORED_FIELDS)
 
 def as_integers(array: np.ndarray) -> np.ndarray:
     """View a contiguous array [n] of one of these dtypes as plain integers [n, fields]."""
-    return array.view(array.dtype[0]).reshape(len(array), len(array.dtype))
+    return array.view(array.dtype[0]).reshape(len(array), array.dtype.itemsize // array.dtype[0].itemsize)
 
 
 def concatenate(parts: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
