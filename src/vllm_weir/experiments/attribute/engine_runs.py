@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,14 +34,13 @@ class EngineRuns:
     """
 
     def __init__(self, llm: Any, field: str = "llm") -> None:
-        from vllm import LLM
-
-        if not isinstance(llm, LLM):
-            also = "; patches are run with LLM.generate" if has_frontend(engine_of(llm)) else ""
+        engine = engine_of(llm)
+        if engine is llm or inspect.isasyncgenfunction(llm.generate):
+            also = "; patches are run with LLM.generate" if has_frontend(engine) else ""
             wanted = "a vllm.LLM" if field == "llm" else "a vllm.LLM, the path of a checkpoint or a transformers model"
             raise WeirError(f"expected {wanted}, got {type(llm).__name__}{also}", field)
         frontend_of(llm)
-        self.llm, self.model = llm, engine_of(llm).vllm_config.model_config
+        self.llm, self.model = llm, engine.vllm_config.model_config
 
     @property
     def tokenizer(self) -> Any:
