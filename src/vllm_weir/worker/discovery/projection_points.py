@@ -153,9 +153,6 @@ class Projections:
             features = source.columns.features(self._view.parts.ranks) if source.columns is not None else None
             found.located |= {hook} if source.located else set()
             found.exact |= {hook} if source.exact else set()
-            if source.exact and hook in ROTATED:
-                # Nothing normalises or rotates it: what attention is given may be a view with gaps.
-                found.anchors[ROTATED[hook]] = source.anchor
         if features is None and self._view.parts.ranks == 1:
             features = Features.unsplit(self._width(hook))
         for name in (hook, ROTATED.get(hook)):
