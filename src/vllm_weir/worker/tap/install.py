@@ -166,12 +166,10 @@ def _tap(anchor: Anchor, buffer: str, switch: TapSwitch, tap: int, head_size: in
                     hidden, other = anchor.tensors(args, kwargs, output)
                 if head_size is not None and is_compiling():
                     hidden = _as_heads(hidden, head_size)
-                if is_compiling() and not hidden.is_contiguous():
-                    _act_on_copy(hidden, other, getattr(self, buffer), alone if other is None else pair)
-                elif other is None:
-                    alone(hidden, getattr(self, buffer))
+                if other is None:
+                    _act(alone, hidden, getattr(self, buffer))
                 else:
-                    pair(hidden, other, getattr(self, buffer))
+                    _act(pair, hidden, other, getattr(self, buffer))
             return forward(self, *args, **kwargs) if before else output
 
         return tapped
@@ -179,17 +177,18 @@ def _tap(anchor: Anchor, buffer: str, switch: TapSwitch, tap: int, head_size: in
     return layer
 
 
-def _act_on_copy(
-    hidden: torch.Tensor, other: torch.Tensor | None, number: torch.Tensor, op: Callable[..., None]
-) -> None:
-    """Let a tap act on rows that have gaps between them, in a graph that is compiled.
+def _act(op: Callable[..., None], hidden: torch.Tensor, *rest: torch.Tensor | None) -> None:
+    """Call a tap's op on `hidden`, in a graph that is compiled on a copy if its rows have gaps between them.
 
     Such rows are a view of a wider tensor. Where Inductor does not write to one in place, it takes
     the copy for as wide as that tensor, and reads beyond it.
     """
-    rows = hidden.clone(memory_format=torch.contiguous_format)
-    op(rows, *(() if other is None else (other,)), number)
-    hidden.copy_(rows)
+    if is_compiling() and not hidden.is_contiguous():
+        rows = hidden.clone(memory_format=torch.contiguous_format)
+        op(rows, *rest)
+        hidden.copy_(rows)
+    else:
+        op(hidden, *rest)
 
 
 def _as_heads(rows: torch.Tensor, head_size: int) -> torch.Tensor:
@@ -221,11 +220,7 @@ def _tap_with_added_term(anchor: Anchor, buffer: str, switch: TapSwitch, tap: in
     def act(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         hidden, other = anchor.tensors(args, kwargs, output, kept.pop())
         if is_compiling() or switch.wants(tap):
-            number = getattr(module, buffer)
-            if is_compiling() and not hidden.is_contiguous():
-                _act_on_copy(hidden, other, number, torch.ops.weir.tap_residual.default)
-            else:
-                torch.ops.weir.tap_residual(hidden, other, number)
+            _act(torch.ops.weir.tap_residual.default, hidden, other, getattr(module, buffer))
 
     return _around(anchor.when, act)
 
