@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.example_package import run_with_package
+
 CLOSE_OTHERS = True
 USE = """
 import json
@@ -43,23 +41,8 @@ if __name__ == "__main__":
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_example_package(tmp_path: Path) -> None:
-    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--quiet"]
-    site, copy = tmp_path / "site", tmp_path / "source"
-    # Built from a copy: what setuptools leaves behind stays out of the repository.
-    subprocess.run(["cp", "-r", str(ROOT / "examples" / "controller_package"), str(copy)], check=True)
-    done = subprocess.run(
-        [*install, "--target", str(site), str(copy)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    script = tmp_path / "use.py"
-    script.write_text(USE)
-    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
-    env = os.environ | {"PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-    said = {line.split()[0]: line.split(" ", 1)[1] for line in done.stdout.splitlines() if " " in line}
+    printed = run_with_package("controller_package", USE, tmp_path)
+    said = {line.split()[0]: line.split(" ", 1)[1] for line in printed.splitlines() if " " in line}
     means = json.loads(said["means"])
     assert abs(means[-1] - 3.0) < 0.5 * abs(means[0] - 3.0), f"not brought to 3: {means}"
     (plain, steered), gates = json.loads(said["steady"].partition("]")[0] + "]"), said["steady"].partition("]")[2]
