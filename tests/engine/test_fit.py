@@ -277,7 +277,7 @@ def test_from_files_to_a_control_vector(llm, tmp_path, monkeypatch, capsys):
 
     (tmp_path / "happy.txt").write_text("\n".join(HAPPY) + "\n")
     (tmp_path / "sad.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in SAD))
-    monkeypatch.setattr("vllm_weir.experiments.fit.cli._start", lambda model, options: llm)
+    monkeypatch.setattr("vllm_weir.experiments.fit.cli.start_llm", lambda model, options: llm)
     for name in ("mood.gguf", "mood.safetensors"):
         arguments = [
             "fit",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,6 +13,18 @@ from vllm_weir.schema.scalars import is_int, plain
 
 Encode = Callable[[str], Sequence[int]]
 """Text -> token ids, without special tokens."""
+
+
+class Baseline(NamedTuple):
+    """The metric of the unpatched runs; of several pairs of prompts, the mean.
+
+    Attributes:
+        clean: of the clean prompt.
+        corrupt: of the corrupt prompt.
+    """
+
+    clean: float
+    corrupt: float
 
 
 class BoundMetric(Protocol):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.sweep.axes import Grid
+from vllm_weir.experiments.grid import Grid
 
 LABELS = st.lists(st.one_of(st.integers(-9, 99), st.text(min_size=1, max_size=3)), min_size=1, max_size=4, unique=True)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_weir.experiments.sweep.axes import Grid
+from vllm_weir.experiments.grid import Grid
 from vllm_weir.schema.hooks import Site
 
 
@@ -51,7 +51,7 @@ class PatchedPlace:
 def largest(grid: Grid, count: int) -> list[tuple[PatchedPlace, float]]:
     """Return the places with the largest estimates by magnitude, largest first, with their estimates.
 
-    AskedSites whose estimate is exactly 0 are left out: the two runs have the same rows there, or the
+    Places whose estimate is exactly 0 are left out: the two runs have the same rows there, or the
     metric does not depend on them.
     """
     numbers = grid.array.ravel()

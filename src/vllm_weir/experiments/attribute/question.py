@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.metrics import LogitDiff, OnLogits
+from vllm_weir.experiments.mode import DENOISE, parse_mode
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.row_parts import RowPart
 from vllm_weir.schema.scalars import is_int, plain
 
-DENOISE: Literal["denoise"] = "denoise"
-NOISE: Literal["noise"] = "noise"
-MODES = (DENOISE, NOISE)
 REFUSED = (*MODEL_HOOKS, "router_logits")
 """Hook points that can be patched in an engine, and are not attributed to."""
 
@@ -46,8 +44,7 @@ class PromptPair:
     @classmethod
     def encode(cls, clean: Any, corrupt: Any, mode: Any, tokenizer: Any) -> PromptPair:
         """Encode two prompts, texts or token ids; raise WeirError if their lengths differ."""
-        if mode not in MODES:
-            raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(MODES)}", "mode")
+        mode = parse_mode(mode)
         one, other = _token_ids(clean, tokenizer, "clean"), _token_ids(corrupt, tokenizer, "corrupt")
         if len(one) != len(other):
             raise WeirError(

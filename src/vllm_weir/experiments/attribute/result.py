@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import numpy as np
-
-from vllm_weir.errors import WeirError
 from vllm_weir.experiments.attribute.arithmetic import PatchedPlace
-from vllm_weir.experiments.sweep.axes import Grid
+from vllm_weir.experiments.grid import Grid
+from vllm_weir.experiments.grid_file import GridFile
+from vllm_weir.experiments.metrics import Baseline
 from vllm_weir.schema.hooks import Site
-from vllm_weir.util.atomic_write import atomic_write
 
-FORMAT, VERSION = "weir attribution", 1
-
-
-class UnpatchedMetrics(NamedTuple):
-    """The metric of the two runs as they are.
-
-    Attributes:
-        clean: of the clean prompt.
-        corrupt: of the corrupt prompt.
-    """
-
-    clean: float
-    corrupt: float
+FILE = GridFile("attribution", "grid")
 
 
 @dataclass(frozen=True)
@@ -93,8 +77,8 @@ class Attribution:
     top: tuple[EstimatedEffect, ...]
     verified: tuple[VerifiedEffect, ...]
     verified_by: Literal["engine", "twin"]
-    baseline: UnpatchedMetrics
-    engine_baseline: UnpatchedMetrics | None
+    baseline: Baseline
+    engine_baseline: Baseline | None
     twin_error: float | None
     mode: str
     metric: str
@@ -132,22 +116,14 @@ class Attribution:
         Raises:
             WeirError: if it cannot be written.
         """
-        path = Path(path)
         about = {
-            "format": FORMAT, "version": VERSION, "axes": {name: list(v) for name, v in self.grid.axes.items()},
             "top": [_to_json(effect) for effect in self.top],
             "verified": [_to_json(effect) for effect in self.verified], "verified_by": self.verified_by,
             "baseline": list(self.baseline),
             "engine_baseline": None if self.engine_baseline is None else list(self.engine_baseline),
             "twin_error": self.twin_error, "mode": self.mode, "metric": self.metric, "tokens": list(self.tokens),
         }  # fmt: skip
-        try:
-            with atomic_write(path) as file:
-                np.savez(file, grid=self.grid.array, about=np.array(json.dumps(about)))
-        except (OSError, ValueError) as e:
-            why = e.strerror if isinstance(e, OSError) else None
-            raise WeirError(f"cannot write {path}: {why or e}", "path") from None
-        return path
+        return FILE.write(path, self.grid, about)
 
     @classmethod
     def load(cls, path: str | PathLike) -> Attribution:
@@ -156,23 +132,18 @@ class Attribution:
         Raises:
             WeirError: if the file cannot be read, or is anything else.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                about: dict[str, Any] = json.loads(str(file["about"]))
-                if (about["format"], about["version"]) != (FORMAT, VERSION):
-                    raise ValueError("no attribution, or one of another version of Weir")
-                grid = Grid(file["grid"], {name: tuple(labels) for name, labels in about["axes"].items()})
+
+        def build(grid: Grid, about: dict[str, Any]) -> Attribution:
             engine = about["engine_baseline"]
             return cls(
                 grid,
                 tuple(EstimatedEffect(**_from_json(data)) for data in about["top"]),
                 tuple(VerifiedEffect(**_from_json(data)) for data in about["verified"]),
-                about["verified_by"], UnpatchedMetrics(*about["baseline"]),
-                None if engine is None else UnpatchedMetrics(*engine),
+                about["verified_by"], Baseline(*about["baseline"]), None if engine is None else Baseline(*engine),
                 about["twin_error"], about["mode"], about["metric"], tuple(about["tokens"]),
             )  # fmt: skip
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as e:
-            raise WeirError(f"cannot read {path}: {e}", "path") from None
+
+        return FILE.read(path, build)
 
     def __repr__(self) -> str:
         shape = ", ".join(f"{name}: {len(labels)}" for name, labels in self.grid.axes.items())

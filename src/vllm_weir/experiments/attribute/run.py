@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,16 +19,17 @@ from vllm_weir.errors import WeirError
 from vllm_weir.experiments.attribute.arithmetic import first_order, largest
 from vllm_weir.experiments.attribute.engine_runs import EngineRuns
 from vllm_weir.experiments.attribute.question import (
-    DENOISE,
     AskedSites,
     LogitsMetric,
     PromptPair,
     parse_count,
     parse_metric,
 )
-from vllm_weir.experiments.attribute.result import Attribution, UnpatchedMetrics, VerifiedEffect, effects_of
+from vllm_weir.experiments.attribute.result import Attribution, VerifiedEffect, effects_of
 from vllm_weir.experiments.attribute.twin import RowPatch, Twin
-from vllm_weir.experiments.sweep.axes import Grid
+from vllm_weir.experiments.grid import Grid
+from vllm_weir.experiments.metrics import Baseline
+from vllm_weir.experiments.mode import DENOISE, Mode
 from vllm_weir.schema.hooks import Site
 
 STREAM = ("resid_pre", "attn_out", "mlp_out")
@@ -45,7 +46,7 @@ def attribute(
     layers: Any = "all",
     positions: Any = "all",
     heads: Any = None,
-    mode: Literal["denoise", "noise"] = DENOISE,
+    mode: Mode = DENOISE,
     llm: Any = None,
     top_k: int = 10,
     device: Any = None,
@@ -149,7 +150,7 @@ def _part(row: torch.Tensor, head: int | None) -> torch.Tensor:
 def _estimate(
     twin: Twin, prompts: PromptPair, asked: AskedSites, positions: tuple[int, ...],
     source: Mapping[Site, torch.Tensor], metric: LogitsMetric,
-) -> tuple[Grid, UnpatchedMetrics]:  # fmt: skip
+) -> tuple[Grid, Baseline]:  # fmt: skip
     """Return the estimates, and the metric of the unpatched runs."""
     base = twin.differentiate(prompts.base, metric, asked.sites)
     at = list(positions)
@@ -164,11 +165,11 @@ def _estimate(
     array = np.stack([estimates[site] for site in asked.sites]).reshape([len(labels) for labels in axes.values()])
     other = float(metric(twin.logits(prompts.source)))
     clean, corrupt = (other, base.metric) if prompts.mode == DENOISE else (base.metric, other)
-    return Grid(array, axes), UnpatchedMetrics(clean, corrupt)
+    return Grid(array, axes), Baseline(clean, corrupt)
 
 
 def _effect_on_twin(
-    twin: Twin, prompts: PromptPair, patch: RowPatch, metric: LogitsMetric, baseline: UnpatchedMetrics
+    twin: Twin, prompts: PromptPair, patch: RowPatch, metric: LogitsMetric, baseline: Baseline
 ) -> float:
     """Return the change of the metric in a patched run of the twin."""
     before = baseline.corrupt if prompts.mode == DENOISE else baseline.clean
@@ -177,9 +178,9 @@ def _effect_on_twin(
 
 def _effects_in_engine(
     engine: EngineRuns, twin: Twin, prompts: PromptPair, patches: Sequence[RowPatch], metric: LogitsMetric
-) -> tuple[list[float], UnpatchedMetrics]:
+) -> tuple[list[float], Baseline]:
     """Return the change of the metric in each patched run, and the metric of the unpatched ones."""
     before, *after = engine.metrics(prompts.base, [None, *patches], twin, metric)
     (other,) = engine.metrics(prompts.source, [None], twin, metric)
     clean, corrupt = (other, before) if prompts.mode == DENOISE else (before, other)
-    return [value - before for value in after], UnpatchedMetrics(clean, corrupt)
+    return [value - before for value in after], Baseline(clean, corrupt)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Annotated, Any
 
 import typer
 
 from vllm_weir.errors import WeirError
+from vllm_weir.experiments.start import start_llm
 from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
 
 SUFFIXES = (".gguf", ".safetensors")
@@ -55,7 +55,7 @@ def fit(
             read_prompts(path, name, column) for path, name in ((positive, "positive"), (negative, "negative"))
         )
         found = run(
-            _start(model, parse_engine_options(engine or [])), first, second, method, hook, blocks,
+            start_llm(model, parse_engine_options(engine or [])), first, second, method, hook, blocks,
             parse_positions(positions), folds=folds, seed=seed, check=check, metric=metric, progress=not quiet,
         )  # fmt: skip
         found.save(out)
@@ -69,19 +69,6 @@ def _metric(answer: str | None, wrong: str | None) -> Any:
     if (answer is None) != (wrong is None):
         raise WeirError("--answer and --wrong go together", "wrong" if wrong is None else "answer")
     return None if answer is None else logit_diff(answer, wrong)
-
-
-def _start(model: str, options: dict[str, Any]) -> Any:
-    """Start the engine."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm import LLM
-
-    try:
-        return LLM(model=model, **{"disable_log_stats": True} | options)
-    except WeirError:
-        raise
-    except (TypeError, ValueError, OSError) as e:
-        raise WeirError(f"vLLM cannot start: {e}", "engine") from None
 
 
 def _show(found: Any, files: list[str], as_json: bool) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
 
 from vllm_weir.errors import WeirError
+from vllm_weir.experiments.start import start_llm
 from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def sweep(
             "heads": heads if heads == "all" else parse_ints(heads, "'all' or ints", "heads"),
         }
         result = run(
-            _start(model, parse_engine_options(engine or [])), prompts.clean, prompts.corrupt, hooks.split(","),
+            start_llm(model, parse_engine_options(engine or [])), prompts.clean, prompts.corrupt, hooks.split(","),
             positions=parse_positions(positions), metric=logit_diff(prompts.answers, prompts.wrong), mode=mode,
             to=receiver, freeze=freeze.split(","), checkpoint=checkpoint, progress=not quiet, **picked,
         )  # fmt: skip
@@ -97,19 +97,6 @@ def _prompts(
         raise WeirError(
             f"cannot read {pairs}: {type(e).__name__}: {e}; each line is an object with {', '.join(given)}", "pairs"
         ) from None
-
-
-def _start(model: str, options: dict[str, Any]) -> Any:
-    """Start the engine."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm import LLM
-
-    try:
-        return LLM(model=model, **{"disable_log_stats": True} | options)
-    except WeirError:
-        raise
-    except (TypeError, ValueError, OSError) as e:
-        raise WeirError(f"vLLM cannot start: {e}", "engine") from None
 
 
 def _show(result: Sweep, saved: list[str], plots: list[str], as_json: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.sweep.axes import Label
+from vllm_weir.experiments.grid import Label
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.scalars import is_int, plain
 

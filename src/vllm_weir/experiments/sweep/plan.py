@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vllm_weir.experiments.sweep.axes import Label
+from vllm_weir.experiments.grid import Label
+from vllm_weir.experiments.mode import DENOISE
 from vllm_weir.experiments.sweep.path import Receiver, frozen_sites
 from vllm_weir.experiments.sweep.places import Place
 from vllm_weir.schema.hooks import Site
 
-DENOISE, NOISE = MODES = ("denoise", "noise")
-"""Run the corrupt prompt with clean rows put in; run the clean prompt with corrupt rows put in."""
 SOURCE_RUN, BASE_RUN = range(2)
 """Numbers of the unpatched runs, within a pair: those whose rows are put in, and those that are patched."""
 
@@ -61,7 +60,7 @@ class SweepPlan:
         labels: of the positions' axis.
         places: for each pair, the place of each label.
         heads: heads; None for whole rows.
-        mode: one of `MODES`.
+        mode: `DENOISE` or `NOISE`.
         to: end of the path; None to patch without one.
         freeze: see `frozen_sites`.
         num_layers: blocks of the model.

@@ -8,9 +8,10 @@ from typing import Any
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.metrics import BoundMetric, OnLogits, bind_metric
+from vllm_weir.experiments.mode import DENOISE, parse_mode
 from vllm_weir.experiments.sweep.path import Receiver, parse_freeze, precedes
 from vllm_weir.experiments.sweep.places import parse_entries, place_entries
-from vllm_weir.experiments.sweep.plan import DENOISE, MODES, Pair, SweepPlan, token_labels
+from vllm_weir.experiments.sweep.plan import Pair, SweepPlan, token_labels
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.lookup import engine_of, frontend_of
 from vllm_weir.schema.capture import parse_layers
@@ -79,8 +80,7 @@ def prepare(
     to: Any, freeze: Any, sampling: Any,
 ) -> PreparedSweep:  # fmt: skip
     """Check the arguments of `sweep`, which has their meanings; raise WeirError naming the field."""
-    if mode not in MODES:
-        raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(MODES)}", "mode")
+    mode = parse_mode(mode)
     receiver = None if to is None else Receiver.parse(to)
     names, entries = _parse_hooks(hooks), parse_entries(positions)
     engine = EngineFacts(llm)

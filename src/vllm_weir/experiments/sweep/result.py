@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.sweep.axes import Grid
-from vllm_weir.experiments.sweep.plan import BASE_RUN, DENOISE, SOURCE_RUN, SweepPlan
-from vllm_weir.util.atomic_write import atomic_write
+from vllm_weir.experiments.grid import Grid
+from vllm_weir.experiments.grid_file import GridFile
+from vllm_weir.experiments.metrics import Baseline
+from vllm_weir.experiments.mode import DENOISE
+from vllm_weir.experiments.sweep.plan import BASE_RUN, SOURCE_RUN, SweepPlan
 
-FORMAT, VERSION = "weir sweep", 1
-
-
-class Baseline(NamedTuple):
-    """The metric of the unpatched runs, mean over the pairs of prompts.
-
-    Attributes:
-        clean: of the clean prompt.
-        corrupt: of the corrupt prompt.
-    """
-
-    clean: float
-    corrupt: float
+FILE = GridFile("sweep", "by_pair")
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,18 +111,11 @@ class Sweep:
         Raises:
             WeirError: if it cannot be written.
         """
-        path = Path(path)
         about = {
-            "format": FORMAT, "version": VERSION, "axes": {k: list(v) for k, v in self.by_pair.axes.items()},
             "baseline": list(self.baseline), "noise_floor": self.noise_floor, "mode": self.mode,
             "metric": self.metric, "to": self.to, "position_labels": list(self.position_labels),
         }  # fmt: skip
-        try:
-            with atomic_write(path) as file:
-                np.savez(file, by_pair=self.by_pair.array, about=np.array(json.dumps(about)))
-        except (OSError, ValueError) as e:
-            raise WeirError(f"cannot write {path}: {getattr(e, 'strerror', None) or e}", "path") from None
-        return path
+        return FILE.write(path, self.by_pair, about)
 
     @classmethod
     def load(cls, path: str | PathLike) -> Sweep:
@@ -143,19 +124,15 @@ class Sweep:
         Raises:
             WeirError: if the file cannot be read, or is anything else.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                about: dict[str, Any] = json.loads(str(file["about"]))
-                if (about["format"], about["version"]) != (FORMAT, VERSION):
-                    raise ValueError("no sweep, or one of another version of Weir")
-                by_pair = Grid(file["by_pair"], {name: tuple(labels) for name, labels in about["axes"].items()})
+
+        def build(by_pair: Grid, about: dict[str, Any]) -> Sweep:
             return cls(
                 Grid(by_pair.array.mean(0), {k: v for k, v in by_pair.axes.items() if k != "pair"}), by_pair,
                 Baseline(*about["baseline"]), about["noise_floor"], about["mode"], about["metric"], about["to"],
                 tuple(about["position_labels"]),
             )  # fmt: skip
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as e:
-            raise WeirError(f"cannot read {path}: {e}", "path") from None
+
+        return FILE.read(path, build)
 
     def __repr__(self) -> str:
         shape = ", ".join(f"{name}: {len(labels)}" for name, labels in self.grid.axes.items())

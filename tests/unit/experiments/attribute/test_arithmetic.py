@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_weir.experiments.attribute.arithmetic import PatchedPlace, first_order, largest
-from vllm_weir.experiments.sweep.axes import Grid
+from vllm_weir.experiments.grid import Grid
 from vllm_weir.schema.hooks import Site
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6))

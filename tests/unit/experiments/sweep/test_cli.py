@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.metrics import LogitDiff
+from vllm_weir.experiments.grid import Grid
+from vllm_weir.experiments.metrics import Baseline, LogitDiff
 from vllm_weir.experiments.sweep import cli, run
-from vllm_weir.experiments.sweep.axes import Grid
-from vllm_weir.experiments.sweep.result import Baseline, Sweep
+from vllm_weir.experiments.sweep.result import Sweep
 
 PROMPTS = ["--clean", "a b", "--corrupt", "a c", "--answer", " x", "--wrong", " y"]
 
@@ -35,7 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         )  # fmt: skip
 
     monkeypatch.setattr(run, "sweep", sweep)
-    monkeypatch.setattr(cli, "_start", lambda model, options: (model, options))
+    monkeypatch.setattr(cli, "start_llm", lambda model, options: (model, options))
     return calls
 
 
@@ -101,5 +101,5 @@ def test_an_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr("vllm.LLM", llm)
     with pytest.raises(WeirError, match="vLLM cannot start: no model") as error:
-        cli._start("model", {})
+        cli.start_llm("model", {})
     assert error.value.field == "engine"

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.sweep.axes import Grid
-from vllm_weir.experiments.sweep.result import Baseline, Sweep
+from vllm_weir.experiments.grid import Grid
+from vllm_weir.experiments.metrics import Baseline
+from vllm_weir.experiments.sweep.result import Sweep
 
 
 def made(heads: int = 0, hooks: tuple[str, ...] = ("resid_post", "mlp_out"), positions: int = 3, **more: Any) -> Sweep:
