@@ -63,9 +63,6 @@ def running(
             eventually(lambda: _answers(client, process, log), True, timeout)
             yield client
     finally:
-        ended = process.poll()
-        if ended is not None:
-            print(f"The server ended with {ended}. Its log ends with:\n{log.read_text()[-8000:]}")
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(30)
