@@ -106,7 +106,7 @@ class OnLogits:
     @property
     def name(self) -> str:
         """The function's name."""
-        return _name(self.function)
+        return function_name(self.function)
 
     def sampling(self, pair: int) -> dict[str, Any]:
         """Ask for the log-probabilities of all tokens."""
@@ -135,7 +135,7 @@ class OnOutput:
     @property
     def name(self) -> str:
         """The function's name."""
-        return _name(self.function)
+        return function_name(self.function)
 
     def sampling(self, pair: int) -> dict[str, Any]:
         """Ask for one greedy token."""
@@ -240,7 +240,8 @@ def _token_id(value: Any, encode: Encode | None, field_name: str) -> int:
     return int(ids[0])
 
 
-def _name(function: Any) -> str:
+def function_name(function: Any) -> str:
+    """Return what a user's metric is called, in labels."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 

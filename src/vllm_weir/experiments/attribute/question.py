@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.experiments.metrics import LogitDiff, OnLogits
+from vllm_weir.experiments.metrics import LogitDiff, OnLogits, function_name
 from vllm_weir.experiments.mode import DENOISE, parse_mode
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only
@@ -164,7 +164,7 @@ def parse_metric(metric: Any, tokenizer: Any) -> tuple[LogitsMetric, str]:
             f"{type(metric).__name__}",
             "metric",
         )
-    return metric, str(metric.__name__ if hasattr(metric, "__name__") else type(metric).__name__)
+    return metric, function_name(metric)
 
 
 def parse_count(value: Any, field: str) -> int:
