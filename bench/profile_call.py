@@ -201,8 +201,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/phases_h200.json"))
     given = parser.parse_args()
     hold_parts()
-    from vllm import LLM
-
     from vllm_weir.bench.cases import WORKLOADS
     from vllm_weir.bench.cli import SMALL_WORKLOADS, model_fields
     from vllm_weir.bench.plan import BenchPlan, EngineChoice, WorkloadSizes
@@ -220,7 +218,7 @@ def main() -> None:
         workloads=WorkloadSizes() if cuda else SMALL_WORKLOADS,
     )  # fmt: skip
     system = WeirSystem(plan, work)
-    llm = LLM(**system.engine(EngineChoice(kind="workloads" if plan.named_workloads else "steps")))
+    llm = system.start(system.engine(EngineChoice(kind="workloads" if plan.named_workloads else "steps")))
     if plan.dummy:
         llm.apply_model(fill_engine)
     found: dict[str, Any] = {"model": plan.model_name, "tokens": plan.tokens, "calls": given.calls, "cases": []}

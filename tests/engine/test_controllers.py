@@ -310,7 +310,7 @@ def test_what_a_step_holds(llm, truth):
             for name, width in (("p", 1), ("q", 3)):
                 assert step.scores[name].shape == (len(step), width)
                 if t < 4:
-                    assert torch.equal(step.scores[name][k], out.scores[name][length - 1 + t])
+                    assert torch.equal(step.scores[name][k].cpu(), out.scores[name][length - 1 + t])
     del outs, out
 
 

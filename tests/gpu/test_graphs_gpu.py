@@ -189,10 +189,10 @@ def test_a_failed_capture_serves_the_step_all_the_same(directory, oracle, mode, 
         swap.sets.clear()
     launch, fail = triton_kernel.launch, itertools.count()
 
-    def failing(*tables):
+    def failing(*tables, **options):
         if torch.cuda.is_current_stream_capturing() and next(fail) == 1:
             raise torch.OutOfMemoryError("no memory left")
-        launch(*tables)
+        launch(*tables, **options)
 
     monkeypatch.setattr(triton_kernel, "launch", failing)
     for n, failed in ((52, 1), (52, 1), (60, 1)):

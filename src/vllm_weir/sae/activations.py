@@ -13,12 +13,16 @@ Tensors = Mapping[str, torch.Tensor]
 LAYER_NORM_EPS = 1e-5
 
 
-def encode(config: SAEConfig, tensors: Tensors, rows: torch.Tensor) -> torch.Tensor:
-    """Return the activations [n, d_sae] of rows [n, d_in], float32."""
+def project(config: SAEConfig, tensors: Tensors, rows: torch.Tensor) -> torch.Tensor:
+    """Return the products [n, d_sae] of rows [n, d_in] with the encoder, float32, without its bias."""
     x = normalised(config, rows)
     if config.apply_b_dec_to_input:
         x = x - tensors["b_dec"].float()
-    projected = x @ tensors["W_enc"].float()
+    return x @ tensors["W_enc"].float()
+
+
+def activate(config: SAEConfig, tensors: Tensors, projected: torch.Tensor) -> torch.Tensor:
+    """Return the activations [n, d_sae] of what `project` returns, float32."""
     if config.architecture == "gated":
         return _gated(tensors, projected)
     pre = projected + tensors["b_enc"].float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -197,7 +198,19 @@ class SAE:
         Args:
             rows: [n, d_in] or [n, heads, d_head]; with `head` set also those of all heads.
         """
-        return activations.encode(self.config, self.tensors, self._flat(rows))
+        flat = self._flat(rows)
+        if flat.is_cuda and flat.dtype == self.dtype != torch.float32 and self.config.normalize_activations == "none":
+            # Tensor cores add up exact products in float32, and read the weights as they are.
+            products = torch.mm(flat, self.tensors["W_enc"], out_dtype=torch.float32)
+            projected = products - self.projected_b_dec if self.config.apply_b_dec_to_input else products
+        else:
+            projected = activations.project(self.config, self.tensors, flat.float())
+        return activations.activate(self.config, self.tensors, projected)
+
+    @functools.cached_property
+    def projected_b_dec(self) -> torch.Tensor:
+        """b_dec times the encoder, float32 [d_sae]."""
+        return self.tensors["b_dec"].float() @ self.tensors["W_enc"].float()
 
     @torch.no_grad()
     def decode(self, features: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -219,7 +232,7 @@ class SAE:
                 f"{self.config.normalize_activations} is undone with the rows' own lengths: decode(features, rows)",
                 "rows",
             )
-        flat = None if rows is None else self._flat(rows)
+        flat = None if rows is None else self._flat(rows).float()
         return activations.decode(self.config, self.tensors, features.to(self.device, torch.float32), flat)
 
     def reconstruct(self, rows: torch.Tensor) -> torch.Tensor:
@@ -236,7 +249,7 @@ class SAE:
         if not is_int(k) or not 0 < k <= self.d_sae:
             raise WeirError(f"k is from 1 to {self.d_sae}, got {brief(k)}", "k")
         ids, values = zip(*(top_values(some, k) for some in self._encoded(rows)), strict=True)
-        return torch.cat(ids), torch.cat(values)
+        return torch.cat(ids).long(), torch.cat(values)
 
     def chosen(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the activations of some features, float32 [n, ids]; `ids` is int64, on the rows' device."""
@@ -270,7 +283,7 @@ class SAE:
         return int(feature)
 
     def _flat(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows as [n, d_in], float32 on the device of the weights."""
+        """Return rows as [n, d_in], on the device of the weights."""
         if rows.ndim == 3 and self.head is not None:
             if self.head >= rows.shape[1]:
                 raise WeirError(f"the rows have {rows.shape[1]} heads, this is for head {self.head}", "rows")
@@ -279,4 +292,4 @@ class SAE:
         if flat.ndim != 2 or flat.shape[1] != self.d_in:
             heads = "" if self.head is None else f" of head {self.head}"
             raise WeirError(f"expected rows [n, {self.d_in}]{heads}, got {list(rows.shape)}", "rows")
-        return flat.to(self.device, torch.float32)
+        return flat.to(self.device)

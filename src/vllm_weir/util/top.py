@@ -8,6 +8,8 @@ import torch
 
 SMALLEST = 4096
 """Rows with fewer values are sorted at once."""
+MAX_KERNEL_K = 64
+"""Values per row up to which a kernel finds them on CUDA."""
 
 
 def top_values(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,8 +25,13 @@ def top_values(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
         k: at most m.
 
     Returns:
-        (indices int64 [n, k], values float32 [n, k]).
+        (indices [n, k], int32 or int64, values float32 [n, k]).
     """
+    if values.is_cuda and k <= MAX_KERNEL_K:
+        from vllm_weir.util import top_kernel
+
+        ids, found, _ = top_kernel.largest(values, k)
+        return ids, found
     m = values.shape[1]
     size = 1 << round(math.log2(max(1.0, m / max(1, k))) / 2)  # about as many maxima as candidates
     count = m // size
@@ -38,6 +45,19 @@ def top_values(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     ids = torch.cat([ids, rest], 1)
     at, largest = _sorted(values.gather(1, ids), k)
     return ids.gather(1, at), largest
+
+
+def top_logprobs(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k likeliest entries of each row of logits [n, m], as `top_values`, and their log-probabilities."""
+    if logits.is_cuda and k <= MAX_KERNEL_K:
+        from vllm_weir.util import top_kernel
+
+        ids, values, sums = top_kernel.largest(logits, k, sums=True)
+        assert sums is not None
+        return ids, values - sums[:, None]
+    whole = logits.float()
+    ids, values = top_values(whole, k)
+    return ids, values - whole.logsumexp(1, keepdim=True)
 
 
 def _sorted(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

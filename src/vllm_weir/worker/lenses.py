@@ -12,10 +12,11 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.read_outs import ReadOut
-from vllm_weir.util.top import as_records, top_values
+from vllm_weir.util.top import as_records, top_logprobs
 
-MAX_LOGITS = 1 << 24
-"""Logits that are computed at once."""
+MAX_LOGITS = 1 << 25
+"""Logits that are computed at once. Fewer would read the unembedding's weights more often than its
+products take."""
 MAX_TUNED = 4
 """Tuned lenses that are kept ready."""
 Translator = tuple[torch.Tensor, torch.Tensor]
@@ -70,10 +71,7 @@ class LensReader:
             whole = rows.float()
             rows = (whole + (whole @ matrix.T + bias)).to(rows.dtype)
         assert self.unembedding.logits is not None
-        logits = self.unembedding.logits(rows).float()
-        ids, values = top_values(logits, self.top_k)
-        logprobs = values - logits.logsumexp(1, keepdim=True)
-        return as_records(ids, logprobs)
+        return as_records(*top_logprobs(self.unembedding.logits(rows), self.top_k))
 
 
 class Lenses:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -85,6 +86,11 @@ class AttentionRecipe(Recipe):
     heads: tuple[int, ...] | None
     dtype: torch.dtype
 
+    @functools.cached_property
+    def kind(self) -> Hashable:
+        """Equal for layers that can be computed together, if the positions of their rows are equal."""
+        return self.site.hook, replace(self.facts, keys_layer=0), self.heads, self.dtype, self.positions
+
     def compute(
         self, rows: Mapping[Site, torch.Tensor], positions: Mapping[Site, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,9 +130,7 @@ def compute_all(recipes: Sequence[Recipe], inputs: Sequence[Inputs]) -> dict[Sit
     alike: dict[object, list[tuple[AttentionRecipe, Inputs]]] = {}
     for recipe, given in zip(recipes, inputs, strict=True):
         if isinstance(recipe, AttentionRecipe):
-            facts = replace(recipe.facts, keys_layer=0)
-            key = (recipe.site.hook, facts, recipe.heads, recipe.dtype, recipe.positions)
-            alike.setdefault(key, []).append((recipe, given))
+            alike.setdefault(recipe.kind, []).append((recipe, given))
         else:
             found[recipe.site] = recipe.compute(*given)
     for group in alike.values():
@@ -150,7 +154,8 @@ def _parts(group: list[tuple[AttentionRecipe, Inputs]]) -> list[list[tuple[Atten
 
 def _same_positions(a: tuple[AttentionRecipe, Inputs], b: tuple[AttentionRecipe, Inputs]) -> bool:
     pairs = zip(a[0].sources, b[0].sources, strict=True)
-    return all(torch.equal(a[1].positions[x.site], b[1].positions[y.site]) for x, y in pairs)
+    both = ((a[1].positions[x.site], b[1].positions[y.site]) for x, y in pairs)
+    return all(len(mine) == len(theirs) and torch.equal(mine, theirs) for mine, theirs in both)
 
 
 def _joined(part: list[tuple[AttentionRecipe, Inputs]]) -> dict[Site, tuple[torch.Tensor, torch.Tensor]]:

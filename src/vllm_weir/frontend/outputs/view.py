@@ -514,16 +514,24 @@ class OutputView:
         """Compute the derived sites: their values, and the positions of these."""
         assert self.part.sources is not None
         sources = self.with_start(0, self.part.sources).activations()
+        chosen: dict[tuple[int, int, tuple[Positions, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def choose(at: torch.Tensor, selectors: tuple[Positions, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+            """Return the indices of the wanted positions, and these; layers share both."""
+            if (key := (at.data_ptr(), len(at), selectors)) not in chosen:
+                wanted, _ = self._wanted(selectors, None)
+                here = torch.from_numpy(np.flatnonzero(np.isin(at.numpy(), wanted)))
+                chosen[key] = here, at[here]
+            return chosen[key]
+
         inputs = []
         for recipe in self.part.recipes:
-            wanted, _ = self._wanted(recipe.positions, None)
-            rows: dict[Site, torch.Tensor] = {}
-            positions: dict[Site, torch.Tensor] = {}
+            rows = {source.site: sources[source.site] for source in recipe.sources}
+            positions = {site: sources.positions_of(site) for site in rows}
             for site, whole in recipe.sources:
-                rows[site], positions[site] = sources[site], sources.positions_of(site)
                 if not whole:
-                    here = torch.from_numpy(np.isin(positions[site].numpy(), wanted))
-                    rows[site], positions[site] = rows[site][here], positions[site][here]
+                    here, positions[site] = choose(positions[site], recipe.positions)
+                    rows[site] = rows[site][here]
             inputs.append(Inputs(rows, positions))
         return compute_all(self.part.recipes, inputs)
 

@@ -1,0 +1,53 @@
+"""The kernel that finds the largest values on CUDA, run by Triton's interpreter: what sorting finds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# The interpreter is chosen when a kernel is defined, so in a process of its own.
+CASES = """
+import math
+import torch
+from vllm_weir.util import top_kernel
+from vllm_weir.util.top import _sorted
+
+source = torch.Generator().manual_seed(0)
+for chunk in (64, 256):
+    top_kernel.CHUNK = chunk
+    for n, m, k in ((1, 1, 1), (3, 16, 5), (2, 17, 17), (3, 300, 7), (0, 40, 3)):
+        for kind in (2, 0):
+            values = torch.randn(n, m, generator=source)
+            if kind:
+                values = torch.randint(kind, (n, m), generator=source).float() - kind // 2
+            for dtype in (torch.float32, torch.bfloat16):
+                rows = values.to(dtype)
+                wide = torch.cat([rows, rows.new_full((n, 5), 1e9)], 1)[:, :m]  # a row does not follow the last one
+                ids, found, sums = top_kernel.largest(wide, k, sums=True)
+                wanted_ids, wanted = _sorted(rows.float(), k)
+                assert torch.equal(ids.long(), wanted_ids) and torch.equal(found, wanted), (chunk, n, m, k, kind, dtype)
+                torch.testing.assert_close(sums, rows.float().logsumexp(1), rtol=1e-6, atol=1e-5)
+
+top_kernel.CHUNK = 64
+odd = torch.zeros(1, 90)
+odd[0, 89], odd[0, 7], odd[0, 3] = math.nan, math.inf, -0.0
+odd[0, 16:80] = -math.inf
+ids, found, _ = top_kernel.largest(odd, 5)
+assert ids.tolist() == [[89, 7, 0, 1, 2]], ids
+assert math.isnan(found[0, 0]) and found[0, 1:].tolist() == [math.inf, 0.0, 0.0, 0.0]
+masked = torch.full((1, 50), -math.inf)
+masked[0, 4] = 2.0
+assert top_kernel.largest(masked, 1, sums=True)[2].tolist() == [2.0]
+print("as sorting")
+"""
+
+
+def test_interpreted_kernel_finds_what_sorting_finds():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run([sys.executable, "-c", CASES], env=environment, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0 and "as sorting" in ran.stdout, ran.stderr[-3000:]
