@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
+from vllm_weir.frontend.derived.recipe import Recipe
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 from vllm_weir.frontend.receive.tokens import SequenceTokens
@@ -15,18 +16,33 @@ from vllm_weir.frontend.receive.tokens import SequenceTokens
 logger = logging.getLogger(__name__)
 PER_TURN = 8
 """The most sequences to look at in one go, while other threads of the process wait."""
+MAX_DERIVED = 1 << 20
+"""The most values of derived sites that are computed in the thread that receives everybody's rows."""
 
 
 def captures_only_prompt(group: CaptureGroup, prompt_len: int) -> bool:
-    """Return whether all rows of a group, plain or reduced, are known to be of the prompt."""
+    """Return whether all values of a group are known to be of the prompt, and are quick to make.
+
+    Rows are plain or reduced; of derived sites there are at most `MAX_DERIVED` values.
+    """
     spec = group.spec
-    if not spec.site_requests or group.recipes:
+    asked = [*(selectors for _, selectors in spec.by_positions), *(recipe.positions for recipe in group.recipes)]
+    if not asked:
         return False
     changed = spec.postprocess is not None or group.late or group.recast
     if changed and not group.folds:
         return False
-    bounds = [selector.bounds(prompt_len) for _, selectors in spec.by_positions for selector in selectors]
-    return all(bound is not None and bound[1] <= prompt_len for bound in bounds)
+    bounds = [selector.bounds(prompt_len) for selectors in asked for selector in selectors]
+    if any(bound is None or bound[1] > prompt_len for bound in bounds):
+        return False
+    return sum(_count(recipe, prompt_len) for recipe in group.recipes) <= MAX_DERIVED
+
+
+def _count(recipe: Recipe, prompt_len: int) -> int:
+    """Return a bound on the values of a recipe whose positions are in the prompt."""
+    spans = [selector.bounds(prompt_len) or (0, prompt_len) for selector in recipe.positions]
+    rows = sum(max(0, end - max(first, 0)) for first, end in spans)
+    return recipe.width(prompt_len) * min(rows, prompt_len)
 
 
 class PromptSlicer:

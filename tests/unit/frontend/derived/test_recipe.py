@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_weir.frontend.derived import recipe as recipes
 from vllm_weir.frontend.derived.recipe import AttentionRecipe, Inputs, Source, compute_all
+from vllm_weir.frontend.outputs.prompt_slicer import captures_only_prompt
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.model_facts import AttentionFacts
 from vllm_weir.schema.positions import Positions
@@ -61,3 +65,22 @@ def test_together_as_alone(kinds, hook, at, missing, heads, limit):
         assert torch.equal(found[one.site][1], positions) and found[one.site][0].shape == values.shape
         assert found[one.site][0].is_contiguous()
         assert torch.allclose(found[one.site][0], values, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("selector", "length", "early"),
+    [
+        ("last_prompt", 50, True),
+        ("prompt", 50, True),
+        ("generated", 50, False),
+        ("all", 50, False),
+        ("last_prompt", 2000, True),
+        ("prompt", 2000, False),
+    ],
+)
+def test_few_values_of_the_prompt_are_computed_before_anybody_asks(selector, length, early):
+    recipe, _ = layer(0, "pattern", FACTS["plain"], [0], [0])
+    recipe = replace(recipe, positions=(Positions.parse(selector, "positions"),))
+    spec = SimpleNamespace(by_positions=(), postprocess=None)
+    group = SimpleNamespace(spec=spec, recipes=(recipe,), late=False, recast={}, folds=False)
+    assert captures_only_prompt(group, length) == early
