@@ -10,7 +10,7 @@ from tests.conformance.oracle import Oracle
 from tests.gpu.test_capture_gpu import GRAPHS, engine
 from tests.support.measure import rel_err
 from tests.support.models import make_model
-from vllm_weir.schema.hooks import HOOKS
+from vllm_weir.schema.hooks import MODEL_HOOKS, STREAM_HOOKS
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def test_rows_and_steering_in_mixed_batches(tmp_path, family, graphs):
     with torch.no_grad():
         given = truth.model.get_input_embeddings()(torch.tensor(ids[1]))
     prompts = [{"prompt_token_ids": ids[0]}, {"prompt_embeds": given}, {"prompt_token_ids": ids[2]}]
-    every = [weir.Capture(hook) for hook in HOOKS]
+    every = [weir.Capture(hook) for hook in (*MODEL_HOOKS, *STREAM_HOOKS)]
     asked = [weir.params(base, capture=every, interventions=weir.Add(v, 0, hook="embed")), base]
     asked.append(weir.params(base, capture=every))
     for _ in range(3):  # live graphs are captured on the spot
