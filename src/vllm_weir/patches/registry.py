@@ -17,9 +17,9 @@ from vllm_weir.guard.import_hook import when_imported
 
 logger = logging.getLogger(__name__)
 
-RAN = ("0.26.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+RAN = ("0.26.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 """vLLM versions that ran; docs/explanation/limits.md says what was tested on each."""
-READ = ("0.33.0",)
+READ: tuple[str, ...] = ()
 """vLLM versions whose source has every patch point (scripts/check_patch_points.py); nothing was run
 on them."""
 
