@@ -123,7 +123,9 @@ class ConnectorGuard:
         self._truncates = _truncates(scheduler)
         self._reloaded: list[str] = []
         self._kinds = set()
-        for leaf in _leaves(scheduler.connector):
+        leaves = list(_leaves(scheduler.connector))
+        self._offloads = [type(leaf).__name__ for leaf in leaves] == ["OffloadingConnector"]
+        for leaf in leaves:
             kind = kind_of(type(leaf).__name__, type(leaf).__module__)
             self._kinds.add(kind)
             _wrap(leaf, "get_num_new_matched_tokens", functools.partial(self._matched, kind))
@@ -145,6 +147,8 @@ class ConnectorGuard:
             # The keys of its blocks in the prefix cache are made already, and say what Weir does.
             request.cache_salt = secrets.token_hex(16)
         params = request.kv_transfer_params
+        if self._offloads and kv.limit is not None:  # else a longer hit would be no hit
+            request.kv_transfer_params = {**(params or {}), "max_load_tokens": kv.limit}
         if not params or self._kinds.isdisjoint((Kind.REQUESTS, Kind.PUSHED)):
             return
         if params.get("do_remote_decode"):
