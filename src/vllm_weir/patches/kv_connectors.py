@@ -147,7 +147,7 @@ class ConnectorGuard:
             # The keys of its blocks in the prefix cache are made already, and say what Weir does.
             request.cache_salt = secrets.token_hex(16)
         params = request.kv_transfer_params
-        if self._offloads and kv.limit is not None:  # else a longer hit would be no hit
+        if self._offloads and kv.limit is not None and kv.limit < prompt_len - 1:  # else a longer hit would be no hit
             request.kv_transfer_params = {**(params or {}), "max_load_tokens": kv.limit}
         if not params or self._kinds.isdisjoint((Kind.REQUESTS, Kind.PUSHED)):
             return
