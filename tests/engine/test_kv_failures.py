@@ -56,11 +56,12 @@ class Failing:
 
         worker = get_kv_transfer_group().connector_worker.worker
         done, worker.jobs = worker.jobs, []
-        for _, _, _, target in done:
+        for _, _, source, target in done:
             if target is not None:
-                self.blocks.update(target.tolist())
-                for cache in worker.caches:
-                    cache[target] = 7  # rubbish
+                self.blocks.add(int(target[-1]))  # not all of them, or vLLM would load them again and again
+                for cache, kept in zip(worker.caches, worker.kept, strict=True):
+                    cache[target] = kept[source]
+                    cache[target[-1]] = 7  # rubbish
         return [TransferResult(job_id=job[1], success=True) for job in done]
 
     def report(self):
