@@ -1,7 +1,6 @@
-"""vLLM's OffloadingConnector on a CPU: its own scheduler and manager, with a worker that copies at once.
+"""vLLM's OffloadingConnector, also on a CPU: there its own scheduler and manager have a worker of ours.
 
-vLLM's worker copies between a GPU and the host only. `spec_name` and `spec_module_path` of the connector's
-configuration name `HostSpec`.
+vLLM's worker copies between a GPU and the host only.
 """
 
 from __future__ import annotations
@@ -9,15 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-CONFIG = {
-    "cpu_bytes_to_use": 64 << 20,
-    "spec_name": "HostSpec",
-    "spec_module_path": "tests.support.offloading",
-    "offload_prompt_only": False,
-}
+CONFIG = {"cpu_bytes_to_use": 64 << 20, "offload_prompt_only": False}
+"""Of the connector."""
+if torch.version.cuda is None:
+    CONFIG |= {"spec_name": "HostSpec", "spec_module_path": "tests.support.offloading"}
+BOUNDED = "max_load_tokens" in getattr(RequestOffloadState, "__annotations__", {})
+"""Whether this vLLM's connector can be asked for less than it has."""
 
 
 class HostSpec(CPUOffloadingSpec):
