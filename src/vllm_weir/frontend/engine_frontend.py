@@ -34,6 +34,7 @@ from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.engine_traits import EngineTraits
 from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
@@ -83,6 +84,7 @@ class EngineFrontend:
         source: the store, shared by a server's processes, from which `refresh` loads `registry`,
             `saes`, `probes` and `always`; None if there is none.
         observer: told what becomes of requests; None unless a server has set it.
+        traits: how the engine is configured.
         always: interventions of every request, before its own.
         holder: holds outputs back until their tokens have scores.
     """
@@ -108,6 +110,7 @@ class EngineFrontend:
         self.probes = ProbeRegistry()
         self.source: RegistryBackend | None = None
         self.observer: RequestObserver | None = None
+        self.traits = EngineTraits()
         self.always: tuple[Intervention, ...] = ()
         self.capabilities: EngineCapabilities | None = None
         self.manager = SinkManager(settings.sinks, settings.marked_bytes, settings.marked_seconds, settings.timeout)
@@ -133,7 +136,7 @@ class EngineFrontend:
         If a worker has failed, refuse every request with Weir's keys, for the worker's reason.
         """
         try:
-            capabilities = EngineCapabilities.merge(reports)
+            capabilities = replace(EngineCapabilities.merge(reports), traits=self.traits)
             self.manager.open(EngineInfo(self.model, capabilities.num_layers, capabilities.d_model, capabilities.dtype))
             self.capabilities, self._sizes = capabilities, self.settings.table_sizes(capabilities.d_model)
             scoring, self._scoring = self._scoring, ()

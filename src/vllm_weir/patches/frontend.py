@@ -24,7 +24,9 @@ from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.guard.outputs import VIEW as _VIEW
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.patches.held_outputs import READER, OutputReader, StoppableDetokenizer
+from vllm_weir.patches.kv_connectors import unknown_connector
 from vllm_weir.patches.unsupported import refusal_of
+from vllm_weir.schema.engine_traits import EngineTraits
 from vllm_weir.schema.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
 
 if TYPE_CHECKING:
@@ -166,6 +168,7 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     model = config.model_config
     vocabulary = Vocabulary(model.get_vocab_size(), engine.output_processor.tokenizer)
     frontend = EngineFrontend(settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len)
+    frontend.traits = EngineTraits(kv_connector=unknown_connector(config))
     set_up_controllers(frontend, settings.controllers)
     setattr(engine.output_processor, FRONTEND, frontend)
     setattr(engine.engine_core, READER, OutputReader(frontend.holder))

@@ -82,6 +82,7 @@ class Patch:
 
 _V1 = "vllm.v1"
 _COMPLETION, _CHAT = "vllm.entrypoints.openai.completion", "vllm.entrypoints.openai.chat_completion"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _GENERATE = "vllm.entrypoints.generate"
 _GRAPHS = f"{_V1}.worker.gpu.cudagraph_utils"
 _RUNNER_1, _RUNNER_2 = f"{_V1}.worker.gpu_model_runner", f"{_V1}.worker.gpu.model_runner"
@@ -168,6 +169,16 @@ PATCHES: tuple[Patch, ...] = (
          "waiting requests can be aborted", "scheduler:finish_requests", ("request_ids", "finished_status")),
     Patch(f"{_V1}.core.sched.scheduler", "Scheduler.schedule", CORE,
          "waiting requests enter; a step never records more rows than the ring holds", "scheduler:schedule"),
+    Patch(f"{_V1}.core.sched.scheduler", "Scheduler._handle_invalid_blocks", CORE,
+         "requests whose KV was not loaded are planned anew", None),
+    Patch(_CONNECTOR, "KVConnectorBase_V1.get_num_new_matched_tokens", CORE,
+         "a KV connector's hit never passes a wanted position", None, ("request", "num_computed_tokens")),
+    Patch(_CONNECTOR, "KVConnectorBase_V1.update_state_after_alloc", CORE,
+         "a KV connector that goes by token ids is not told of steered requests", None, ("request",)),
+    Patch(_CONNECTOR, "KVConnectorBase_V1.build_connector_meta", CORE,
+         "a KV connector that goes by token ids is not told of steered requests", None, ("scheduler_output",)),
+    Patch(_CONNECTOR, "KVConnectorBase_V1.request_finished", CORE,
+         "steered keys and values are not handed to other engines", None, ("request",)),
     Patch(f"{_V1}.worker.worker_base", "WorkerWrapperBase.init_device", WORKER,
          "the worker and its runner are patched", "worker:init_device"),
     Patch(f"{_V1}.worker.gpu_worker", "Worker.load_model", WORKER, "the taps are placed once the model is loaded"),

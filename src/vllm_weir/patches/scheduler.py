@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.core.cache_keys import CacheKeys, hit_limit
 from vllm_weir.core.step_budget import StepBudget
 from vllm_weir.core.waiting_queue import WaitingQueue
+from vllm_weir.patches.kv_connectors import ConnectorGuard
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
 
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 
 WAITING = "weir_waiting"
 """Attribute of a SchedulerOutput: how many requests wait for space in the device tables."""
+ENGINE_KEY = secrets.token_hex(8)
+"""Part of the keys of steered blocks. What a request that failed has left in a store which outlives
+this process is never found again."""
 
 
 def engine_request_of(request: Any) -> EngineRequest | None:
@@ -80,30 +86,46 @@ def get_computed_blocks(original: Callable[..., Any], _status: PatchStatus) -> C
         limit = hit_limit(engine_request_of(request))
         if limit is None:
             return original(self, request, *args, **kwargs)
-        coordinator = self.coordinator
-        longest = coordinator.find_longest_cache_hit
-
-        def capped(block_hashes: Any, max_cache_hit_length: int, *rest: Any, **more: Any) -> Any:
-            return longest(block_hashes, min(max_cache_hit_length, limit), *rest, **more)
-
-        coordinator.find_longest_cache_hit = capped
-        try:
+        with _capped(self.coordinator, limit):
             return original(self, request, *args, **kwargs)
-        finally:
-            del coordinator.find_longest_cache_hit
 
     return wrapper
+
+
+@contextlib.contextmanager
+def _capped(coordinator: Any, limit: int) -> Iterator[None]:
+    """While this holds, lookups in the prefix cache find at most `limit` tokens."""
+    lookups = ("find_longest_cache_hit", "find_longest_cache_hit_per_group")
+    before = {name: vars(coordinator).get(name) for name in lookups if hasattr(coordinator, name)}
+    for name in before:
+        setattr(coordinator, name, _capped_lookup(getattr(coordinator, name), limit))
+    try:
+        yield
+    finally:
+        for name, wrapped in before.items():
+            if wrapped is None:
+                delattr(coordinator, name)
+            else:  # one lookup of the cache manager calls the other
+                setattr(coordinator, name, wrapped)
+
+
+def _capped_lookup(lookup: Callable[..., Any], limit: int) -> Callable[..., Any]:
+    def capped(block_hashes: Any, max_cache_hit_length: int, *rest: Any, **more: Any) -> Any:
+        return lookup(block_hashes, min(max_cache_hit_length, limit), *rest, **more)
+
+    return capped
 
 
 class _SchedulerState:
     """What Weir keeps beside one scheduler.
 
     Args:
-        config: the engine's VllmConfig.
+        scheduler: vLLM's.
         add_request: the scheduler's own method, unbound.
     """
 
-    def __init__(self, config: Any, add_request: Callable[[Any, Any], None]) -> None:
+    def __init__(self, scheduler: Any, add_request: Callable[[Any, Any], None]) -> None:
+        config = scheduler.vllm_config
         settings = Settings.load(config.additional_config)
         d_model = config.model_config.get_hidden_size()
         itemsize = config.model_config.dtype.itemsize
@@ -115,6 +137,7 @@ class _SchedulerState:
             config.scheduler_config.long_prefill_token_threshold,
         )
         self.waiting = WaitingQueue(settings.table_sizes(d_model))
+        self.connectors = None if scheduler.connector is None else _guard_connectors(scheduler)
         self._add_request = add_request
 
     def schedule(self, scheduler: Any, request: Any) -> None:
@@ -122,7 +145,24 @@ class _SchedulerState:
         engine_request = engine_request_of(request)
         if engine_request is not None and engine_request.rows_per_token:  # it captures something
             self.budget.join(request.request_id, engine_request)
+        if engine_request is not None and self.connectors is not None:
+            self.connectors.enter(request, engine_request)
         self._add_request(scheduler, request)
+
+
+def _guard_connectors(scheduler: Any) -> ConnectorGuard:
+    """Put Weir between a scheduler and its KV connector."""
+    manager = scheduler.kv_cache_manager
+    if hasattr(manager, "get_computed_blocks_for_connector"):  # which versions before 0.32 lack
+        lookup = manager.get_computed_blocks_for_connector
+
+        def capped(request: Any, *args: Any, **kwargs: Any) -> Any:
+            limit = hit_limit(engine_request_of(request))
+            with contextlib.nullcontext() if limit is None else _capped(manager.coordinator, limit):
+                return lookup(request, *args, **kwargs)
+
+        manager.get_computed_blocks_for_connector = capped
+    return ConnectorGuard(scheduler)
 
 
 def _streams_above(config: Any) -> int | None:
@@ -160,7 +200,7 @@ def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) ->
         digest = _cache_keys[request].of_block(start_token_idx, tokens)
         if digest is not None:
             salt = engine_request.cache_salt
-            keys = (*(keys or ()), ("weir", digest, salt) if salt else ("weir", digest))
+            keys = (*(keys or ()), ("weir", ENGINE_KEY, digest, salt) if salt else ("weir", ENGINE_KEY, digest))
         return keys, *rest
 
     return wrapper
@@ -178,7 +218,7 @@ def scheduler_add_request(original: Callable[..., Any], status: PatchStatus) -> 
             return original(self, request, *args, **kwargs)
         engine_request.core_refusal = status.refusal or ""
         if self not in _states:
-            _states[self] = _SchedulerState(self.vllm_config, original)
+            _states[self] = _SchedulerState(self, original)
         state = _states[self]
         needs = engine_request.table_needs
         if needs is None or state.waiting.enter(request.request_id, request, needs):
@@ -208,6 +248,8 @@ def schedule(original: Callable[..., Any], _status: PatchStatus) -> Callable[...
             self.max_num_scheduled_tokens = limit
         if len(state.waiting):
             setattr(output, WAITING, len(state.waiting))
+        if state.connectors is not None:
+            state.connectors.leave(output)
         return output
 
     return wrapper

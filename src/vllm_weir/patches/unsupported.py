@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_weir.patches.kv_connectors import connectors_of
+
 
 def refusal_of(config: Any) -> str | None:
     """Return why requests with Weir's keys are refused under a VllmConfig.
@@ -15,7 +17,10 @@ def refusal_of(config: Any) -> str | None:
         (config.speculative_config is not None, "speculative decoding is on; rejected drafts would need dropping"),
         (config.model_config.runner_type != "generate", "this engine pools; only text generation has rows"),
         (config.model_config.is_encoder_decoder, "encoder-decoder models have no single residual stream"),
-        (config.kv_transfer_config is not None, "a KV connector is configured, whose hits could pass wanted rows"),
+        (
+            any(name == "DecodeBenchConnector" for name, _ in connectors_of(config)),
+            "DecodeBenchConnector fills the KV cache with made-up numbers",
+        ),
         (bool(getattr(parallel, "enable_dbo", False)), "dual-batch overlap splits the batch under the taps"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism reorders the rows"),
         (

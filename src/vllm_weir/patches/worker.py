@@ -14,6 +14,7 @@ from vllm_weir.controllers import make_sync
 from vllm_weir.errors import WeirError
 from vllm_weir.patches import cuda_graphs
 from vllm_weir.patches.discovery import find_sites
+from vllm_weir.patches.kv_connectors import RELOADED
 from vllm_weir.patches.scheduler import WAITING, engine_request_of
 from vllm_weir.patches.unembedding import unembedding_of
 from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
@@ -140,6 +141,8 @@ def _patch_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
         ]
         runtime.notifier.waiting = vars(scheduler_output).get(WAITING, 0)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids  # from V1; V2 reports them as new requests
+        if reloaded := vars(scheduler_output).get(RELOADED):
+            resumed = resumed.union(reloaded)
         runtime.follow(new, scheduler_output.finished_req_ids, resumed)
         runtime.begin_step(*_starts(scheduler_output))
         output = execute_model(scheduler_output, *args, **kwargs)

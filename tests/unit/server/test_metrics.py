@@ -175,7 +175,7 @@ def test_a_step_says_how_many_requests_wait():
 
     scheduler, waiting = Scheduler(), Waiting("abc")
     budget = SimpleNamespace(tokens=lambda _live, limit: limit)
-    core._states[scheduler] = SimpleNamespace(waiting=waiting, budget=budget)
+    core._states[scheduler] = SimpleNamespace(waiting=waiting, budget=budget, connectors=None)
     schedule = core.schedule(lambda _self: SimpleNamespace(), None)
     assert vars(schedule(scheduler)) == {core.WAITING: 3}
     waiting.clear()

@@ -415,6 +415,12 @@ def _lower(
             if capabilities.read_only and (why := capabilities.read_only.get(site)):
                 raise WeirError(f"{site} can be read and not changed: {why}", f"{intervention.path}.hook")
         moves = _moves(intervention, capabilities, lookup, out)
+        if moves and (connector := capabilities.traits.kv_connector):
+            raise WeirError(
+                f"this engine's KV connector, {connector}, could give the steered keys and values of this request to "
+                "others; steer on an engine without it",
+                intervention.path,
+            )
         out.moves += moves or [None]
         out.parted.append(len(moves) or 1)
     return out

@@ -11,6 +11,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.derived.sources import derived_verdicts
+from vllm_weir.schema.engine_traits import EngineTraits
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.model_facts import ModelFacts
 from vllm_weir.schema.row_shapes import RowShape, Shard
@@ -34,6 +35,7 @@ class EngineCapabilities:
         read_only: site -> why it cannot be changed in this model.
         no_lens: why no lens is served; "" if it is.
         workers: site -> the workers, by number, that have it; pipeline stages have different ones.
+        traits: how the engine is configured.
     """
 
     sites: Mapping[Site, str]
@@ -47,6 +49,7 @@ class EngineCapabilities:
     read_only: Mapping[Site, str] = field(default_factory=dict)
     no_lens: str = "no lens is served: the workers have not said that the model has an unembedding"
     workers: Mapping[Site, frozenset[int]] = field(default_factory=dict)
+    traits: EngineTraits = field(default_factory=EngineTraits)
 
     def shape(self, site: Site) -> RowShape:
         """Return the shape of a row of a site; 0 stands for as many values as there are keys."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +15,7 @@ from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.engine_traits import EngineTraits
 from vllm_weir.schema.hooks import HOOKS, STREAM_HOOKS, place_of
 from vllm_weir.schema.keys import carries_keys
 from vllm_weir.schema.request import RequestSpec
@@ -336,3 +339,16 @@ def test_directions_of_captures_take_no_room_among_steering_vectors():
     wire = make_engine_request(admitted, "reply", [1, 2, 3], 3, 8, FACTS, True, TableSizes(2, 64, 1024))
     assert wire.table_needs.vectors == sorted({d for move in admitted.effective for d in move.vectors})
     assert len(wire.table_needs.vectors) == 2 and len(admitted.rows) == 10
+
+
+def test_steering_beside_a_connector_that_is_not_known():
+    """What changes nothing, and what only reads, is served."""
+    facts = replace(FACTS, traits=EngineTraits(kv_connector="OwnConnector"))
+    row = np.ones(128, np.float32).tolist()
+    steered = {"weir": {"v": 1, "interventions": [{"op": "add", "layers": [1], "vector": row}]}}
+    admitted, error = attempt(steered, facts)
+    assert admitted is None and error.field == "interventions[0]" and "KV connector, OwnConnector" in error.message
+    assert attempt(steered)[0] is not None
+    assert attempt(weir(hook="resid_post"), facts)[0] is not None
+    nothing = {"weir": {"v": 1, "interventions": [{"op": "add", "layers": [1], "vector": row, "scale": 0}]}}
+    assert attempt(nothing, facts)[0] is not None
