@@ -12,7 +12,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.core.cache_keys import CacheKeys, hit_limit
 from vllm_weir.core.step_budget import StepBudget
 from vllm_weir.core.waiting_queue import WaitingQueue
-from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.engine_request import EngineRequest, TableNeeds
 from vllm_weir.schema.engine_spec import EngineSpec
 
 if TYPE_CHECKING:
@@ -115,7 +115,13 @@ class _SchedulerState:
             config.scheduler_config.long_prefill_token_threshold,
         )
         self.waiting = WaitingQueue(settings.table_sizes(d_model))
+        self._by_priority = config.scheduler_config.policy == "priority"
         self._add_request = add_request
+
+    def enter(self, request: Any, needs: TableNeeds) -> bool:
+        """Return whether a request has space in the tables; if not, it waits in the scheduler's order."""
+        rank = (request.priority, request.arrival_time) if self._by_priority else ()
+        return self.waiting.enter(request.request_id, request, needs, rank)
 
     def schedule(self, scheduler: Any, request: Any) -> None:
         """Hand a request that has space in the tables, or needs none, to the scheduler."""
@@ -181,7 +187,7 @@ def scheduler_add_request(original: Callable[..., Any], status: PatchStatus) -> 
             _states[self] = _SchedulerState(self.vllm_config, original)
         state = _states[self]
         needs = engine_request.table_needs
-        if needs is None or state.waiting.enter(request.request_id, request, needs):
+        if needs is None or state.enter(request, needs):
             state.schedule(self, request)
         return None
 
