@@ -141,6 +141,18 @@ class EngineFrontend:
         except WeirError as e:
             self.refusal = str(e)
 
+    @property
+    def knows_weights(self) -> bool:
+        """Whether the workers' reports hold values of weights, so that new weights need new reports."""
+        return self.refusal is None and self.capabilities is not None and self.capabilities.facts.from_weights
+
+    def learn_weights(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Take in the workers' reports of a model whose weights may have been replaced."""
+        assert self.capabilities is not None, "the engine is known"
+        with self._names_lock:
+            self.capabilities = replace(self.capabilities, facts=EngineCapabilities.merge(reports).facts)
+            self._cache.clear()
+
     def serve(self, max_rows: int) -> None:
         """Expect requests from clients of a server, with at most `max_rows` rows on an output."""
         self._max_rows = max_rows

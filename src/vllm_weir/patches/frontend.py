@@ -200,6 +200,38 @@ def async_llm_init(original: Callable[..., Any], status: PatchStatus) -> Callabl
     return wrapper
 
 
+def collective_rpc(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``LLMEngine.collective_rpc``: what workers were told to do may have replaced weights."""
+
+    def wrapper(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        results = original(self, method, *args, **kwargs)
+        if (frontend := _knowing_weights(self, method)) is not None:
+            frontend.learn_weights(original(self, "weir_report"))
+        return results
+
+    return wrapper
+
+
+def async_collective_rpc(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``AsyncLLM.collective_rpc``: what workers were told to do may have replaced weights."""
+
+    async def wrapper(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        results = await original(self, method, *args, **kwargs)
+        if (frontend := _knowing_weights(self, method)) is not None:
+            frontend.learn_weights(await original(self, "weir_report"))
+        return results
+
+    return wrapper
+
+
+def _knowing_weights(engine: Any, method: Any) -> EngineFrontend | None:
+    """Return an engine's frontend if it knows values of weights that a call may have replaced."""
+    if isinstance(method, str) and method.startswith("weir_"):
+        return None
+    frontend: EngineFrontend | None = getattr(getattr(engine, "output_processor", None), FRONTEND, None)
+    return frontend if frontend is not None and frontend.knows_weights else None
+
+
 def _check_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     config = kwargs.get("vllm_config", args[0] if args else None)
     if config is not None:
