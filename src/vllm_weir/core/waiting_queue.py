@@ -62,12 +62,12 @@ class WaitingQueue:
             for request_id in [r for r in self._admitted if r not in live]:
                 self._free(self._admitted.pop(request_id))
         released = []
-        while (request_id := self._first()) is not None:
-            request, needs, _ = self._waiting[request_id]
+        while (first := self._first()) is not None:
+            request, needs, _ = self._waiting[first]
             if not self._fits(needs):
                 break
-            del self._waiting[request_id]
-            self._reserve(request_id, needs)
+            del self._waiting[first]
+            self._reserve(first, needs)
             released.append(request)
         return released
 

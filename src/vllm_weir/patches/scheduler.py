@@ -12,6 +12,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.core.cache_keys import CacheKeys, hit_limit
 from vllm_weir.core.step_budget import StepBudget
 from vllm_weir.core.waiting_queue import WaitingQueue
+from vllm_weir.guard.request_extras import extras_of
 from vllm_weir.schema.engine_request import EngineRequest, TableNeeds
 from vllm_weir.schema.engine_spec import EngineSpec
 
@@ -24,8 +25,7 @@ WAITING = "weir_waiting"
 
 def engine_request_of(request: Any) -> EngineRequest | None:
     """Return what one of vLLM's requests asks of Weir, or None."""
-    params = request.sampling_params
-    return None if params is None else EngineRequest.carried_by(params.extra_args)
+    return EngineRequest.carried_by(extras_of(request))
 
 
 def compute_hash(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
@@ -160,7 +160,8 @@ def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) ->
         if engine_request is None or engine_request.table_needs is None:
             return keys, *rest
         if request not in _cache_keys:
-            spec, prompt_len = EngineSpec.from_wire(engine_request.spec), request.num_prompt_tokens
+            spec = EngineSpec.from_wire(engine_request.spec)
+            prompt_len = engine_request.prompt_len or request.num_prompt_tokens
             _cache_keys[request] = CacheKeys(spec.moves, prompt_len, spec.gated_from(prompt_len))
         tokens = request.all_token_ids[start_token_idx:end_token_idx]
         digest = _cache_keys[request].of_block(start_token_idx, tokens)
