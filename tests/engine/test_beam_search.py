@@ -77,7 +77,7 @@ def check(outputs, reference: Reference, selectors=("all",)) -> None:
             assert beam.receipt.complete
 
 
-@pytest.mark.parametrize("selector", ["all", "generated", "sampled", [-1, 3], {"token_ids": [7, 9]}])
+@pytest.mark.parametrize("selector", ["all", "generated", "sampled", [-1, 3], {"not_token_ids": [7, 9]}])
 def test_rows(root, selector):
     """Of every beam that is returned: P + G - 1 rows, at the positions that a plain request has."""
     llm = engine(root)

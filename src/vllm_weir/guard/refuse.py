@@ -137,9 +137,10 @@ def pooling(original: Any, _status: Status | None) -> Any:
             try:
                 _refuse_in(request, body)
             except WeirError as e:
-                from vllm_weir.guard.request_errors import WeirRequestError
+                from fastapi.responses import JSONResponse
 
-                raise WeirRequestError(e.message, e.field) from None
+                refused = self.create_error_response(str(e), param=e.field or None)
+                return JSONResponse(refused.model_dump(), status_code=refused.error.code)
         return await original(self, request, raw_request, *args, **kwargs)
 
     return wrapper
