@@ -47,7 +47,7 @@ class Reference:
         if self.v is None:
             rows, logits = self.truth.points.points(ids)
         else:
-            at = [p for p in expected_positions(self.selector, prompt_len, len(ids) - prompt_len + 1, ids)]
+            at = expected_positions(self.selector, prompt_len, len(ids) - prompt_len + 1, ids)
             rows, logits = self.truth.points.steer(ids, "resid_post", BLOCK, self.v, at)
         return rows, logits[-1].log_softmax(-1)
 

@@ -19,6 +19,7 @@ from tests.support.check import expected_positions
 from tests.support.engines import async_llm, get_llm
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import eventually, rel_err
+from tests.support.models import VOCAB, make_tokenizer
 
 pytestmark = pytest.mark.engine
 BOUND = 1e-5
@@ -96,7 +97,7 @@ def test_rows(root, selector):
                 continue
             rows = check(out, truth, n, selector)
             assert rel_err(torch.tensor(out.outputs.embedding), normed(rows["final_norm", 0][-1])) <= BOUND
-    copied = pickle.loads(pickle.dumps(outs[0]))
+    copied = pickle.loads(pickle.dumps(outs[0]))  # noqa: S301
     assert torch.equal(copied.activations["resid_post", 0], outs[0].activations["resid_post", 0])
     assert torch.equal(outs[0].outputs.activations["resid_post", 0], outs[0].activations["resid_post", 0])
     del outs, out
@@ -172,7 +173,7 @@ def test_refusals(root):
             llm.embed(given((9,)), pooling_params=weir.params(PoolingParams(), **asked), use_tqdm=False)
         assert e.value.field == field, e.value
     asked = weir.params(PoolingParams(), capture=weir.Capture("resid_post"))
-    with pytest.raises(weir.WeirError, match="use LLM.embed"):
+    with pytest.raises(weir.WeirError, match=r"use LLM\.embed"):
         llm.score("w5 w6", ["w7 w8"], pooling_params=asked, use_tqdm=False)
     assert len(llm.score("w5 w6", ["w7 w8"], use_tqdm=False)) == 1
     misspelt = PoolingParams(extra_kwargs={"wier": {}})
@@ -274,3 +275,60 @@ def test_served(root, tmp_path):
 def test_frontend_serves(root):
     """No engine that pools is refused as a whole."""
     assert frontend(embedder(root)).refusal is None
+
+
+def encoder(root):
+    """A tiny BERT: norms come after what they add up, and every token sees all others."""
+    from transformers import AutoConfig, AutoModel
+
+    target = root / "bert"
+    if not target.exists():
+        sizes = dict(hidden_size=WIDTH, num_hidden_layers=3, num_attention_heads=4, intermediate_size=192)
+        model = AutoModel.from_config(AutoConfig.for_model("bert", vocab_size=VOCAB, **sizes), dtype=torch.float32)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(0.2 * noise if parameter.dim() > 1 else 0.1 * noise + name.endswith("Norm.weight"))
+        model.save_pretrained(target)
+        make_tokenizer(target)
+    return target
+
+
+def test_encoder(root):
+    """What enters and leaves each block; points that such a block has not are refused one by one."""
+    from transformers import AutoModel
+
+    llm = get_llm(encoder(root), runner="pooling")
+    truth = AutoModel.from_pretrained(encoder(root), dtype=torch.float32, attn_implementation="eager").eval()
+    served = {v.hook for v in weir.sites(llm) if v.supported}
+    assert served == {"embed", "resid_pre", "attn_in", "q", "k", "v", "q_rot", "k_rot", "resid_post"}
+
+    def reference(ids, added=None):
+        def add(_module, _args, out):
+            return (out[0] + added, *out[1:]) if isinstance(out, tuple) else out + added
+
+        handle = truth.encoder.layer[BLOCK].register_forward_hook(add) if added is not None else None
+        try:
+            with torch.no_grad():
+                return truth(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    capture = [weir.Capture("resid_pre"), weir.Capture("resid_post")]
+    plain = weir.params(PoolingParams(), capture=capture)
+    add = weir.params(plain, interventions=weir.Add(vector(), BLOCK, positions=[2, -1]))
+    at = torch.zeros(33, WIDTH)
+    at[[2, 32]] = vector()
+    outs = llm.embed(given((100, 33, 1)), pooling_params=[plain, add, plain], use_tqdm=False)
+    for out, added in zip(outs, (None, at, None), strict=True):
+        streams = reference(out.prompt_token_ids, added)
+        for site in out.activations.sites:
+            row = streams[site.layer + (site.hook == "resid_post")][0]
+            assert rel_err(out.activations[site], row) <= BOUND, site
+    with pytest.raises(weir.WeirError, match="what the MLP adds"):
+        asked = weir.params(PoolingParams(), capture=weir.Capture("mlp_out"))
+        llm.embed(given((9,)), pooling_params=asked, use_tqdm=False)
+    del outs, out
+    assert_nothing_is_held(llm)
