@@ -182,3 +182,69 @@ def test_reloaded_weights(root):
         weir.unregister(llm, "kept")
     del before, after
     assert_nothing_is_held(llm)
+
+
+def crowd(llm, count: int = 7) -> None:
+    """Steered requests, of which all but two wait for the device tables, after one step."""
+    llm.llm_engine.step()
+    for n in range(count):
+        params = weir.params(sampling(8), capture=CAPTURE, interventions=weir.Add(vector(n), 1, positions="generated"))
+        llm.llm_engine.add_request(f"r{n}", {"prompt_token_ids": tokens(9, n)}, params)
+    llm.llm_engine.step()
+
+
+def finished(llm) -> list:
+    done: list = []
+    for _ in range(200):
+        if not llm.llm_engine.has_unfinished_requests():
+            return done
+        done += [out for out in llm.llm_engine.step() if out.finished]
+    raise AssertionError("requests do not end")
+
+
+def test_a_sleep_aborts_what_is_under_way(root):
+    """Requests that wait for the device tables as well; those that come after the wake-up have room."""
+    llm = engine(root)
+    crowd(llm)
+    llm.sleep(level=0, mode="abort")
+    llm.wake_up(tags=["scheduling"])
+    # In one process vLLM ends them in the engine alone, and the caller has to give them up.
+    llm.llm_engine.abort_request([f"r{n}" for n in range(7)])
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert_nothing_is_held(llm)
+    crowd(llm, 3)
+    assert [out.outputs[0].finish_reason for out in finished(llm)] == ["length"] * 3
+    assert_nothing_is_held(llm)
+
+
+def test_a_sleep_keeps_what_is_under_way(root):
+    """They go on where they were, with their rows and their steering."""
+    llm, truth = engine(root), oracle(directory(root))
+    crowd(llm)
+    llm.sleep(level=0, mode="keep")
+    llm.wake_up(tags=["scheduling"])
+    done = finished(llm)
+    assert len(done) == 7
+    for out in done:
+        n = int(out.request_id[1:])
+        ids = [*tokens(9, n), *out.outputs[0].token_ids][:-1]
+        rows, _ = truth.points.steer(ids, "resid_post", 1, vector(n), list(range(9, len(ids))))
+        for site in out.outputs[0].activations.sites:
+            assert rel_err(out.outputs[0].activations[site], rows[tuple(site)]) <= BOUND, (out.request_id, site)
+    del done, out
+    assert_nothing_is_held(llm)
+
+
+def test_streamed_input_is_refused(root):
+    """vLLM's sessions whose prompt grows while they run; the message says what to send instead."""
+    llm = engine(root)
+    processor = llm.llm_engine.input_processor
+    asked = weir.params(sampling(2), capture=CAPTURE)
+    tasks = llm.llm_engine.get_supported_tasks()
+    request = processor.process_inputs(
+        "r", {"prompt_token_ids": tokens(9)}, asked, supported_tasks=tasks, resumable=True
+    )
+    processor.assign_request_id(request)
+    with pytest.raises(weir.WeirError, match="send the whole prompt"):
+        llm.llm_engine.output_processor.add_request(request, None, None, 0)
+    assert_nothing_is_held(llm)
