@@ -205,9 +205,8 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     config = engine.vllm_config
     settings = Settings.load(config.additional_config)
     parallel = config.parallel_config
-    remote = parallel.nnodes > 1 or parallel.data_parallel_size > parallel.data_parallel_size_local
     host = None
-    if remote:
+    if may_be_remote(parallel):
         from vllm.utils.network_utils import get_ip
 
         host = get_ip()
@@ -221,6 +220,14 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     setattr(engine.engine_core, READER, OutputReader(frontend.holder))
     frontend.pacing.live = engine.output_processor.request_states
     return frontend
+
+
+def may_be_remote(parallel: Any) -> bool:
+    """Return whether workers may run on other machines, under a ParallelConfig; Ray decides where they do."""
+    if parallel.nnodes > 1 or parallel.data_parallel_size > parallel.data_parallel_size_local:
+        return True
+    backend = parallel.distributed_executor_backend  # a name, a class or None
+    return backend == "ray" or bool(getattr(backend, "uses_ray", False))
 
 
 def llm_engine_init(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
