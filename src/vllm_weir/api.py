@@ -6,7 +6,6 @@ engine.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_weir.config.env import OFF, disabled
 from vllm_weir.errors import WeirError
 from vllm_weir.guard import refuse
+from vllm_weir.guard.request_extras import extras_in, set_extras, with_extras
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.features import Features, Lens
 from vllm_weir.schema.fields import parse_flag
@@ -29,7 +29,8 @@ from vllm_weir.schema.site_verdict import SiteVerdict
 from vllm_weir.schema.stop_rules import parse_stop_when
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from vllm import PoolingParams, SamplingParams
+    from vllm.sampling_params import BeamSearchParams
 
     from vllm_weir.controllers.async_controller import AsyncController
     from vllm_weir.frontend.outputs.ticket import Ticket
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def params(
-    sampling_params: SamplingParams | None = None,
+    sampling_params: SamplingParams | PoolingParams | BeamSearchParams | None = None,
     *,
     capture: Capture | Mapping[str, Any] | Sequence[Capture | Mapping[str, Any]] | None = None,
     interventions: AnyIntervention | Mapping[str, Any] | Sequence[AnyIntervention | Mapping[str, Any]] | None = None,
@@ -46,11 +47,12 @@ def params(
     probes: AnyProbe | str | Mapping[str, Any] | Sequence[AnyProbe | str | Mapping[str, Any]] | None = None,
     stop_when: str | Sequence[str] | None = None,
     dose: bool | None = None,
-) -> SamplingParams:
+) -> Any:
     """Return a copy of `sampling_params` that carries what is asked of Weir.
 
     Args:
-        sampling_params: vLLM's own; never changed. None: ``SamplingParams()``.
+        sampling_params: vLLM's own, ``SamplingParams``, or ``PoolingParams`` for ``LLM.encode`` and
+            its like, or ``BeamSearchParams``; never changed. None: ``SamplingParams()``.
         capture: one `Capture` or a list of them (or their wire form).
         interventions: one intervention or a list of them (or their wire form), applied in the order
             given.
@@ -68,8 +70,8 @@ def params(
     and one left out keeps it.
 
     Returns:
-        A new ``SamplingParams`` for any number of requests; its ``extra_args["weir"]`` is plain
-        JSON data.
+        New params of the same kind, for any number of requests; their ``extra_args["weir"]``
+        (``extra_kwargs["weir"]`` of ``PoolingParams``) is plain JSON data.
 
     Raises:
         WeirError: naming the field that is wrong.
@@ -78,12 +80,10 @@ def params(
         from vllm import SamplingParams as Params
 
         sampling_params = Params()
-    if not hasattr(sampling_params, "extra_args"):
-        name = type(sampling_params).__name__
-        raise WeirError(f"{name} has no extra_args to carry what is asked; give a SamplingParams", "sampling_params")
+    out = with_extras(sampling_params)
     if refuse.NOT_LOADED.unguarded is not None:  # an engine of this process would pass over what is written here
         raise WeirError(refuse.NOT_LOADED.unguarded, WIRE_KEY)
-    carried = sampling_params.extra_args or {}
+    carried = extras_in(out) or {}
     refuse_slips(carried)
     spec = RequestSpec() if carried.get(WIRE_KEY) is None else RequestSpec.parse(carried[WIRE_KEY])
     if capture is not None:
@@ -100,8 +100,7 @@ def params(
         spec = replace(spec, stop_when=parse_stop_when(stop_when, "stop_when"))
     if dose is not None:
         spec = replace(spec, dose=parse_flag(dose, "dose"))
-    out = copy.copy(sampling_params)
-    out.extra_args = {**carried, WIRE_KEY: spec.to_json()}
+    set_extras(out, {**carried, WIRE_KEY: spec.to_json()})
     return out
 
 

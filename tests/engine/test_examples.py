@@ -67,6 +67,12 @@ SAYS = {
         "are happy: ",
         "held at +4, ",
     ),
+    "beams_and_embeddings.py": (
+        "plain: ",
+        "rows, changed (): ...",
+        "rows, changed ({Site(hook='resid_post', layer=2): 7},): ...",
+        "embedding of ",
+    ),
     "features_and_lens.py": ("\n0 [(", "after block 0: [", "after block 5: ["),
     "lens.py": ("residual_stream: [2, ", "layer=2): 31}", "layer=3): 31}"),
     "scores.py": ("scores, mean +", "scores, mean -", "highest score [["),

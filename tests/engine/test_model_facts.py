@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+import vllm_weir as weir
 from tests.conformance.engine import on_cpu
 from tests.conformance.zoo import ZOO
 from tests.conformance.zoo.build import build
@@ -127,6 +128,32 @@ def test_gpt_oss_has_sinks(root):
     attention, routing = watched(llm)
     check_attention(facts, attention)
     check_routing(facts, routing)
+
+
+def test_gpt_oss_with_new_sinks(root):
+    """Patterns follow weights that were replaced in place."""
+    llm = engine(built(root, "GptOssForCausalLM"))
+    asked = weir.params(sampling(1), capture=weir.Capture("pattern"))
+
+    def shares():
+        """What each query gives to keys; sinks have the rest."""
+        (out,) = llm.generate({"prompt_token_ids": tokens(PROMPT)}, asked, use_tqdm=False)
+        return torch.stack([out.activations[site].sum(-1) for site in out.activations.sites])
+
+    def add_to_sinks(amount, model):
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.data += amount
+
+    before = shares()
+    assert (before < 1 - 1e-3).any()
+    try:
+        llm.apply_model(partial(add_to_sinks, -100.0))
+        assert (shares() - 1).abs().max() < 1e-5, "without sinks keys get everything"
+    finally:
+        llm.apply_model(partial(add_to_sinks, 100.0))
+    assert (shares() - before).abs().max() < 1e-4
+    check_attention(facts_of(llm), watched(llm)[0])
 
 
 def test_mixtral_routes(root):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,10 @@ from vllm_weir.schema.table_sizes import TableSizes
 
 
 class WaitingQueue:
-    """Steered and scored requests, held back until the device tables have room: first come, first served."""
+    """Steered and scored requests, held back until the device tables have room.
+
+    The lowest rank goes first; of equal ranks, who came first.
+    """
 
     def __init__(self, sizes: TableSizes) -> None:
         self._sizes = sizes
@@ -20,7 +24,11 @@ class WaitingQueue:
         self._vector_rows = self._programs = self._instructions = 0
         self._probes = self._gates = self._states = 0
         self._admitted: dict[str, TableNeeds] = {}
-        self._waiting: OrderedDict[str, tuple[Any, TableNeeds]] = OrderedDict()
+        self._waiting: dict[str, tuple[Any, TableNeeds, int]] = {}
+        """Request -> itself, its needs and its number in `_order`."""
+        self._order: list[tuple[tuple[float, ...], int, str]] = []
+        """Heap of (rank, number, request); also of some that have left."""
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -29,12 +37,15 @@ class WaitingQueue:
         """Return the ids of the requests that wait, first come first."""
         return list(self._waiting)
 
-    def enter(self, request_id: str, request: Any, needs: TableNeeds) -> bool:
+    def enter(self, request_id: str, request: Any, needs: TableNeeds, rank: tuple[float, ...] = ()) -> bool:
         """Return True if the request may go on; otherwise keep it waiting here and return False."""
-        if not self._waiting and self._fits(needs):
+        first = self._first()
+        if (first is None or rank < self._order[0][0]) and self._fits(needs):
             self._reserve(request_id, needs)
             return True
-        self._waiting[request_id] = (request, needs)
+        number = next(self._numbers)
+        self._waiting[request_id] = (request, needs, number)
+        heapq.heappush(self._order, (rank, number, request_id))
         return False
 
     def leave(self, request_id: str) -> Any | None:
@@ -51,14 +62,24 @@ class WaitingQueue:
             for request_id in [r for r in self._admitted if r not in live]:
                 self._free(self._admitted.pop(request_id))
         released = []
-        while self._waiting:
-            request_id, (request, needs) = next(iter(self._waiting.items()))
+        while (first := self._first()) is not None:
+            request, needs, _ = self._waiting[first]
             if not self._fits(needs):
                 break
-            del self._waiting[request_id]
-            self._reserve(request_id, needs)
+            del self._waiting[first]
+            self._reserve(first, needs)
             released.append(request)
         return released
+
+    def _first(self) -> str | None:
+        """Return the id of the request that is next; None if none waits."""
+        while self._order:
+            _, number, request_id = self._order[0]
+            waiting = self._waiting.get(request_id)
+            if waiting is not None and waiting[2] == number:
+                return request_id
+            heapq.heappop(self._order)
+        return None
 
     def _fits(self, needs: TableNeeds) -> bool:
         added = sum(needs.wide.get(digest, 1) for digest in needs.vectors if digest not in self._vector_users)

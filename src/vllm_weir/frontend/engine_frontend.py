@@ -15,6 +15,7 @@ from vllm_weir.controllers.async_controller import AsyncController
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import AdmittedRequest, admit
 from vllm_weir.frontend.admission.cache import CACHE_BYTES, MAX_KEY_BYTES, admission_key
+from vllm_weir.frontend.admission.continuation import Continuation
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.frontend.admission.inline_vectors import InlineVectors
@@ -144,6 +145,18 @@ class EngineFrontend:
         except WeirError as e:
             self.refusal = str(e)
 
+    @property
+    def knows_weights(self) -> bool:
+        """Whether the workers' reports hold values of weights, so that new weights need new reports."""
+        return self.refusal is None and self.capabilities is not None and self.capabilities.facts.from_weights
+
+    def learn_weights(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Take in the workers' reports of a model whose weights may have been replaced."""
+        assert self.capabilities is not None, "the engine is known"
+        with self._names_lock:
+            self.capabilities = replace(self.capabilities, facts=EngineCapabilities.merge(reports).facts)
+            self._cache.clear()
+
     def serve(self, max_rows: int) -> None:
         """Expect requests from clients of a server, with at most `max_rows` rows on an output."""
         self._max_rows = max_rows
@@ -192,6 +205,8 @@ class EngineFrontend:
         max_tokens: int,
         streams: bool = False,
         has_embeddings: bool = False,
+        pools: bool = False,
+        continuation: Continuation | None = None,
     ) -> tuple[Tracker, EngineRequest | None]:
         """Check one sequence's request and open its rows.
 
@@ -200,9 +215,11 @@ class EngineFrontend:
             extra_args: the request's; not changed.
             prompt_ids: token ids of the prompt; None if a part of it is embeddings.
             prompt_len: tokens of the prompt.
-            max_tokens: as the request asks.
+            max_tokens: as the request asks; those of a continuation included.
             streams: whether the sequence has outputs before its last.
             has_embeddings: as for the function `admit`.
+            pools: whether the request generates nothing.
+            continuation: what came after the prompt already; None for nothing.
 
         Returns:
             The sequence's tracker, and what travels to the engine (None if nothing needs to).
@@ -213,9 +230,16 @@ class EngineFrontend:
         capabilities = self.require_capabilities()
         with self._names_lock:
             self.refresh()
-            admitted = self._admitted(extra_args, prompt_ids is not None, has_embeddings)
+            step = continuation is not None and continuation.is_step
+            admitted = self._admitted(extra_args, prompt_ids is not None, has_embeddings, step)
+        if pools and admitted.stops:
+            raise WeirError("a pooling request generates nothing that could be stopped; leave it out", "stop_when")
         generated = max_generated(prompt_len, max_tokens, self._max_model_len)
-        check_reached(admitted.asked, prompt_len, generated, max_tokens)
+        if continuation is None:
+            check_reached(admitted.asked, prompt_len, generated, max_tokens)
+        else:
+            most = continuation.max_tokens
+            check_reached(admitted.asked, prompt_len, max_generated(prompt_len, most, self._max_model_len), most)
         if self._max_rows is not None:
             check_rows(admitted, prompt_len, generated, capabilities.d_model, self._max_rows)
         for rows in admitted.by_position:
@@ -228,6 +252,7 @@ class EngineFrontend:
             admitted, endpoint, prompt_ids, prompt_len, generated, capabilities, self._chunked, sizes
         )
         if engine_request is not None:
+            engine_request.prompt_len = None if continuation is None else prompt_len
             if engine_request.table_needs is not None:
                 engine_request.cache_salt = self.store.salt
             if admitted.rows:
@@ -246,14 +271,25 @@ class EngineFrontend:
         holds = admitted.stops or (streams and admitted.told)
         held = self.holder.open(pending) if holds else None
         return Tracker(
-            pending, first, capabilities.d_model, self.settings.timeout, self.manager, asked, self._hold, held
+            pending,
+            first,
+            capabilities.d_model,
+            self.settings.timeout,
+            self.manager,
+            asked,
+            self._hold,
+            held,
+            () if continuation is None else continuation.token_ids,
         ), engine_request
 
     def _admitted(
-        self, extra_args: Mapping[str, Any], has_token_ids: bool, has_embeddings: bool = False
+        self, extra_args: Mapping[str, Any], has_token_ids: bool, has_embeddings: bool = False, step: bool = False
     ) -> AdmittedRequest:
-        """Check and resolve a request, or return the cached result for an equal one."""
-        names = self.registry.version, self.saes.version, self.probes.version
+        """Check and resolve a request, or return the cached result for an equal one.
+
+        What captures and scores every request leaves a `step` of a search out.
+        """
+        names = self.registry.version, self.saes.version, self.probes.version, step
         key = admission_key(extra_args, has_token_ids, names, has_embeddings)
         if key is not None and (cached := self._cache.get(key.key)) is not None:
             return cached
@@ -263,13 +299,13 @@ class EngineFrontend:
             has_token_ids,
             self.registry.find,
             self.always,
-            self.manager.everyone,
+            () if step else self.manager.everyone,
             self.manager.definitions,
             self.registry.module,
             self._vocabulary,
             has_embeddings,
             self.saes,
-            self.probes,
+            self.probes.by_name_only() if step else self.probes,
         )
         if not self.served:  # there are no metrics: what scores every request comes back with each
             admitted = replace(admitted, told=len(admitted.probes))

@@ -30,6 +30,7 @@ class Tracker:
         asked: whether the request itself asked for anything; others only have rows for sinks.
         hold: whether `view` may block while a sink has no room.
         held: what holds the sequence's outputs back until their tokens have scores; None if nothing does.
+        continuation: tokens after the prompt that the request was given, and which count as generated.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Tracker:
         asked: bool = True,
         hold: bool = False,
         held: HeldOutputs | None = None,
+        continuation: Sequence[int] = (),
     ) -> None:
         self.pending, self.held = pending, held
+        self._continuation = continuation
         self._first = first
         self._d_model = d_model
         self._timeout = timeout
@@ -69,6 +72,8 @@ class Tracker:
             cached_tokens: prompt tokens that came from the prefix cache.
         """
         memory, *others = self.pending.admitted.parts
+        if self._continuation:
+            generated = [*self._continuation, *generated]
         view = OutputView(
             pending=self.pending,
             part=memory,

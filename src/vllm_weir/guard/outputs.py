@@ -12,7 +12,10 @@ from typing import Any
 from vllm_weir.guard.import_hook import when_imported
 
 VIEW = "_weir_view"
-"""Attribute of a ``CompletionOutput`` that holds its `OutputView`."""
+"""Attribute of a ``CompletionOutput``, or of what a pooling request returns, that holds its `OutputView`."""
+BEAMS = "vllm.entrypoints.generate.beam_search.utils"
+"""The module of the sequences that beam search returns."""
+POOLED = ("PoolingOutput", "EmbeddingOutput", "ClassificationOutput", "ScoringOutput")
 READ_VALUES = ("features", "lens")
 _PROPERTIES = {
     "activations": "Rows captured for this sequence (index 0's for a request), or None; see `weir.Activations`.",
@@ -26,12 +29,21 @@ _PROPERTIES = {
 def give_outputs_properties() -> None:
     """Add the properties as soon as vLLM's outputs are imported."""
     when_imported("vllm.outputs", _add_properties)
+    when_imported(BEAMS, _add_to_beams)
 
 
 def _add_properties(outputs: ModuleType) -> None:
     for name, doc in _PROPERTIES.items():
         setattr(outputs.CompletionOutput, name, property(_completion_getter(name), doc=doc))
         setattr(outputs.RequestOutput, name, property(_request_getter(name), doc=doc))
+        for pooled in POOLED:
+            setattr(getattr(outputs, pooled), name, property(_completion_getter(name), doc=doc))
+        setattr(outputs.PoolingRequestOutput, name, property(_pooled_getter(name), doc=doc))
+
+
+def _add_to_beams(beams: ModuleType) -> None:
+    for name, doc in _PROPERTIES.items():
+        setattr(beams.BeamSearchSequence, name, property(_completion_getter(name), doc=doc))
 
 
 def _completion_getter(name: str) -> Any:
@@ -44,6 +56,10 @@ def _completion_getter(name: str) -> Any:
         return getattr(view, name)()
 
     return get
+
+
+def _pooled_getter(name: str) -> Any:
+    return lambda self: getattr(self.outputs, name)
 
 
 def _request_getter(name: str) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from vllm_weir.errors import WeirError
 from vllm_weir.guard.import_hook import when_imported
+from vllm_weir.guard.request_extras import extras_in, extras_of
 from vllm_weir.schema.keys import LORA_KEY, WIRE_KEY, asks, carries_keys, refuse_slips, slip
 
 ROUTES = "/v1/completions and /v1/chat/completions"
@@ -109,12 +110,51 @@ def add_request(original: Any, status: Status) -> Any:
     """Wrap ``OutputProcessor.add_request``, through which every request enters an engine."""
 
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        params = request.sampling_params
-        if params is not None and params.extra_args:
-            _check(params.extra_args, status)
+        if extras := extras_of(request):
+            _check(extras, status)
         return original(self, request, *args, **kwargs)
 
     return wrapper
+
+
+def beam_search(original: Any, status: Status) -> Any:
+    """Wrap ``LLM.beam_search``, which passes over what its params carry."""
+
+    def wrapper(self: Any, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if extras := extras_in(params):
+            _check(extras, status)
+        return original(self, prompts, params, *args, **kwargs)
+
+    return wrapper
+
+
+def pooling(original: Any, _status: Status | None) -> Any:
+    """Wrap the handler of the routes of pooling, whose responses cannot carry rows, by reading the body itself."""
+
+    async def wrapper(self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> Any:
+        body = await raw_request.json() if raw_request is not None else {}
+        if isinstance(body, Mapping):
+            try:
+                _refuse_in(request, body)
+            except WeirError as e:
+                from fastapi.responses import JSONResponse
+
+                refused = self.create_error_response(str(e), param=e.field or None)
+                return JSONResponse(refused.model_dump(), status_code=refused.error.code)
+        return await original(self, request, raw_request, *args, **kwargs)
+
+    return wrapper
+
+
+def _refuse_in(request: Any, body: Mapping[str, Any]) -> None:
+    """Raise WeirError if a body has a key of Weir's, or one that misspells it."""
+    known = type(request).model_fields
+    xargs = None if "vllm_xargs" in known else body.get("vllm_xargs")
+    xargs = xargs if isinstance(xargs, Mapping) else None
+    if (wrong := slip(xargs, {k: v for k, v in body.items() if k not in known})) is not None:
+        raise wrong
+    if asks(xargs, body):
+        raise WeirError(f"this route does not support it; use {ROUTES}", WIRE_KEY)
 
 
 def _check(extra_args: Mapping[str, Any], status: Status) -> None:
@@ -158,15 +198,9 @@ def without_room(original: Any, _status: Status | None) -> Any:
     """Wrap the handler of a route that ignores unknown fields, by reading the body itself."""
 
     async def wrapper(self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> Any:
-        known = type(request).model_fields
         body = {} if raw_request is None else await raw_request.json()
-        xargs = None if "vllm_xargs" in known else body.get("vllm_xargs")
-        xargs = xargs if isinstance(xargs, Mapping) else None
         try:
-            if (wrong := slip(xargs, {k: v for k, v in body.items() if k not in known})) is not None:
-                raise wrong
-            if asks(xargs, body):
-                raise WeirError(f"this route does not support it; use {ROUTES}", WIRE_KEY)
+            _refuse_in(request, body)
             return await original(self, request, raw_request, *args, **kwargs)
         except WeirError as e:
             return self.create_error_response(str(e), param=e.field or None)
@@ -200,6 +234,7 @@ REQUESTS = f"{_V1}.engine.output_processor:OutputProcessor.add_request"
 """The path of the patch without which nothing is guarded."""
 GUARDS: dict[str, Callable[[Any, Any], Any]] = {
     REQUESTS: add_request,
+    "vllm.entrypoints.llm:LLM.beam_search": beam_search,
     f"{_V1}.worker.worker_base:WorkerWrapperBase.init_device": init_device,
     f"{_OPENAI}.completion.serving:OpenAIServingCompletion.create_completion": create,
     f"{_OPENAI}.completion.protocol:CompletionRequest.to_sampling_params": to_sampling_params,
@@ -207,6 +242,7 @@ GUARDS: dict[str, Callable[[Any, Any], Any]] = {
     f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": to_sampling_params,
     f"{_OPENAI}.responses.protocol:ResponsesRequest.to_sampling_params": to_sampling_params,
     "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.create_messages": without_room,
+    "vllm.entrypoints.pooling.base.serving:PoolingBaseServing.__call__": pooling,
     f"{_GENERATE}.generative_scoring.serving:ServingGenerativeScoring.create_generative_scoring": without_room,
     f"{_GENERATE}.structured_decisions.serving:ServingStructuredDecisions.create_decision": without_room,
 }

@@ -7,6 +7,7 @@ to run the model uncompiled over a few tokens, and the modules inside attention 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def find_sites(runner: Any, config: Any, model_info: ModelInfo, settings: Settin
         name = type(model).__name__
         raise WeirError(f"the probe pass through {name} failed ({type(e).__name__}: {str(e)[:300]})", "model") from e
     on_cpu = model_info.device.type == "cpu"
-    site_map.facts = read_facts(model, tree.blocks, model_info.dtype, on_cpu, site_map.shards)
+    site_map.read_facts = functools.partial(read_facts, model, tree.blocks, model_info.dtype, on_cpu, site_map.shards)
     return site_map
 
 

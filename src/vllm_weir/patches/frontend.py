@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from vllm.outputs import RequestOutput
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.continuation import current_search
 from vllm_weir.frontend.admission.reachable import Vocabulary
 from vllm_weir.frontend.controllers import check_controllers
 from vllm_weir.frontend.controllers import set_up as set_up_controllers
@@ -23,6 +23,7 @@ from vllm_weir.frontend.sinks.manager import check_sinks
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.guard.outputs import VIEW as _VIEW
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
+from vllm_weir.guard.request_extras import extras_in, extras_of, replace_extras
 from vllm_weir.patches.held_outputs import READER, OutputReader, StoppableDetokenizer
 from vllm_weir.patches.kv_connectors import unknown_connector
 from vllm_weir.patches.unsupported import refusal_of
@@ -38,15 +39,15 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
     """Wrap ``OutputProcessor.add_request``: admit or refuse requests that carry Weir's keys."""
 
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        params = request.sampling_params
+        extras = extras_of(request)
         tracker = observer = None
         frontend = getattr(self, FRONTEND, None)
-        if params is not None and (params.extra_args or (frontend is not None and frontend.universal)):
+        if extras or (frontend is not None and frontend.universal):
             observer = None if frontend is None else frontend.observer
             try:
-                if params.extra_args:
-                    refuse_slips(params.extra_args)
-                if carries_keys(params.extra_args) or (frontend is not None and frontend.universal):
+                if extras:
+                    refuse_slips(extras)
+                if carries_keys(extras) or (frontend is not None and frontend.universal):
                     tracker = _admit(self, request, status)
             except WeirError as e:
                 if observer is not None:
@@ -78,24 +79,30 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
         raise WeirError("this engine was built without Weir's knowledge", WIRE_KEY)
     if request.resumable:
         raise WeirError("streamed input is not served; send the whole prompt", WIRE_KEY)
-    ids = request.prompt_token_ids
+    ids, continuation = request.prompt_token_ids, None
     length = len(ids) if ids is not None else len(request.prompt_embeds)
+    if (search := current_search.get()) is not None:
+        continuation, length = search.continuation(ids), search.prompt_len
     if not all(getattr(request, "prompt_is_token_ids", None) or ()):
         ids = None  # where a part of the prompt is embeddings, its ids are placeholders
-    params = request.sampling_params
-    streams = params.output_kind.name != "FINAL_ONLY"
+    params, extras = request.sampling_params, extras_of(request) or {}
+    if params is None:
+        max_tokens, streams = 1, False
+    else:
+        max_tokens, streams = params.max_tokens, params.output_kind.name != "FINAL_ONLY"
+    if continuation is not None:
+        ids, max_tokens = None if ids is None else ids[:length], max_tokens + len(continuation.token_ids)
     # A chat may mix tokens with embeddings; images and the like stand in the place of tokens.
     has_embeddings = request.prompt_embeds is not None or bool(request.mm_features)
     tracker, engine_request = frontend.admit(
-        request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams, has_embeddings
+        request.request_id, extras, ids, length, max_tokens, streams, has_embeddings, params is None, continuation
     )
     # The engine gets a copy that carries the EngineRequest; the caller may use its own params
     # again.
-    params = copy.copy(params)
-    params.extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in KEYS}
+    carried: dict[str, Any] = {k: v for k, v in extras.items() if k not in KEYS}
     if engine_request is not None:
-        params.extra_args[WIRE_KEY] = engine_request
-    request.sampling_params = params
+        carried[WIRE_KEY] = engine_request
+    replace_extras(request, carried)
     return tracker
 
 
@@ -120,14 +127,15 @@ def new_completion_output(original: Callable[..., Any], _status: PatchStatus) ->
 
 
 def run_engine(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``LLM._run_engine``: raise once the batch is done if a request failed."""
+    """Wrap ``LLM._run_engine`` or its like for pooling: raise once the batch is done if a request failed."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
         # Raising between two steps would leave the rest of the batch in the engine.
         try:
             for output in outputs:
-                for completion in output.outputs if isinstance(output, RequestOutput) else ():
+                parts = output.outputs if isinstance(output, RequestOutput) else (output.outputs,)
+                for completion in parts:
                     view = getattr(completion, _VIEW, None)
                     if view is not None:
                         _verify(view)
@@ -135,6 +143,48 @@ def run_engine(original: Callable[..., Any], _status: PatchStatus) -> Callable[.
             e.outputs = outputs  # those of the other requests are complete
             raise
         return outputs
+
+    return wrapper
+
+
+def new_pooling_output(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``RequestState._new_pooling_output``: give the output its `OutputView`."""
+
+    def wrapper(self: Any, pooling_output: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, pooling_output, *args, **kwargs)
+        tracker = getattr(self, TRACKER, None)
+        if tracker is not None:
+            reason = "stop" if pooling_output.numel() else "abort"  # vLLM's placeholder is empty
+            setattr(output, _VIEW, tracker.view((), False, reason, self.num_cached_tokens))
+        return output
+
+    return wrapper
+
+
+def from_base(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``from_base`` of an output of pooling, which makes it of a plainer one: it keeps the view."""
+
+    def wrapper(request_output: Any) -> Any:
+        made = original(request_output)
+        view = getattr(request_output.outputs, _VIEW, None)
+        if view is not None:
+            setattr(made.outputs, _VIEW, view)
+        return made
+
+    return wrapper
+
+
+def score(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``LLM.score``: what Weir returns has a place only where a pair of texts is one prompt."""
+
+    def wrapper(self: Any, *args: Any, pooling_params: Any = None, **kwargs: Any) -> Any:
+        if carries_keys(extras_in(pooling_params)) and getattr(self, "pooling_task", None) != "classify":
+            raise WeirRequestError(
+                "this model embeds the texts of a pair one by one, so a score has no rows of its own; use LLM.embed, "
+                "and compare the embeddings",
+                "pooling_params",
+            )
+        return original(self, *args, pooling_params=pooling_params, **kwargs)
 
     return wrapper
 
@@ -157,9 +207,8 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     config = engine.vllm_config
     settings = Settings.load(config.additional_config)
     parallel = config.parallel_config
-    remote = parallel.nnodes > 1 or parallel.data_parallel_size > parallel.data_parallel_size_local
     host = None
-    if remote:
+    if may_be_remote(parallel):
         from vllm.utils.network_utils import get_ip
 
         host = get_ip()
@@ -174,6 +223,14 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     setattr(engine.engine_core, READER, OutputReader(frontend.holder))
     frontend.pacing.live = engine.output_processor.request_states
     return frontend
+
+
+def may_be_remote(parallel: Any) -> bool:
+    """Return whether workers may run on other machines, under a ParallelConfig; Ray decides where they do."""
+    if parallel.nnodes > 1 or parallel.data_parallel_size > parallel.data_parallel_size_local:
+        return True
+    backend = parallel.distributed_executor_backend  # a name, a class or None
+    return backend == "ray" or bool(getattr(backend, "uses_ray", False))
 
 
 def llm_engine_init(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
@@ -203,6 +260,38 @@ def async_llm_init(original: Callable[..., Any], status: PatchStatus) -> Callabl
     return wrapper
 
 
+def collective_rpc(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``LLMEngine.collective_rpc``: what workers were told to do may have replaced weights."""
+
+    def wrapper(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        results = original(self, method, *args, **kwargs)
+        if (frontend := _knowing_weights(self, method)) is not None:
+            frontend.learn_weights(original(self, "weir_report"))
+        return results
+
+    return wrapper
+
+
+def async_collective_rpc(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``AsyncLLM.collective_rpc``: what workers were told to do may have replaced weights."""
+
+    async def wrapper(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        results = await original(self, method, *args, **kwargs)
+        if (frontend := _knowing_weights(self, method)) is not None:
+            frontend.learn_weights(await original(self, "weir_report"))
+        return results
+
+    return wrapper
+
+
+def _knowing_weights(engine: Any, method: Any) -> EngineFrontend | None:
+    """Return an engine's frontend if it knows values of weights that a call may have replaced."""
+    if isinstance(method, str) and method.startswith("weir_"):
+        return None
+    frontend: EngineFrontend | None = getattr(getattr(engine, "output_processor", None), FRONTEND, None)
+    return frontend if frontend is not None and frontend.knows_weights else None
+
+
 def _check_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     config = kwargs.get("vllm_config", args[0] if args else None)
     if config is not None:
@@ -218,9 +307,9 @@ def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Ca
         frontend: EngineFrontend | None = getattr(self.output_processor, FRONTEND, None)
         outputs = original(self, *args, **kwargs)
         async for output in outputs if held is None else _held(held, outputs):
-            for completion in output.outputs:
+            for completion in output.outputs if isinstance(output, RequestOutput) else (output.outputs,):
                 view = getattr(completion, _VIEW, None)
-                if view is not None and completion.finish_reason is not None:
+                if view is not None and view.finished:
                     observer = None if frontend is None else frontend.observer
                     # Let outputs of plain requests go first.
                     await (asyncio.sleep(0) if frontend is None else frontend.pacing.wait_to_respond())
@@ -288,7 +377,7 @@ def async_llm_add_request(original: Callable[..., Any], _status: PatchStatus) ->
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("params", args[2] if len(args) > 2 else None)
         frontend: EngineFrontend | None = getattr(self.output_processor, FRONTEND, None)
-        if carries_keys(getattr(params, "extra_args", None)) or (frontend is not None and frontend.universal):
+        if carries_keys(extras_in(params)) or (frontend is not None and frontend.universal):
             await ask_workers(self)
         try:
             return await original(self, *args, **kwargs)

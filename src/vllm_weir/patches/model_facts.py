@@ -1,4 +1,4 @@
-"""What vLLM's attention and MoE layers are set up to do, read once from the loaded model.
+"""What vLLM's attention and MoE layers are set up to do, read from the loaded model.
 
 `read_facts` gives the facts from which derived hook points are computed. It reads attributes that
 vLLM does not document: one that a version lacks, or a layer of another kind, makes a fact that says

@@ -84,6 +84,7 @@ _V1 = "vllm.v1"
 _COMPLETION, _CHAT = "vllm.entrypoints.openai.completion", "vllm.entrypoints.openai.chat_completion"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _GENERATE = "vllm.entrypoints.generate"
+_BEAMS = f"{_GENERATE}.beam_search"
 _GRAPHS = f"{_V1}.worker.gpu.cudagraph_utils"
 _RUNNER_1, _RUNNER_2 = f"{_V1}.worker.gpu_model_runner", f"{_V1}.worker.gpu.model_runner"
 # fmt: off
@@ -101,6 +102,24 @@ PATCHES: tuple[Patch, ...] = (
          "sinks learn which of a request's sequences they get", None, ("request_index",)),
     Patch(f"{_V1}.engine.output_processor", "RequestState._new_completion_output", FRONTEND,
          "an output gets its rows", "frontend:new_completion_output", ("finish_reason",)),
+    Patch(f"{_V1}.engine.output_processor", "RequestState._new_pooling_output", FRONTEND,
+         "an output of pooling gets its rows", "frontend:new_pooling_output", ("pooling_output",)),
+    *(
+        Patch("vllm.outputs", f"{kind}RequestOutput.from_base", FRONTEND,
+              "an output of pooling keeps its rows", "frontend:from_base", ("request_output",))
+        for kind in ("Embedding", "Classification", "Scoring")
+    ),
+    Patch("vllm.entrypoints.llm", "LLM.score", FRONTEND,
+         "scores whose texts are embedded one by one have no rows", "frontend:score", ("pooling_params",)),
+    Patch("vllm.entrypoints.pooling.offline", "PoolingOfflineMixin._run_tiling_engine", FRONTEND,
+         "a pooling request that was not steered as asked, or whose sink failed, fails once the batch is done",
+         "frontend:run_engine", recent=True),
+    Patch(f"{_V1}.engine.async_llm", "AsyncLLM.encode", FRONTEND,
+         "a pooling request that was not steered as asked, or whose sink failed, fails",
+         "frontend:async_llm_generate"),
+    Patch("vllm.entrypoints.pooling.base.serving", "PoolingBaseServing.__call__", SERVER,
+         "a route whose responses cannot carry rows refuses Weir's keys", "server:pooling", ("request", "raw_request"),
+         serving=True, recent=True),
     Patch(f"{_V1}.engine.detokenizer", "IncrementalDetokenizer.update", FRONTEND,
          "a probe ends a sequence as a stop string does", None, ("new_token_ids", "stop_terminated")),
     Patch(f"{_V1}.engine.core_client", "InprocClient.get_output", FRONTEND,
@@ -113,13 +132,25 @@ PATCHES: tuple[Patch, ...] = (
          "outputs merged for a slow reader keep their rows", "frontend:merge_outputs", ("next_output", "aggregate")),
     Patch(f"{_V1}.engine.llm_engine", "LLMEngine.__init__", FRONTEND,
          "settings are checked and the workers asked what they serve", "frontend:llm_engine_init"),
+    Patch(f"{_V1}.engine.llm_engine", "LLMEngine.collective_rpc", FRONTEND,
+         "hook points that are computed from weights follow new weights", "frontend:collective_rpc", ("method",)),
     Patch("vllm.entrypoints.llm", "LLM._run_engine", FRONTEND,
          "a request that was not steered as asked, or whose sink failed, fails once the batch is done",
          "frontend:run_engine"),
+    Patch("vllm.entrypoints.llm", "LLM.beam_search", FRONTEND,
+         "beams are steered, and those that are returned get their rows", "beam_search:beam_search",
+         ("prompts", "params")),
+    Patch(f"{_BEAMS}.utils", "BeamSearchSequence.get_prompt", FRONTEND,
+         "the request of a beam says where its prompt ends", "beam_search:get_prompt", recent=True),
+    Patch(f"{_BEAMS}.online", "BeamSearchOnlineMixin.beam_search", SERVER,
+         "what steers every request acts on beams where it should", "beam_search:online",
+         ("prompt", "request_id", "params"), serving=True, recent=True),
     Patch(f"{_V1}.engine.async_llm", "AsyncLLM.__init__", FRONTEND,
          "settings are checked", "frontend:async_llm_init"),
     Patch(f"{_V1}.engine.async_llm", "AsyncLLM.add_request", FRONTEND,
          "the workers are asked what they serve, once", "frontend:async_llm_add_request", ("params",)),
+    Patch(f"{_V1}.engine.async_llm", "AsyncLLM.collective_rpc", FRONTEND,
+         "hook points that are computed from weights follow new weights", "frontend:async_collective_rpc", ("method",)),
     Patch(f"{_V1}.engine.async_llm", "AsyncLLM.generate", FRONTEND,
          "a request that was not steered as asked, or whose sink failed, fails", "frontend:async_llm_generate"),
     Patch(f"{_COMPLETION}.serving", "OpenAIServingCompletion.__init__", SERVER,
@@ -305,8 +336,11 @@ def _apply(patch: Patch, status: PatchStatus, _module: object) -> None:
             return
         owner_name, _, attribute = patch.name.rpartition(".")
         module = importlib.import_module(patch.module)
+        owner = getattr(module, owner_name) if owner_name else module
         replacement = property(wrapper) if isinstance(found, property) else wrapper
-        setattr(getattr(module, owner_name) if owner_name else module, attribute, replacement)
+        if isinstance(inspect.getattr_static(owner, attribute), staticmethod):
+            replacement = staticmethod(wrapper)
+        setattr(owner, attribute, replacement)
     except (ImportError, AttributeError, TypeError, ValueError) as e:
         status.note(patch, str(e))
         logger.error("Weir could not patch %s: %s", patch.path, e)

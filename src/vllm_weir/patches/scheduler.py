@@ -16,6 +16,8 @@ from vllm_weir.core.step_budget import StepBudget
 from vllm_weir.core.waiting_queue import WaitingQueue
 from vllm_weir.patches.kv_connectors import ConnectorGuard
 from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.guard.request_extras import extras_of
+from vllm_weir.schema.engine_request import EngineRequest, TableNeeds
 from vllm_weir.schema.engine_spec import EngineSpec
 
 if TYPE_CHECKING:
@@ -30,8 +32,7 @@ this process is never found again."""
 
 def engine_request_of(request: Any) -> EngineRequest | None:
     """Return what one of vLLM's requests asks of Weir, or None."""
-    params = request.sampling_params
-    return None if params is None else EngineRequest.carried_by(params.extra_args)
+    return EngineRequest.carried_by(extras_of(request))
 
 
 def compute_hash(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
@@ -138,7 +139,13 @@ class _SchedulerState:
         )
         self.waiting = WaitingQueue(settings.table_sizes(d_model))
         self.connectors = None if scheduler.connector is None else _guard_connectors(scheduler)
+        self._by_priority = config.scheduler_config.policy == "priority"
         self._add_request = add_request
+
+    def enter(self, request: Any, needs: TableNeeds) -> bool:
+        """Return whether a request has space in the tables; if not, it waits in the scheduler's order."""
+        rank = (request.priority, request.arrival_time) if self._by_priority else ()
+        return self.waiting.enter(request.request_id, request, needs, rank)
 
     def schedule(self, scheduler: Any, request: Any) -> None:
         """Hand a request that has space in the tables, or needs none, to the scheduler."""
@@ -194,7 +201,8 @@ def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) ->
         if engine_request is None or engine_request.table_needs is None:
             return keys, *rest
         if request not in _cache_keys:
-            spec, prompt_len = EngineSpec.from_wire(engine_request.spec), request.num_prompt_tokens
+            spec = EngineSpec.from_wire(engine_request.spec)
+            prompt_len = engine_request.prompt_len or request.num_prompt_tokens
             _cache_keys[request] = CacheKeys(spec.moves, prompt_len, spec.gated_from(prompt_len))
         tokens = request.all_token_ids[start_token_idx:end_token_idx]
         digest = _cache_keys[request].of_block(start_token_idx, tokens)
@@ -221,7 +229,7 @@ def scheduler_add_request(original: Callable[..., Any], status: PatchStatus) -> 
             _states[self] = _SchedulerState(self, original)
         state = _states[self]
         needs = engine_request.table_needs
-        if needs is None or state.waiting.enter(request.request_id, request, needs):
+        if needs is None or state.enter(request, needs):
             state.schedule(self, request)
         return None
 

@@ -13,6 +13,7 @@ from vllm_weir.frontend.lookup import has_frontend, view_of
 from vllm_weir.frontend.pacing import entry_of
 from vllm_weir.frontend.receive.release import holding
 from vllm_weir.guard.refuse import ROUTES
+from vllm_weir.guard.refuse import pooling as pooling  # the table of patches refers to it here
 from vllm_weir.guard.refuse import without_room as without_room  # the table of patches refers to it here
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LORA_KEY, WIRE_KEY, asks, slip

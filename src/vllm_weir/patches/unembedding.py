@@ -21,6 +21,8 @@ def unembedding_of(model: Any, sites: SiteMap, config: Any) -> Unembedding:
         return _refused(
             "tensor-parallel workers hold the unembedding in parts; start the engine with tensor_parallel_size=1"
         )
+    if config.model_config.runner_type == "pooling":
+        return _refused("the engine pools, and vLLM has removed the model's unembedding")
     if site not in sites.anchors:
         return _refused(f"the model's final norm was not found: {sites.refused.get(site, 'it has none')}")
     if not hasattr(model, "compute_logits"):

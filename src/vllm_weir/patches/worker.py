@@ -6,7 +6,7 @@ import functools
 import gc
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_weir.config.settings import Settings
@@ -17,6 +17,7 @@ from vllm_weir.patches.discovery import find_sites
 from vllm_weir.patches.kv_connectors import RELOADED
 from vllm_weir.patches.scheduler import WAITING, engine_request_of
 from vllm_weir.patches.unembedding import unembedding_of
+from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
 from vllm_weir.worker.tap.warmup import TapWarmup
 
@@ -135,7 +136,7 @@ def _patch_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
             runtime.silence()
             return execute_model(scheduler_output, *args, **kwargs)
         new = [
-            (r.req_id, engine_request, _prompt_len(r), r.prompt_token_ids, r.num_computed_tokens)
+            (r.req_id, engine_request, *_prompt(r, engine_request), r.num_computed_tokens)
             for r in scheduler_output.scheduled_new_reqs
             if (engine_request := engine_request_of(r)) is not None
         ]
@@ -162,9 +163,12 @@ def _starts(scheduler_output: Any) -> Iterator[tuple[list[str], list[int]]]:
     yield [r.req_id for r in new], [r.num_computed_tokens for r in new]
 
 
-def _prompt_len(new_request: Any) -> int:
-    ids = new_request.prompt_token_ids
-    return len(ids) if ids is not None else new_request.prompt_embeds.shape[0]
+def _prompt(new_request: Any, engine_request: EngineRequest) -> tuple[int, Sequence[int] | None]:
+    """Return how many tokens the prompt has, and their ids if they are known here."""
+    ids, length = new_request.prompt_token_ids, engine_request.prompt_len
+    if length is None:
+        length = len(ids) if ids is not None else new_request.prompt_embeds.shape[0]
+    return length, None if ids is None else ids[:length]
 
 
 def _patch_dummy_run(runner: Any, runtime: WorkerRuntime) -> None:

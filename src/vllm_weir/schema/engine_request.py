@@ -1,8 +1,9 @@
 """The part of an admitted request that travels to the scheduler and the workers.
 
-The engine frontend puts an `EngineRequest` into the request's ``extra_args``. vLLM's msgpack
-encoder writes it as an array, and a pickle between the engine core and its workers keeps it as it
-is, so the receiving side has an array or an `EngineRequest`; `EngineRequest.carried_by` reads both.
+The engine frontend puts an `EngineRequest` into the request's ``extra_args``, or a pooling
+request's ``extra_kwargs``. vLLM's msgpack encoder writes it as an array, and a pickle between the
+engine core and its workers keeps it as it is, so the receiving side has an array or an
+`EngineRequest`; `EngineRequest.carried_by` reads both.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class EngineRequest(msgspec.Struct, array_like=True):
         cache_salt: see `RowStore.salt`; empty until a request of this caller has failed.
         core_refusal: why the engine core does not do its part; empty if it does. None until the
             engine core has taken the request, and for good where Weir is not loaded there.
+        prompt_len: how many of the first tokens that the engine is given are the prompt; those after
+            them count as generated. None: all are the prompt.
     """
 
     spec: bytes
@@ -73,6 +76,7 @@ class EngineRequest(msgspec.Struct, array_like=True):
     vectors: dict[str, bytes] = {}
     cache_salt: str = ""
     core_refusal: str | None = None
+    prompt_len: int | None = None
 
     @classmethod
     def carried_by(cls, extra_args: dict[str, Any] | None) -> EngineRequest | None:

@@ -96,6 +96,11 @@ class ModelFacts:
     routing: Mapping[int, RoutingFacts] = field(default_factory=dict)
     first_head: Mapping[int, int] = field(default_factory=dict)
 
+    @property
+    def from_weights(self) -> bool:
+        """Whether some facts are values of weights, and change when these are replaced."""
+        return any(one.sinks for one in self.attention.values()) or any(one.bias for one in self.routing.values())
+
     def report(self) -> dict[str, Any]:
         """Return plain data, a part of a worker's report."""
         return {

@@ -502,7 +502,7 @@ class WorkerRuntime:
             "shapes": [(*site, list(shape)) for site, shape in self.sites.shapes.items()],
             "read_only": [(*site, why) for site, why in self.sites.read_only.items()],
             "shards": [(*site, *shard) for site, shard in self.sites.shards.items()],
-            **self.sites.facts.report(),
+            **self.sites.read_facts().report(),
         }
 
     def _verdicts(self) -> list[tuple[str, int, str]]:

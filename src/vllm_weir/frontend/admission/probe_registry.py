@@ -109,6 +109,10 @@ class ProbeRegistry:
         """The probes of every request, by name."""
         return [one for _, one in sorted(self._by_name.items()) if one.everyone]
 
+    def by_name_only(self) -> ProbeRegistry:
+        """Return a registry of the same probes, of which none scores every request."""
+        return self.with_probes({name: one._replace(everyone=False) for name, one in self._by_name.items()})
+
     def infos(self) -> dict[str, dict[str, Any]]:
         """Return name -> what is told of each probe, as JSON data without its vectors."""
         return {name: _info(one) for name, one in sorted(self._by_name.items())}

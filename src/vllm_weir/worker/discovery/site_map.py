@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from vllm_weir.config.settings import Settings
@@ -40,7 +40,8 @@ class SiteMap:
             (`schema.hooks.READ_ONLY_HOOKS` are read-only in every model).
         before_quantised: sites whose values vLLM may quantise in one kernel with what makes them,
             which a tap would undo.
-        facts: of the attention and MoE layers, for sites that are derived.
+        read_facts: returns those of the attention and MoE layers, for sites that are derived; some follow
+            from weights, which may be replaced.
     """
 
     num_layers: int
@@ -50,7 +51,7 @@ class SiteMap:
     shards: dict[Site, Shard] = field(default_factory=dict)
     read_only: dict[Site, str] = field(default_factory=dict)
     before_quantised: set[Site] = field(default_factory=set)
-    facts: ModelFacts = field(default_factory=ModelFacts)
+    read_facts: Callable[[], ModelFacts] = ModelFacts
 
     def refuse(self, hooks: Iterable[str], layers: Iterable[int], why: str) -> None:
         """Refuse these hook points of these layers; the first reason that is given stays."""

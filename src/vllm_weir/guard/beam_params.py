@@ -1,0 +1,27 @@
+"""vLLM's ``BeamSearchParams`` with a place for the keys of plugins, which vLLM's own have not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import msgspec
+from vllm.sampling_params import BeamSearchParams
+
+
+class CarryingBeamSearchParams(BeamSearchParams, omit_defaults=True, dict=True, kw_only=True):  # type: ignore[call-arg]
+    """``BeamSearchParams`` that carry keys of plugins.
+
+    Attributes:
+        extra_args: as of ``SamplingParams``.
+    """
+
+    extra_args: dict[str, Any] | None = None
+
+
+def carrying(params: BeamSearchParams) -> CarryingBeamSearchParams:
+    """Return a copy of `params` that can carry keys."""
+    if isinstance(params, CarryingBeamSearchParams):
+        return copy.copy(params)
+    values = {field.name: getattr(params, field.name) for field in msgspec.structs.fields(params)}
+    return CarryingBeamSearchParams(**values)
