@@ -145,6 +145,8 @@ def fill(model: torch.nn.Module, name: str, zero: tuple[str, ...] = ()) -> None:
             tensor.copy_(torch.nan_to_num(tensor) + _NORM_NOISE * noise)
         else:
             fan_in = tensor.shape[0] if id(tensor) in transposed else tensor.shape[-1]
+            if tensor.ndim > 3:  # a convolution over pixels
+                fan_in = tensor[0].numel()
             tensor.copy_(noise * (_GAIN / math.sqrt(fan_in)))
 
 
