@@ -38,6 +38,7 @@ from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import carries_keys
+from vllm_weir.schema.media import NO_MEDIA, Media
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.request import WIRE_KEY, WIRE_VERSION
 from vllm_weir.schema.sinks import SinkDefinition
@@ -189,6 +190,7 @@ class EngineFrontend:
         max_tokens: int,
         streams: bool = False,
         has_embeddings: bool = False,
+        media: Media = NO_MEDIA,
     ) -> tuple[Tracker, EngineRequest | None]:
         """Check one sequence's request and open its rows.
 
@@ -200,6 +202,7 @@ class EngineFrontend:
             max_tokens: as the request asks.
             streams: whether the sequence has outputs before its last.
             has_embeddings: as for the function `admit`.
+            media: where the prompt has images and the like.
 
         Returns:
             The sequence's tracker, and what travels to the engine (None if nothing needs to).
@@ -210,7 +213,7 @@ class EngineFrontend:
         capabilities = self.require_capabilities()
         with self._names_lock:
             self.refresh()
-            admitted = self._admitted(extra_args, prompt_ids is not None, has_embeddings)
+            admitted = self._admitted(extra_args, prompt_ids is not None, has_embeddings, media)
         generated = max_generated(prompt_len, max_tokens, self._max_model_len)
         check_reached(admitted.asked, prompt_len, generated, max_tokens)
         if self._max_rows is not None:
@@ -247,11 +250,15 @@ class EngineFrontend:
         ), engine_request
 
     def _admitted(
-        self, extra_args: Mapping[str, Any], has_token_ids: bool, has_embeddings: bool = False
+        self,
+        extra_args: Mapping[str, Any],
+        has_token_ids: bool,
+        has_embeddings: bool = False,
+        media: Media = NO_MEDIA,
     ) -> AdmittedRequest:
         """Check and resolve a request, or return the cached result for an equal one."""
         names = self.registry.version, self.saes.version, self.probes.version
-        key = admission_key(extra_args, has_token_ids, names, has_embeddings)
+        key = admission_key(extra_args, has_token_ids, names, (has_embeddings, media))
         if key is not None and (cached := self._cache.get(key.key)) is not None:
             return cached
         admitted = admit(
@@ -263,10 +270,11 @@ class EngineFrontend:
             self.manager.everyone,
             self.manager.definitions,
             self.registry.module,
-            self._vocabulary,
+            self._vocabulary.of_request(media),
             has_embeddings,
             self.saes,
             self.probes,
+            bool(media),
         )
         if not self.served:  # there are no metrics: what scores every request comes back with each
             admitted = replace(admitted, told=len(admitted.probes))
@@ -334,6 +342,12 @@ class EngineFrontend:
             WeirError: if the engine cannot serve it, or what gates interventions of every request.
         """
         with self._names_lock:
+            if everyone and probe.positions.kind == "modality":
+                raise WeirError(
+                    f"not every prompt has {probe.positions.modality}; choose positions by their place, or let "
+                    "requests name the probe",
+                    "probe.positions",
+                )
             probes = self.probes.with_probes(self.probes.registered)
             probes.put(RegisteredProbe(probe.at("probe").with_arrays(self.registry.find), everyone))
             if self.capabilities is not None and self.refusal is None:

@@ -26,6 +26,7 @@ from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.patches.held_outputs import READER, OutputReader, StoppableDetokenizer
 from vllm_weir.patches.unsupported import refusal_of
 from vllm_weir.schema.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
+from vllm_weir.schema.media import NO_MEDIA, Media, embedded_ranges
 
 if TYPE_CHECKING:
     from vllm_weir.frontend.outputs.view import OutputView
@@ -82,10 +83,9 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
         ids = None  # where a part of the prompt is embeddings, its ids are placeholders
     params = request.sampling_params
     streams = params.output_kind.name != "FINAL_ONLY"
-    # A chat may mix tokens with embeddings; images and the like stand in the place of tokens.
-    has_embeddings = request.prompt_embeds is not None or bool(request.mm_features)
+    has_embeddings, media = request.prompt_embeds is not None, _media_of(request)
     tracker, engine_request = frontend.admit(
-        request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams, has_embeddings
+        request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams, has_embeddings, media
     )
     # The engine gets a copy that carries the EngineRequest; the caller may use its own params
     # again.
@@ -95,6 +95,14 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
         params.extra_args[WIRE_KEY] = engine_request
     request.sampling_params = params
     return tracker
+
+
+def _media_of(request: Any) -> Media:
+    """Return where a request's prompt has images and the like; its token ids there are placeholders."""
+    if not request.mm_features:
+        return NO_MEDIA
+    placed = ((feature.modality, feature.mm_position) for feature in request.mm_features)
+    return Media.of((name, embedded_ranges(at.offset, at.length, at.is_embed)) for name, at in placed)
 
 
 def new_completion_output(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:

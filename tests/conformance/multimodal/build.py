@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.conformance.multimodal.recipe import Recipe
-from tests.conformance.zoo.build import fill
+from tests.conformance.zoo.build import fill, rename
 from tests.support.models import BOS, EOS, PAD, UNK, WORDS
 
 CHAT_TEMPLATE = (
@@ -31,6 +31,8 @@ def build(recipe: Recipe, where: Path) -> Path:
     model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     fill(model, recipe.architecture)
     model.save_pretrained(where)
+    if recipe.rename:
+        rename(where / "model.safetensors", recipe.rename)
     written = json.loads((where / "config.json").read_text())
     written["architectures"] = [recipe.architecture]
     (where / "config.json").write_text(json.dumps(written, indent=1))

@@ -43,7 +43,7 @@ class Recipe:
         media: modality -> what stands in a prompt for one item.
         names: attribute of the tokenizer -> special token.
         sizes: (width, height) of test images, pixels.
-        placeholders: more tokens than those of `media` that the expansion may consist of.
+        rename: parts of names of weights -> what hubs' checkpoints call them, and vLLM expects.
         engine: further arguments of ``vllm.LLM``.
         bound: how exactly rows have to agree with transformers'.
     """
@@ -56,6 +56,7 @@ class Recipe:
     media: Mapping[str, str]
     names: Mapping[str, str] = field(default_factory=dict)
     sizes: tuple[tuple[int, int], ...] = ((56, 56), (56, 56))
+    rename: Mapping[str, str] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     bound: float = 1e-5
 

@@ -8,6 +8,7 @@ from tests.conformance.multimodal.recipe import TEXT, TOWER, Ids, Recipe
 
 QWEN = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>")
 QWEN_MEDIA = {"image": "<|vision_start|><|image_pad|><|vision_end|>"}
+SIGLIP = {"vision_tower.": "vision_tower.vision_model."}
 QWEN_SIZES = ((56, 84), (84, 56))
 
 
@@ -86,7 +87,7 @@ def _qwen3_vl(ids: Ids) -> dict[str, Any]:
     vision = dict(hidden_size=64, out_hidden_size=128, depth=2, num_heads=2, intermediate_size=96, patch_size=14)
     rope = _rope([4, 6, 6]) | {"mrope_interleaved": True}
     return dict(
-        text_config=dict(TEXT, model_type="qwen3_vl_text", rope_parameters=rope),
+        text_config=dict(TEXT, model_type="qwen3_vl_text", num_hidden_layers=5, rope_parameters=rope),
         vision_config=dict(vision, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
         **_qwen_tokens(ids),
     )
@@ -159,7 +160,15 @@ LLAMA4 = (
 RECIPES = {
     recipe.architecture: recipe
     for recipe in (
-        Recipe("LlavaForConditionalGeneration", "llava", ("<image>",), _llava, _llava_processor, {"image": "<image>"}),
+        Recipe(
+            "LlavaForConditionalGeneration",
+            "llava",
+            ("<image>",),
+            _llava,
+            _llava_processor,
+            {"image": "<image>"},
+            rename=SIGLIP,
+        ),
         Recipe(
             "Gemma3ForConditionalGeneration",
             "gemma3",
@@ -168,6 +177,7 @@ RECIPES = {
             _gemma3_processor,
             {"image": "<start_of_image>"},
             {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+            rename=SIGLIP,
         ),
         Recipe("Qwen2VLForConditionalGeneration", "qwen2_vl", QWEN, _qwen2_vl, _qwen2_processor, QWEN_MEDIA, sizes=QWEN_SIZES),
         Recipe("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", QWEN, _qwen2_5_vl, _qwen2_5_processor, QWEN_MEDIA, sizes=QWEN_SIZES),

@@ -34,6 +34,8 @@ class EngineCapabilities:
         read_only: site -> why it cannot be changed in this model.
         no_lens: why no lens is served; "" if it is.
         workers: site -> the workers, by number, that have it; pipeline stages have different ones.
+        embeds_media: whether `embed` is read where the embeddings of images and the like have
+            joined those of the tokens.
     """
 
     sites: Mapping[Site, str]
@@ -47,6 +49,7 @@ class EngineCapabilities:
     read_only: Mapping[Site, str] = field(default_factory=dict)
     no_lens: str = "no lens is served: the workers have not said that the model has an unembedding"
     workers: Mapping[Site, frozenset[int]] = field(default_factory=dict)
+    embeds_media: bool = False
 
     def shape(self, site: Site) -> RowShape:
         """Return the shape of a row of a site; 0 stands for as many values as there are keys."""
@@ -102,6 +105,7 @@ class EngineCapabilities:
             read_only={Site(hook, layer): why for r in reports for hook, layer, why in r.get("read_only", ())},
             no_lens=next((why for r in reports if (why := r.get("no_lens", cls.no_lens))), ""),
             workers=_workers_of(reports),
+            embeds_media=any(r.get("embeds_media", False) for r in reports),
         )
 
 

@@ -40,6 +40,8 @@ class SiteMap:
             (`schema.hooks.READ_ONLY_HOOKS` are read-only in every model).
         before_quantised: sites whose values vLLM may quantise in one kernel with what makes them,
             which a tap would undo.
+        embeddings_given: whether `embed` is read off the embeddings that the model is given instead
+            of tokens, among which are those of images.
         facts: of the attention and MoE layers, for sites that are derived.
     """
 
@@ -50,6 +52,7 @@ class SiteMap:
     shards: dict[Site, Shard] = field(default_factory=dict)
     read_only: dict[Site, str] = field(default_factory=dict)
     before_quantised: set[Site] = field(default_factory=set)
+    embeddings_given: bool = False
     facts: ModelFacts = field(default_factory=ModelFacts)
 
     def refuse(self, hooks: Iterable[str], layers: Iterable[int], why: str) -> None:
