@@ -24,9 +24,9 @@ from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.guard.outputs import VIEW as _VIEW
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.patches.held_outputs import READER, OutputReader, StoppableDetokenizer
+from vllm_weir.patches.media import RENDERER, forget_items, media_of
 from vllm_weir.patches.unsupported import refusal_of
 from vllm_weir.schema.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
-from vllm_weir.schema.media import NO_MEDIA, Media, embedded_ranges
 
 if TYPE_CHECKING:
     from vllm_weir.frontend.outputs.view import OutputView
@@ -50,6 +50,7 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
             except WeirError as e:
                 if observer is not None:
                     observer.refused()
+                forget_items(self, request)
                 raise WeirRequestError(e.message, e.field) from None
         original(self, request, *args, **kwargs)
         if tracker is not None:
@@ -83,7 +84,7 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
         ids = None  # where a part of the prompt is embeddings, its ids are placeholders
     params = request.sampling_params
     streams = params.output_kind.name != "FINAL_ONLY"
-    has_embeddings, media = request.prompt_embeds is not None, _media_of(request)
+    has_embeddings, media = request.prompt_embeds is not None, media_of(request)
     tracker, engine_request = frontend.admit(
         request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams, has_embeddings, media
     )
@@ -95,14 +96,6 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
         params.extra_args[WIRE_KEY] = engine_request
     request.sampling_params = params
     return tracker
-
-
-def _media_of(request: Any) -> Media:
-    """Return where a request's prompt has images and the like; its token ids there are placeholders."""
-    if not request.mm_features:
-        return NO_MEDIA
-    placed = ((feature.modality, feature.mm_position) for feature in request.mm_features)
-    return Media.of((name, embedded_ranges(at.offset, at.length, at.is_embed)) for name, at in placed)
 
 
 def new_completion_output(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
@@ -176,6 +169,7 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     frontend = EngineFrontend(settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len)
     set_up_controllers(frontend, settings.controllers)
     setattr(engine.output_processor, FRONTEND, frontend)
+    setattr(engine.output_processor, RENDERER, getattr(engine, "renderer", None))  # not in every version
     setattr(engine.engine_core, READER, OutputReader(frontend.holder))
     frontend.pacing.live = engine.output_processor.request_states
     return frontend

@@ -53,7 +53,9 @@ def make_tokenizer(recipe: Recipe, where: Path) -> Any:
     tokenizer = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_tokens([AddedToken(f"w{i}", single_word=True, normalized=False) for i in range(WORDS)])
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in [*special, *recipe.ids]])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in [*special, *recipe.ids]]
+    )
     tokenizer.save(str(where / "tokenizer.json"))
     settings = {
         "tokenizer_class": "TokenizersBackend",

@@ -15,23 +15,28 @@ from tests.conformance.oracle import Oracle, Take
 class MediaOracle(Oracle):
     """A multimodal model directory, loaded as the truth.
 
+    Args:
+        model_dir: the directory.
+        ignored: what the passes are not given although the processor makes it.
+
     Attributes:
         processor: transformers' processor.
         given: what the passes are given besides token ids, as the processor made it; empty for text.
     """
 
-    def __init__(self, model_dir: str | Path) -> None:
+    def __init__(self, model_dir: str | Path, ignored: Sequence[str] = ()) -> None:
         from transformers import AutoProcessor
 
         self.processor = AutoProcessor.from_pretrained(model_dir)
         self.given: dict[str, torch.Tensor] = {}
+        self._left_out = {"input_ids", "attention_mask", *ignored}
         super().__init__(model_dir)
 
     def prompt(self, text: str, **media: Any) -> list[int]:
         """Take up a prompt and its media (as the processor is given them); return its token ids, expanded."""
         made = self.processor(text=text, **media, return_tensors="pt") if media else self.processor(text=text)
         ids = torch.as_tensor(made["input_ids"]).flatten().tolist()
-        self.given = {k: _float32(v) for k, v in made.items() if k not in ("input_ids", "attention_mask")} if media else {}
+        self.given = {k: _float32(v) for k, v in made.items() if k not in self._left_out} if media else {}
         return ids
 
     def _load(self, model_dir: str | Path) -> Any:

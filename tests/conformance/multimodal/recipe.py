@@ -45,7 +45,11 @@ class Recipe:
         sizes: (width, height) of test images, pixels.
         rename: parts of names of weights -> what hubs' checkpoints call them, and vLLM expects.
         engine: further arguments of ``vllm.LLM``.
-        bound: how exactly rows have to agree with transformers'.
+        mutual: what transformers is given so that tokens of one item see each other, which vLLM's
+            attention for CPUs does not let them.
+        interleaved: whether the columns of a head's queries and keys, which transformers rotates in
+            pairs, come in two halves in vLLM.
+        no_media: why vLLM cannot run a prompt with items on a CPU; "" if it can.
     """
 
     architecture: str
@@ -58,7 +62,9 @@ class Recipe:
     sizes: tuple[tuple[int, int], ...] = ((56, 56), (56, 56))
     rename: Mapping[str, str] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
-    bound: float = 1e-5
+    mutual: tuple[str, ...] = ()
+    interleaved: bool = False
+    no_media: str = ""
 
     @property
     def ids(self) -> dict[str, int]:

@@ -267,7 +267,10 @@ def site_request(**more):
 
 
 def test_embed_of_a_prompt_that_holds_embeddings():
-    """Refused, with the stream that was given as the way out; everything else of the request is served."""
+    """Refused, with the stream that was given as the way out; everything else of the request is served.
+
+    With images, too, unless the engine reads it where their embeddings have joined those of the tokens.
+    """
     every = [{"hook": hook} for hook in (*STREAM_HOOKS, "final_norm")]
     asked = {"v": 1, "capture": every}
     assert admit({"weir": asked}, FACTS, has_token_ids=False, has_embeddings=True).spec.site_requests
@@ -277,9 +280,14 @@ def test_embed_of_a_prompt_that_holds_embeddings():
         (RequestSpec((), (add,)).to_json(), "interventions[0].hook"),
     ):
         assert admit({"weir": wrong}, FACTS)
-        with pytest.raises(WeirError, match=r"given as embeddings or images.*resid_pre at layer 0") as e:
-            admit({"weir": wrong}, FACTS, has_embeddings=True)
-        assert e.value.field == field
+        for given, said in (("has_embeddings", "embeddings"), ("has_media", "images or the like")):
+            with pytest.raises(WeirError, match=rf"given as {said}, which.*resid_pre at layer 0") as e:
+                admit({"weir": wrong}, FACTS, **{given: True})
+            assert e.value.field == field
+        merged = replace(FACTS, embeds_media=True)
+        assert admit({"weir": wrong}, merged, has_media=True)
+        with pytest.raises(WeirError, match="given as embeddings"):
+            admit({"weir": wrong}, merged, has_embeddings=True, has_media=True)
 
 
 def test_what_is_remembered_of_an_admission():
