@@ -28,7 +28,7 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml scripts/setup_env.py $(wildcard scripts/constraints/*.txt)
+$(STAMP): pyproject.toml scripts/setup_env.py $(wildcard scripts/site/*.py) $(wildcard scripts/constraints/*.txt)
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --flavour $(FLAVOUR) $(if $(VLLM),--vllm $(VLLM)) --stamp $(STAMP)
 
 demo: $(STAMP)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -280,9 +282,9 @@ def test_embed_of_a_prompt_that_holds_embeddings():
         (RequestSpec((), (add,)).to_json(), "interventions[0].hook"),
     ):
         assert admit({"weir": wrong}, FACTS)
-        for given, said in (("has_embeddings", "embeddings"), ("has_media", "images or the like")):
+        for what, said in (("has_embeddings", "embeddings"), ("has_media", "images or the like")):
             with pytest.raises(WeirError, match=rf"given as {said}, which.*resid_pre at layer 0") as e:
-                admit({"weir": wrong}, FACTS, **{given: True})
+                admit({"weir": wrong}, FACTS, **{what: True})
             assert e.value.field == field
         merged = replace(FACTS, embeds_media=True)
         assert admit({"weir": wrong}, merged, has_media=True)
@@ -344,3 +346,27 @@ def test_directions_of_captures_take_no_room_among_steering_vectors():
     wire = make_engine_request(admitted, "reply", [1, 2, 3], 3, 8, FACTS, True, TableSizes(2, 64, 1024))
     assert wire.table_needs.vectors == sorted({d for move in admitted.effective for d in move.vectors})
     assert len(wire.table_needs.vectors) == 2 and len(admitted.rows) == 10
+
+
+def test_a_selector_by_modality_becomes_the_prompts_positions():
+    """In captures, interventions and probes; of what many requests share, where there are some."""
+    from vllm_weir import Probe
+    from vllm_weir.frontend.admission.reachable import Vocabulary
+    from vllm_weir.schema.media import Media
+
+    image = {"modality": "image"}
+    media = Media.of([("image", [(2, 5), (7, 9)])])
+    add = Add(np.ones(128), 1, positions=image)
+    probe = Probe("p", np.ones(128), layer=1, positions=image)
+    asked = {"weir": RequestSpec((Capture("resid_post", 1, image),), (add,)).to_json() | {"probes": [probe.to_json()]}}
+    admitted = admit(asked, FACTS, vocabulary=Vocabulary(media=media))
+    at = [2, 3, 4, 7, 8]
+    assert {one.positions.to_json() == at for one in admitted.spec.site_requests} == {True}
+    assert admitted.effective[0].positions.to_json() == at and admitted.probes[0].positions.to_json() == at
+    (shared,) = admit({}, FACTS, always=[add], vocabulary=Vocabulary(media=media)).effective
+    assert shared.positions.to_json() == at
+    none = Vocabulary(media=Media())
+    assert not admit({}, FACTS, always=[add], everyone=[Capture("resid_post", 1, image)], vocabulary=none).moves
+    with pytest.raises(WeirError, match="the prompt has no image") as e:
+        admit(asked, FACTS, vocabulary=none)
+    assert e.value.field == "interventions[0].positions.modality"
