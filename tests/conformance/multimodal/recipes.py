@@ -53,11 +53,13 @@ def _gemma3_processor(tokenizer: Any, config: Any) -> Any:
     return Gemma3Processor(images, tokenizer, image_seq_length=4)
 
 
-def _rope(sections: list[int]) -> dict[str, Any]:
+def rope(sections: list[int]) -> dict[str, Any]:
+    """Rotary positions of three kinds, in so many columns each."""
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
 
 
-def _qwen_tokens(ids: Ids) -> dict[str, Any]:
+def qwen_tokens(ids: Ids) -> dict[str, Any]:
+    """What Qwen configurations call their special tokens."""
     return dict(
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
@@ -68,28 +70,28 @@ def _qwen_tokens(ids: Ids) -> dict[str, Any]:
 
 def _qwen2_vl(ids: Ids) -> dict[str, Any]:
     return dict(
-        text_config=dict(TEXT, model_type="qwen2_vl_text", rope_parameters=_rope([4, 6, 6])),
+        text_config=dict(TEXT, model_type="qwen2_vl_text", rope_parameters=rope([4, 6, 6])),
         vision_config=dict(embed_dim=64, hidden_size=128, depth=2, num_heads=2, mlp_ratio=2, patch_size=14),
-        **_qwen_tokens(ids),
+        **qwen_tokens(ids),
     )
 
 
 def _qwen2_5_vl(ids: Ids) -> dict[str, Any]:
     vision = dict(hidden_size=64, out_hidden_size=128, depth=2, num_heads=2, intermediate_size=96, patch_size=14)
     return dict(
-        text_config=dict(TEXT, model_type="qwen2_5_vl_text", rope_parameters=_rope([4, 6, 6])),
+        text_config=dict(TEXT, model_type="qwen2_5_vl_text", rope_parameters=rope([4, 6, 6])),
         vision_config=dict(vision, fullatt_block_indexes=[1], window_size=56),
-        **_qwen_tokens(ids),
+        **qwen_tokens(ids),
     )
 
 
 def _qwen3_vl(ids: Ids) -> dict[str, Any]:
     vision = dict(hidden_size=64, out_hidden_size=128, depth=2, num_heads=2, intermediate_size=96, patch_size=14)
-    rope = _rope([4, 6, 6]) | {"mrope_interleaved": True}
+    interleaved = rope([4, 6, 6]) | {"mrope_interleaved": True}
     return dict(
-        text_config=dict(TEXT, model_type="qwen3_vl_text", num_hidden_layers=5, rope_parameters=rope),
+        text_config=dict(TEXT, model_type="qwen3_vl_text", num_hidden_layers=5, rope_parameters=interleaved),
         vision_config=dict(vision, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
-        **_qwen_tokens(ids),
+        **qwen_tokens(ids),
     )
 
 
@@ -107,7 +109,8 @@ def _qwen2_5_processor(tokenizer: Any, config: Any) -> Any:
     return Qwen2_5_VLProcessor(Qwen2VLImageProcessor(**pixels), tokenizer, Qwen2VLVideoProcessor(**pixels))
 
 
-def _qwen3_processor(tokenizer: Any, config: Any) -> Any:
+def qwen3_processor(tokenizer: Any, config: Any) -> Any:
+    """Qwen3-VL's processor."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     pixels = dict(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}, patch_size=14, merge_size=2)
@@ -203,7 +206,7 @@ RECIPES = {
             "qwen3_vl",
             QWEN,
             _qwen3_vl,
-            _qwen3_processor,
+            qwen3_processor,
             QWEN_MEDIA,
             sizes=QWEN_SIZES,
         ),
