@@ -9,6 +9,7 @@ from tests.conformance.multimodal.recipes import (
     QWEN,
     QWEN_MEDIA,
     QWEN_SIZES,
+    RECIPES,
     SIGLIP,
     qwen3_processor,
     qwen_tokens,
