@@ -43,9 +43,8 @@ def main(model: str) -> None:
     red, blue = llm.chat([chat("red"), chat("blue")], read, use_tqdm=False)
     rows = [out.activations["resid_post", LAYER].float() for out in (red, blue)]
     at = red.activations.positions_of("resid_post", LAYER).tolist()
-    print(
-        f"{len(red.prompt_token_ids)} tokens, of which {len(at)} from {at[0]} to {at[-1]} are the image: {rows[0].shape}"
-    )
+    shape = tuple(rows[0].shape)
+    print(f"{len(red.prompt_token_ids)} tokens; the image has {len(at)}, from {at[0]} to {at[-1]}: rows {shape}")
 
     bluer = weir.Add(rows[1].mean(0) - rows[0].mean(0), LAYER, 4.0, positions=IMAGE)
     (steered,) = llm.chat(chat("red"), weir.params(plain, interventions=bluer), use_tqdm=False)

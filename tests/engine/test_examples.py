@@ -55,7 +55,7 @@ SAYS = {
         "['attribution.resid_pre.png', 'attribution.attn_out.png', 'attribution.mlp_out.png']",
     ),
     "images.py": (
-        "of which 16 from 2 to 17 are the image: torch.Size([16, 128])",
+        "the image has 16, from 2 to 17: rows (16, 128)",
         "; steered: '",
         "rows changed: {Site(hook='resid_post', layer=1): 16}",
         "refused: capture[0].positions.modality: the prompt has no image; ",
