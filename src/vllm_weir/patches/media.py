@@ -27,8 +27,16 @@ def forget_items(output_processor: Any, request: Any) -> None:
     vLLM has entered them as sent to the engine, which never gets them; the next request with the
     same image would come without it.
     """
+    if not request.mm_features:
+        return
     cache = getattr(getattr(output_processor, RENDERER, None), "mm_processor_cache", None)
-    invalidate = getattr(cache, "invalidate", None)  # not in every version
-    for feature in request.mm_features or ():
-        if feature.data is not None and feature.mm_hash is not None and invalidate is not None:
-            invalidate(feature.mm_hash)
+    invalidate = getattr(cache, "invalidate", None)
+    entries = getattr(cache, "_cache", None)  # what older versions have no method for
+    for feature in request.mm_features:
+        name = getattr(feature, "mm_hash", None) or feature.identifier
+        if feature.data is None:
+            continue
+        if invalidate is not None:
+            invalidate(name)
+        elif entries is not None:
+            entries.pop(name, None)

@@ -56,7 +56,8 @@ def save(findings: Iterable[Finding], path: Path = RESULTS) -> None:
 
 def table(findings: Iterable[Finding]) -> list[str]:
     """The lines of the page."""
-    lines = [HEAD.rstrip("\n")]
+    findings = list(findings)
+    lines = [HEAD.rstrip("\n")] * bool(findings)
     for one in sorted(findings, key=lambda one: one.architecture.lower()):
         errors = [one.failed or "not run" if error is None else f"{error:.0e}" for error in _errors(one)]
         why = "; ".join(f"{points}: {reason}" for reason, points in one.refused.items()) or "nothing"

@@ -22,7 +22,7 @@ TEXT: dict[str, Any] = dict(
     pad_token_id=PAD,
     tie_word_embeddings=False,
 )
-"""What the language models share; the vision towers have two blocks, so that no list of blocks is as long."""
+"""What the language models share."""
 TOWER: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
 """What most vision towers share."""
 

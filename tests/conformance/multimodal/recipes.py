@@ -13,9 +13,11 @@ QWEN_SIZES = ((56, 84), (84, 56))
 
 
 def _llava(ids: Ids) -> dict[str, Any]:
+    # vLLM leaves out the tower's last block: what it has are as many as the language model's.
+    tower = dict(TOWER, num_hidden_layers=TEXT["num_hidden_layers"] + 1, projection_dim=64)
     return dict(
         text_config=dict(TEXT, model_type="llama"),
-        vision_config=dict(TOWER, model_type="clip_vision_model", image_size=56, patch_size=14, projection_dim=64),
+        vision_config=dict(tower, model_type="clip_vision_model", image_size=56, patch_size=14),
         image_token_index=ids["<image>"],
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",

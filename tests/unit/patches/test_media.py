@@ -47,3 +47,7 @@ def test_a_refused_request_takes_its_items_out_of_the_callers_cache():
     forget_items(processor, request)
     forget_items(processor, SimpleNamespace(mm_features=None))
     assert gone == ["new"]
+    entries = {"new": 1, "sent before": 2}
+    setattr(processor, RENDERER, SimpleNamespace(mm_processor_cache=SimpleNamespace(_cache=entries)))
+    forget_items(processor, request)
+    assert entries == {"sent before": 2}
