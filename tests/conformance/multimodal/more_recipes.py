@@ -130,28 +130,6 @@ def _internvl_processor(tokenizer: Any, config: Any) -> Any:
     return InternVLProcessor(images, tokenizer, InternVLVideoProcessor(size=SIDE), image_seq_length=4)
 
 
-def _aya_vision(ids: Ids) -> dict[str, Any]:
-    return dict(
-        text_config=dict(TEXT, model_type="cohere2", sliding_window=32, tie_word_embeddings=True),
-        vision_config=dict(
-            TOWER, model_type="siglip_vision_model", image_size=56, patch_size=14, vision_use_head=False
-        ),
-        image_token_index=ids["<|IMG_PATCH|>"],
-        downsample_factor=2,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="full",
-        adapter_layer_norm_eps=1e-6,
-        alignment_intermediate_size=256,
-    )
-
-
-def _aya_vision_processor(tokenizer: Any, config: Any) -> Any:
-    from transformers import AyaVisionProcessor, GotOcr2ImageProcessor
-
-    images = GotOcr2ImageProcessor(size=SIDE, crop_to_patches=False)
-    return AyaVisionProcessor(images, tokenizer, patch_size=14, img_size=56, downsample_factor=2)
-
-
 def _glm4v(ids: Ids) -> dict[str, Any]:
     vision = dict(hidden_size=64, out_hidden_size=128, depth=2, num_heads=2, intermediate_size=128, patch_size=14)
     return dict(
@@ -185,6 +163,7 @@ def _qwen3_vl_moe(ids: Ids) -> dict[str, Any]:
             num_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=64,
+            norm_topk_prob=True,
             rope_parameters=rope([4, 6, 6]) | {"mrope_interleaved": True},
         ),
         vision_config=dict(vision, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
@@ -207,9 +186,6 @@ def _qwen2_audio_processor(tokenizer: Any, config: Any) -> Any:
     return Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=32, chunk_length=1), tokenizer)
 
 
-AYA = (
-    "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"
-)  # fmt: skip
 GLM = (
     "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"
 )  # fmt: skip
@@ -270,15 +246,6 @@ _RECIPES = (
         },
     ),
     Recipe(
-        "AyaVisionForConditionalGeneration",
-        "aya_vision",
-        AYA,
-        _aya_vision,
-        _aya_vision_processor,
-        {"image": "<image>"},
-        rename=SIGLIP,
-    ),
-    Recipe(
         "Glm4vForConditionalGeneration",
         "glm4v",
         GLM,
@@ -303,6 +270,7 @@ _RECIPES = (
         _qwen2_audio,
         _qwen2_audio_processor,
         {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"},
+        rename={"language_model.model.model.": "language_model.model."},
     ),
 )
 ALL_RECIPES = RECIPES | {recipe.architecture: recipe for recipe in _RECIPES}
