@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -48,10 +48,11 @@ def load(path: Path = RESULTS) -> dict[str, Finding]:
     return {one["architecture"]: Finding(**one) for one in json.loads(path.read_text())} if path.exists() else {}
 
 
-def save(findings: Iterable[Finding], path: Path = RESULTS) -> None:
-    """Put new findings in the place of older ones."""
+def save(findings: Iterable[Finding], path: Path = RESULTS, keep: Container[str] | None = None) -> None:
+    """Put new findings in the place of older ones; `keep`: architectures to keep, None for all."""
     known = load(path) | {one.architecture: one for one in findings}
-    path.write_text(json.dumps([asdict(known[name]) for name in sorted(known)], indent=1) + "\n")
+    wanted = [asdict(known[name]) for name in sorted(known) if keep is None or name in keep]
+    path.write_text(json.dumps(wanted, indent=1) + "\n")
 
 
 def table(findings: Iterable[Finding]) -> list[str]:
