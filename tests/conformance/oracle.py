@@ -21,6 +21,8 @@ from tests.conformance.watch import Addition, Change, Pass, Watch
 from tests.support.measure import rel_err
 
 Rows = dict[tuple[str, int], torch.Tensor]
+Take = Callable[[str, torch.Tensor, float], torch.Tensor]
+"""(hook point, tensor, scale) -> the tensor that takes its place; the point's rows are so many times it."""
 
 INSIDE = ("attn_out", "resid_mid", "mlp_out")
 FIVE = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
@@ -168,11 +170,7 @@ class Oracle:
     """A model directory, loaded as the truth."""
 
     def __init__(self, model_dir: str | Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        self.model = self._load(model_dir)
         config = self.model.config.get_text_config()
         self.blocks = find_blocks(self.model, config.num_hidden_layers)
         self.num_layers = len(self.blocks)
@@ -181,10 +179,19 @@ class Oracle:
         self.embed_scale = 1.0
         self.shapes = self._find_shapes()
 
+    def _load(self, model_dir: str | Path) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def _forward(self, ids: Sequence[int]) -> torch.Tensor:
+        """One pass over a sequence: its logits [n, vocab]."""
+        return self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """The logits [n, vocab] of a plain pass that nothing watches."""
         with torch.no_grad():
-            return self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+            return self._forward(ids)
 
     @property
     def gains(self) -> dict[int, float]:
@@ -251,7 +258,7 @@ class Oracle:
                 watch.over(stack, block, layer)
             self._watch_ends(stack, watch, ends)
             with watch:
-                logits = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+                logits = self._forward(ids)
         order = [p.layer for p in watch.passes]
         if order != list(range(self.num_layers)):
             raise NoPoint(f"the blocks run in the order {order}, not once each")
@@ -267,6 +274,16 @@ class Oracle:
             ends[hook] = scale * output.detach()[0]
             return output
 
+        def normed(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+            after = watch.running is None and len(watch.passes) == self.num_layers
+            return taken("final_norm", output, 1.0) if after and _is_stream(output, self) else output
+
+        self._watch_embed(stack, ends, taken)
+        for module in self.model.modules():
+            if "norm" in type(module).__name__.lower():
+                stack.callback(module.register_forward_hook(normed).remove)
+
+    def _watch_embed(self, stack: contextlib.ExitStack, ends: dict[str, torch.Tensor], taken: Take) -> None:
         narrow: list[torch.Tensor] = []
 
         def embedded(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -281,16 +298,10 @@ class Oracle:
             from_embedding = narrow and args and args[0] is narrow[0] and "embed" not in ends
             return taken("embed", output, self.embed_scale) if from_embedding and _is_stream(output, self) else output
 
-        def normed(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
-            after = watch.running is None and len(watch.passes) == self.num_layers
-            return taken("final_norm", output, 1.0) if after and _is_stream(output, self) else output
-
         stack.callback(self.model.get_input_embeddings().register_forward_hook(embedded).remove)
         for module in self.model.modules():
             if isinstance(module, torch.nn.Linear):
                 stack.callback(module.register_forward_hook(widened).remove)
-            if "norm" in type(module).__name__.lower():
-                stack.callback(module.register_forward_hook(normed).remove)
 
     def _find_shapes(self) -> list[Shape]:
         ids = [3 + 5 * i for i in range(9)]

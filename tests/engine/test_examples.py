@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.machine import engine_processes, needs
+from tests.support.machine import engine_processes, module, needs
 from tests.support.zygote import forking, zygote
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +53,12 @@ SAYS = {
         "mlp_out[5] at 19",
         "block 5, head ",
         "['attribution.resid_pre.png', 'attribution.attn_out.png', 'attribution.mlp_out.png']",
+    ),
+    "images.py": (
+        "the image has 16, from 2 to 17: rows (16, 128)",
+        "; steered: '",
+        "rows changed: {Site(hook='resid_post', layer=1): 16}",
+        "refused: capture[0].positions.modality: the prompt has no image; ",
     ),
     "inside_block.py": (
         "looks from 'so' at: awful 0.",
@@ -157,6 +163,7 @@ def test_every_example_is_known() -> None:
 
 
 NO_ENGINE = {"keep.py", "analyse.py"}
+NEEDS = {"images.py": [needs(module("torchvision"))]}
 # These start a server as users do, one of them with processes that import everything again; the others are forks of one
 # that has imported vLLM, and have their engine in them, but for the asynchronous one.
 SERVERS = {"client_capture.py", "inspect_eval.py", "probes_in_production.py", "serve_rows.py", "steering_server.py"}
@@ -165,12 +172,22 @@ PROCESSES = SERVERS | {"stream.py"}
 
 
 def example(path: Path) -> Any:
-    marks = [] if path.name in NO_ENGINE else [pytest.mark.engine]
+    marks = [*NEEDS.get(path.name, ()), *([] if path.name in NO_ENGINE else [pytest.mark.engine])]
     return pytest.param(path, marks=[*marks, needs(engine_processes)] if path.name in PROCESSES else marks)
 
 
 # Compile caches live under the home directory as usual: the examples share what they can.
 ENV = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def arguments(name: str, folder: Path) -> list[str]:
+    """A model that sees, for the example that needs one: none is shipped."""
+    if name != "images.py":
+        return []
+    from tests.conformance.multimodal.build import build
+    from tests.conformance.multimodal.recipes import RECIPES
+
+    return [str(build(RECIPES["LlavaForConditionalGeneration"], folder / "llava"))]
 
 
 @pytest.mark.timeout(900)
@@ -184,7 +201,7 @@ def test_example(path: Path, tmp_path: Path) -> None:
     else:
         (tmp_path / "in").mkdir()
         env = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if path.name in PROCESSES else "0"}
-        done = zygote().run([str(path)], env, tmp_path / "in", tmp_path, 800)
+        done = zygote().run([str(path), *arguments(path.name, tmp_path)], env, tmp_path / "in", tmp_path, 800)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     for text in SAYS[path.name]:
         assert text in done.stdout, done.stdout[-2000:]

@@ -263,7 +263,7 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
             self.request_states = {}
             self._weir_frontend = SimpleNamespace(universal=False, observer=None, admit=self.admit, pacing=Pacing())
 
-        def admit(self, request_id, extra_args, ids, length, max_tokens, streams, has_embeddings):
+        def admit(self, request_id, extra_args, ids, length, max_tokens, streams, has_embeddings, media):
             seen.append((request_id, copy.deepcopy(extra_args)))
             tracker = SimpleNamespace(name=lambda caller, index: names.append((request_id, caller, index)), held=None)
             return tracker, {"reply": request_id}

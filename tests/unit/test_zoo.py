@@ -12,6 +12,9 @@ pytest.importorskip("vllm")
 
 from tests.conformance import pool
 from tests.conformance.docs import write_docs
+from tests.conformance.multimodal.__main__ import bad
+from tests.conformance.multimodal.finding import Finding, load, save
+from tests.conformance.multimodal.more_recipes import ALL_RECIPES
 from tests.conformance.representatives import REPRESENTATIVES
 from tests.conformance.verdict import CANNOT, CONFORMS, FAILS, REFUSED, Verdict, load_results, save_results
 from tests.conformance.zoo import VARIANTS, ZOO
@@ -124,6 +127,28 @@ def test_what_a_gpu_found_joins_the_page(tmp_path) -> None:
     assert "| architecture | cpu, vLLM 0.32.0 | known | on a GPU |" in lines
     write_docs(cpu, load_results(tmp_path / "gpu.json"), tmp_path / "page.md", {"C": "no headers"})
     assert "| C | no kernel either | by running it | no headers |" in (tmp_path / "page.md").read_text()
+
+
+def test_multimodal_models_have_a_table_of_their_own(tmp_path) -> None:
+    found = [
+        Finding("B", "image", "B", 1e-6, 2e-6, 3e-6, {"tokens of one image see each other": "`pattern`"}),
+        Finding("A", "audio", "A", 1e-6, failed="cannot be run: no kernel"),
+    ]
+    save(found[:1], tmp_path / "found.json")
+    save(found[1:], tmp_path / "found.json")
+    verdict = {"C": Verdict("C", CANNOT, "no kernel", vllm="0.32.0")}
+    write_docs(verdict, {}, tmp_path / "page.md", multimodal=load(tmp_path / "found.json").values())
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    assert "## Models that take images and sound" in lines
+    rows = [line for line in lines if line.startswith(("| A |", "| B |"))]
+    assert rows == [
+        "| A | A | audio | 1e-06 | cannot be run: no kernel | cannot be run: no kernel | nothing |",
+        "| B | B | image | 1e-06 | 2e-06 | 3e-06 | `pattern`: tokens of one image see each other |",
+    ]
+    assert set(load()) == set(ALL_RECIPES), "run `python -m tests.conformance.multimodal`"
+    assert not [one for one in load().values() if bad(one)]
+    write_docs(verdict, {}, tmp_path / "page.md")
+    assert "images and sound" not in (tmp_path / "page.md").read_text()
 
 
 def test_what_is_not_run_on_a_gpu_cannot_be_run_on_a_cpu_either() -> None:

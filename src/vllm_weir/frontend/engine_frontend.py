@@ -40,6 +40,7 @@ from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import carries_keys
+from vllm_weir.schema.media import NO_MEDIA, Media
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.request import WIRE_KEY, WIRE_VERSION
 from vllm_weir.schema.sinks import SinkDefinition
@@ -207,6 +208,7 @@ class EngineFrontend:
         has_embeddings: bool = False,
         pools: bool = False,
         continuation: Continuation | None = None,
+        media: Media = NO_MEDIA,
     ) -> tuple[Tracker, EngineRequest | None]:
         """Check one sequence's request and open its rows.
 
@@ -220,6 +222,7 @@ class EngineFrontend:
             has_embeddings: as for the function `admit`.
             pools: whether the request generates nothing.
             continuation: what came after the prompt already; None for nothing.
+            media: where the prompt has images and the like.
 
         Returns:
             The sequence's tracker, and what travels to the engine (None if nothing needs to).
@@ -231,7 +234,7 @@ class EngineFrontend:
         with self._names_lock:
             self.refresh()
             step = continuation is not None and continuation.is_step
-            admitted = self._admitted(extra_args, prompt_ids is not None, has_embeddings, step)
+            admitted = self._admitted(extra_args, prompt_ids is not None, has_embeddings, step, media)
         if pools and admitted.stops:
             raise WeirError("a pooling request generates nothing that could be stopped; leave it out", "stop_when")
         generated = max_generated(prompt_len, max_tokens, self._max_model_len)
@@ -283,14 +286,19 @@ class EngineFrontend:
         ), engine_request
 
     def _admitted(
-        self, extra_args: Mapping[str, Any], has_token_ids: bool, has_embeddings: bool = False, step: bool = False
+        self,
+        extra_args: Mapping[str, Any],
+        has_token_ids: bool,
+        has_embeddings: bool = False,
+        step: bool = False,
+        media: Media = NO_MEDIA,
     ) -> AdmittedRequest:
         """Check and resolve a request, or return the cached result for an equal one.
 
         What captures and scores every request leaves a `step` of a search out.
         """
         names = self.registry.version, self.saes.version, self.probes.version, step
-        key = admission_key(extra_args, has_token_ids, names, has_embeddings)
+        key = admission_key(extra_args, has_token_ids, names, (has_embeddings, media))
         if key is not None and (cached := self._cache.get(key.key)) is not None:
             return cached
         admitted = admit(
@@ -302,10 +310,11 @@ class EngineFrontend:
             () if step else self.manager.everyone,
             self.manager.definitions,
             self.registry.module,
-            self._vocabulary,
+            self._vocabulary.of_request(media),
             has_embeddings,
             self.saes,
             self.probes.by_name_only() if step else self.probes,
+            bool(media),
         )
         if not self.served:  # there are no metrics: what scores every request comes back with each
             admitted = replace(admitted, told=len(admitted.probes))
@@ -373,6 +382,12 @@ class EngineFrontend:
             WeirError: if the engine cannot serve it, or what gates interventions of every request.
         """
         with self._names_lock:
+            if everyone and probe.positions.kind == "modality":
+                raise WeirError(
+                    f"not every prompt has {probe.positions.modality}; choose positions by their place, or let "
+                    "requests name the probe",
+                    "probe.positions",
+                )
             probes = self.probes.with_probes(self.probes.registered)
             probes.put(RegisteredProbe(probe.at("probe").with_arrays(self.registry.find), everyone))
             if self.capabilities is not None and self.refusal is None:

@@ -8,6 +8,7 @@ to run the model uncompiled over a few tokens, and the modules inside attention 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ def find_sites(runner: Any, config: Any, model_info: ModelInfo, settings: Settin
                 run=run,
                 compiled_whole=lambda module: hasattr(module, "do_not_compile"),
                 look_up=look_up,
+                beside_stream=_beside_stream,
             )
             site_map = map_sites(tree, run, model_info.dtype, description, part_modules(config, model_info))
     except WeirError:
@@ -88,6 +90,18 @@ def find_sites(runner: Any, config: Any, model_info: ModelInfo, settings: Settin
     on_cpu = model_info.device.type == "cpu"
     site_map.read_facts = functools.partial(read_facts, model, tree.blocks, model_info.dtype, on_cpu, site_map.shards)
     return site_map
+
+
+def _beside_stream(given: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return what vLLM's models add to the stream between blocks: features of images ("DeepStack").
+
+    They travel as keyword arguments, in the class that also carries the stream from one pipeline
+    stage to the next.
+    """
+    from vllm.sequence import IntermediateTensors
+
+    added = [v for k, v in given.items() if isinstance(v, IntermediateTensors) and k != "intermediate_tensors"]
+    return [tensor for one in added for tensor in one.tensors.values()]
 
 
 def _keeps_attention_apart(model: torch.nn.Module, module: torch.nn.Module) -> bool:

@@ -26,6 +26,7 @@ from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.guard.request_extras import extras_in, extras_of, replace_extras
 from vllm_weir.patches.held_outputs import READER, OutputReader, StoppableDetokenizer
 from vllm_weir.patches.kv_connectors import unknown_connector
+from vllm_weir.patches.media import RENDERER, forget_items, media_of
 from vllm_weir.patches.unsupported import refusal_of
 from vllm_weir.schema.engine_traits import EngineTraits
 from vllm_weir.schema.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
@@ -52,6 +53,7 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
             except WeirError as e:
                 if observer is not None:
                     observer.refused()
+                forget_items(self, request)
                 raise WeirRequestError(e.message, e.field) from None
         original(self, request, *args, **kwargs)
         if tracker is not None:
@@ -92,10 +94,18 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
         max_tokens, streams = params.max_tokens, params.output_kind.name != "FINAL_ONLY"
     if continuation is not None:
         ids, max_tokens = None if ids is None else ids[:length], max_tokens + len(continuation.token_ids)
-    # A chat may mix tokens with embeddings; images and the like stand in the place of tokens.
-    has_embeddings = request.prompt_embeds is not None or bool(request.mm_features)
+    has_embeddings, media = request.prompt_embeds is not None, media_of(request)
     tracker, engine_request = frontend.admit(
-        request.request_id, extras, ids, length, max_tokens, streams, has_embeddings, params is None, continuation
+        request.request_id,
+        extras,
+        ids,
+        length,
+        max_tokens,
+        streams,
+        has_embeddings,
+        params is None,
+        continuation,
+        media,
     )
     # The engine gets a copy that carries the EngineRequest; the caller may use its own params
     # again.
@@ -220,6 +230,7 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     frontend.traits = EngineTraits(kv_connector=unknown_connector(config))
     set_up_controllers(frontend, settings.controllers)
     setattr(engine.output_processor, FRONTEND, frontend)
+    setattr(engine.output_processor, RENDERER, getattr(engine, "renderer", None))  # not in every version
     setattr(engine.engine_core, READER, OutputReader(frontend.holder))
     frontend.pacing.live = engine.output_processor.request_states
     return frontend

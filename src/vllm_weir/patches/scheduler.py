@@ -14,9 +14,8 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.core.cache_keys import CacheKeys, hit_limit
 from vllm_weir.core.step_budget import StepBudget
 from vllm_weir.core.waiting_queue import WaitingQueue
-from vllm_weir.patches.kv_connectors import ConnectorGuard
-from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.guard.request_extras import extras_of
+from vllm_weir.patches.kv_connectors import ConnectorGuard
 from vllm_weir.schema.engine_request import EngineRequest, TableNeeds
 from vllm_weir.schema.engine_spec import EngineSpec
 

@@ -21,6 +21,8 @@ from vllm_weir.schema.scalars import is_int, plain
 KEYWORDS = ("all", "prompt", "generated", "last_prompt", "sampled")
 BY_TOKEN = ("token_ids", "not_token_ids", "special")
 """Selectors that look at the token at a position."""
+MODALITIES = ("image", "audio", "video")
+"""What a selector by modality can name."""
 MAX_LIST = 65_536
 ENDLESS = 2**63 - 1
 """A position that is never reached."""
@@ -33,11 +35,11 @@ class Positions:
     """A parsed selector.
 
     Attributes:
-        kind: a keyword, ``"list"``, ``"slice"`` or one of `BY_TOKEN`. A ``"special"`` selector must
-            be replaced by `with_special`, which knows the tokenizer's ids, before it selects
-            anything.
+        kind: a keyword, ``"list"``, ``"slice"``, ``"modality"`` or one of `BY_TOKEN`. Before they
+            select anything, ``"special"`` must be replaced by `with_special`, which knows the
+            tokenizer's ids, and ``"modality"`` by `Media.positions`, which knows the prompt.
         values: its numbers: positions, (start, stop, step), or token ids; of ``"special"`` 1 for
-            special tokens, 0 for all others.
+            special tokens, 0 for all others; of ``"modality"`` an index of `MODALITIES`.
     """
 
     kind: str
@@ -55,7 +57,7 @@ class Positions:
         if isinstance(selector, str):
             return cls._parse_text(selector, field)
         if isinstance(selector, dict):
-            return cls._parse_tokens(selector, field)
+            return cls._parse_dict(selector, field)
         selector = plain(selector)
         if is_int(selector):
             return cls("list", (_in_range(selector, field),))
@@ -69,7 +71,8 @@ class Positions:
             return cls("list", values)
         raise WeirError(
             f"cannot read positions from {type(selector).__name__}; use one of {', '.join(KEYWORDS)}, an int, a list "
-            "of ints, 'start:stop:step', {'token_ids': [...]}, {'not_token_ids': [...]} or {'special': false}",
+            "of ints, 'start:stop:step', {'token_ids': [...]}, {'not_token_ids': [...]}, {'special': false} or "
+            "{'modality': 'image'}",
             field,
         )
 
@@ -94,15 +97,20 @@ class Positions:
         return cls("slice", bounds)
 
     @classmethod
-    def _parse_tokens(cls, selector: dict, field: str) -> Positions:
+    def _parse_dict(cls, selector: dict, field: str) -> Positions:
         kind = next(iter(selector), None)
-        if len(selector) != 1 or kind not in BY_TOKEN:
+        if len(selector) != 1 or kind not in (*BY_TOKEN, "modality"):
             raise WeirError(
-                f"a selector dict has one key, {', '.join(map(repr, BY_TOKEN[:-1]))} or {BY_TOKEN[-1]!r}; got "
+                f"a selector dict has one key, {', '.join(map(repr, BY_TOKEN))} or 'modality'; got "
                 f"{sorted(map(brief, selector))[:5]}",
                 field,
             )
         field = f"{field}.{kind}"
+        if kind == "modality":
+            name = selector[kind]
+            if not isinstance(name, str) or name not in MODALITIES:
+                raise WeirError(f"a modality is one of {', '.join(MODALITIES)}; got {brief(name)}", field)
+            return cls(kind, (MODALITIES.index(name),))
         if kind == "special":
             if not isinstance(selector[kind], (bool, np.bool_)):
                 raise WeirError("true for positions of special tokens, false for all others", field)
@@ -133,6 +141,8 @@ class Positions:
             return ":".join("" if v is None else str(v) for v in self.values).removesuffix(":")
         if self.kind == "special":
             return {"special": bool(self.values[0])}
+        if self.kind == "modality":
+            return {"modality": self.modality}
         if self.needs_token_ids:
             return {self.kind: list(self.values)}
         return self.kind
@@ -177,6 +187,7 @@ class Positions:
 
     def _require_ids(self) -> None:
         assert self.kind != "special", "with_special must replace 'special' before positions are selected"
+        assert self.kind != "modality", "Media.positions must replace a modality before positions are selected"
 
     def _slice_mask(self, positions: np.ndarray, prompt_len: int) -> np.ndarray:
         first, stop, step = self._start(prompt_len), self._stop(prompt_len), self.values[2]
@@ -327,11 +338,16 @@ class Positions:
         return tuple(v for v in self.values if v is not None)
 
     @property
+    def modality(self) -> str:
+        """What a selector by modality names; "" for any other."""
+        return MODALITIES[self.values[0] or 0] if self.kind == "modality" else ""
+
+    @property
     def is_open(self) -> bool:
         """Whether the number of selected positions depends on more than the prompt's length."""
         if self.kind == "slice":
             return self.values[1] is None
-        return self.kind not in ("prompt", "last_prompt", "list")
+        return self.kind not in ("prompt", "last_prompt", "list", "modality")
 
     @property
     def needs_token_ids(self) -> bool:

@@ -184,6 +184,12 @@ def _check_everyone(probe: AnyProbe) -> None:
     """Raise WeirError unless every request can have a probe, whatever its prompt."""
     if probe.positions.needs_token_ids:
         raise WeirError("not every prompt has token ids; choose positions by their place", f"{_PATH}.positions")
+    if probe.positions.kind == "modality":
+        raise WeirError(
+            f"not every prompt has {probe.positions.modality}; choose positions by their place, or let requests name "
+            "the probe",
+            f"{_PATH}.positions",
+        )
     if probe.hook == "embed":
         raise WeirError(
             "prompts given as embeddings do not pass it; resid_pre at layer 0 is what enters the first block",

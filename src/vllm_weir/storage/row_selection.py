@@ -19,6 +19,12 @@ def selected_rows(index: Index, row_runs: np.ndarray, row_ids: np.ndarray, selec
     Raises:
         WeirError: If that depends on token ids or a prompt length that was not stored.
     """
+    if selector.kind == "modality":
+        raise WeirError(
+            "a dataset does not say where a prompt's images are; store their rows alone, with this selector in the "
+            "capture, or name the placeholder's id, {'token_ids': [...]}",
+            "positions.modality",
+        )
     if selector.kind == "all":
         return np.ones(len(row_ids), bool)
     positions, tokens = index.positions[row_ids], index.token_ids[row_ids]

@@ -500,6 +500,7 @@ class WorkerRuntime:
             "ring_rows": self._max_step_rows,
             "no_lens": self._lenses.unembedding.refused,
             "shapes": [(*site, list(shape)) for site, shape in self.sites.shapes.items()],
+            "embeds_media": self.sites.embeddings_given,
             "read_only": [(*site, why) for site, why in self.sites.read_only.items()],
             "shards": [(*site, *shard) for site, shard in self.sites.shards.items()],
             **self.sites.read_facts().report(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,14 +89,15 @@ def _with_transformers(entry: Entry, where: Path) -> None:
     fill(model, entry.architecture, entry.zero)
     model.save_pretrained(where)
     if entry.rename:
-        _rename(where / "model.safetensors", entry.rename)
+        rename(where / "model.safetensors", entry.rename)
     written = json.loads((where / "config.json").read_text())
     written["architectures"] = [entry.architecture]
     written.update(entry.config_json)
     (where / "config.json").write_text(json.dumps(written, indent=1))
 
 
-def _rename(checkpoint: Path, names: dict[str, str]) -> None:
+def rename(checkpoint: Path, names: Mapping[str, str]) -> None:
+    """Rename a checkpoint's tensors: parts of their names -> what stands there instead."""
     from safetensors.torch import load_file, save_file
 
     renamed = {}
@@ -145,6 +146,8 @@ def fill(model: torch.nn.Module, name: str, zero: tuple[str, ...] = ()) -> None:
             tensor.copy_(torch.nan_to_num(tensor) + _NORM_NOISE * noise)
         else:
             fan_in = tensor.shape[0] if id(tensor) in transposed else tensor.shape[-1]
+            if tensor.ndim > 3:  # a convolution over pixels
+                fan_in = tensor[0].numel()
             tensor.copy_(noise * (_GAIN / math.sqrt(fan_in)))
 
 

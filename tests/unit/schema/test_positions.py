@@ -263,3 +263,19 @@ def test_rank_and_steady_are_what_the_mask_says(selector, P):
     else:
         start, selected = steady
         assert (mask[max(0, start) :] == selected).all() or chosen.needs_token_ids
+
+
+def test_a_modality_is_parsed_and_written_back():
+    for name in ("image", "audio", "video"):
+        positions = Positions.parse({"modality": name})
+        assert positions.to_json() == {"modality": name} and positions.modality == name
+        assert not positions.is_open and not positions.needs_token_ids and positions.reaches(3, 4)
+        with pytest.raises(AssertionError):
+            positions.mask(np.arange(3), 3)
+    for wrong in ("smell", 1, None, ["image"]):
+        with pytest.raises(WeirError, match="a modality is one of image, audio, video") as e:
+            Capture("resid_post", positions={"modality": wrong})
+        assert e.value.field == "capture.positions.modality"
+    with pytest.raises(WeirError, match="one key"):
+        Positions.parse({"modality": "image", "special": True})
+    assert Positions.parse("all").modality == ""

@@ -67,6 +67,8 @@ class PromptPair:
     def select(self, positions: Any, special_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the positions that a selector picks of the base prompt; raise WeirError if it picks none."""
         selector = Positions.parse(positions, "positions").with_special(special_ids)
+        if selector.kind == "modality":
+            raise WeirError("these prompts are text; choose positions by their place or token", "positions")
         every, ids = np.arange(len(self.base)), np.asarray(self.base)
         chosen = every[selector.mask(every, len(self.base), ids)]
         if not len(chosen):

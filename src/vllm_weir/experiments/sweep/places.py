@@ -124,6 +124,8 @@ def _entry(item: Any, field: str) -> Entry:
     selector = Positions.parse(item, field)
     if selector.kind == "generated":
         raise WeirError("a sweep patches positions of the prompt", field)
+    if selector.kind == "modality":
+        raise WeirError("the prompts of a sweep are text; choose positions by their place or token", field)
     return Entry(_label(item, selector), selector, field)
 
 

@@ -225,6 +225,7 @@ def admit(
     has_embeddings: bool = False,
     saes: SAERegistry | None = None,
     probes: ProbeRegistry | None = None,
+    has_media: bool = False,
 ) -> AdmittedRequest:
     """Check and resolve a request's keys.
 
@@ -232,8 +233,8 @@ def admit(
         extra_args: ``SamplingParams.extra_args``; not changed.
         capabilities: what the engine serves.
         has_token_ids: False for prompts given as embeddings.
-        has_embeddings: whether the prompt, or a part of it, is given as embeddings or as images and
-            the like.
+        has_embeddings: whether the prompt, or a part of it, is given as embeddings.
+        has_media: whether it has images and the like.
         lookup: (reference, field) -> array, or raises WeirError.
         always: interventions that every request undergoes, before its own.
         everyone: captures of every request, for sinks.
@@ -260,6 +261,7 @@ def admit(
             has_embeddings,
             saes or SAERegistry(),
             probes or ProbeRegistry(),
+            has_media,
         )
     except WeirError as e:
         raise in_lens_words(e) from None
@@ -278,8 +280,9 @@ def _admit(
     has_embeddings: bool,
     saes: SAERegistry,
     registered: ProbeRegistry,
+    has_media: bool,
 ) -> AdmittedRequest:
-    check = functools.partial(_check_site, capabilities, has_embeddings)
+    check = functools.partial(_check_site, capabilities, has_embeddings, has_media)
     refuse_lens(extra_args)
     spec = RequestSpec.parse(extra_args[WIRE_KEY]) if extra_args.get(WIRE_KEY) is not None else RequestSpec()
     lens_layers: tuple[int, ...] = ()
@@ -294,7 +297,9 @@ def _admit(
     if extra_args.get(LENS_STEER_KEY) is not None:
         own += lens_interventions(extra_args[LENS_STEER_KEY])
     asked = asked_of((*captures, *own))
-    settled = (saes.resolve(one) if isinstance(one, SetFeature) else one for one in (*always, *from_modules, *own))
+    # What many requests share is about images where there are some.
+    shared = [one for one in (*always, *from_modules) if vocabulary.occurs(one.positions)]
+    settled = (saes.resolve(one) if isinstance(one, SetFeature) else one for one in (*shared, *own))
     interventions = tuple(resolve_tokens(one, vocabulary) for one in settled)
     lowered = _lower(interventions, capabilities, lookup, has_token_ids, check)
     scoring = ProbeResolver(capabilities, lookup, registered, vocabulary, has_token_ids, check).resolve(
@@ -310,8 +315,9 @@ def _admit(
                 "offline, {consumer: options} makes one",
                 f"{capture.path}.sink",
             )
-    captures = tuple(resolve_tokens(one, vocabulary) for one in (*captures, *everyone))
-    expansion = DerivedPoints.expand(captures, capabilities, has_embeddings)
+    of_everyone = (one for one in everyone if vocabulary.occurs(one.positions))
+    captures = tuple(resolve_tokens(one, vocabulary) for one in (*captures, *of_everyone))
+    expansion = DerivedPoints.expand(captures, capabilities, has_embeddings or has_media)
     captures = expansion.captures
     postprocesses = postprocesses_of(captures, capabilities, lookup)
     read_outs = read_outs_of(spec.features, spec.lens, capabilities, saes.find, vocabulary)
@@ -494,7 +500,12 @@ def _check_reach(intervention: Intervention, lowered: LoweredIntervention, capab
 
 
 def _check_site(
-    capabilities: EngineCapabilities, has_embeddings: bool, site: Site, path: str, layers_field: str = ""
+    capabilities: EngineCapabilities,
+    has_embeddings: bool,
+    has_media: bool,
+    site: Site,
+    path: str,
+    layers_field: str = "",
 ) -> None:
     """Raise WeirError, naming the field, unless a request can have the site."""
     why = capabilities.sites.get(site, "no worker has this block")
@@ -503,9 +514,12 @@ def _check_site(
         raise WeirError(
             f"{site} is refused: {why}", (layers_field or f"{path}.layers") if hook_is_served else f"{path}.hook"
         )
-    if has_embeddings and site.hook == "embed":
+    if site.hook != "embed":
+        return
+    if has_embeddings or (has_media and not capabilities.embeds_media):
+        what = "embeddings" if has_embeddings else "images or the like"
         raise WeirError(
-            "embed is refused for this request: its prompt, or a part of it, is given as embeddings or images, which "
-            "never pass the embedding layer; resid_pre at layer 0 is what enters the first block",
+            f"embed is refused for this request: its prompt, or a part of it, is given as {what}, which never pass "
+            "the embedding layer; resid_pre at layer 0 is what enters the first block",
             f"{path}.hook",
         )

@@ -38,7 +38,7 @@ class AdmissionKey(NamedTuple):
 
 
 def admission_key(
-    extra_args: Mapping[str, Any], has_token_ids: bool, names: Hashable = 0, has_embeddings: bool = False
+    extra_args: Mapping[str, Any], has_token_ids: bool, names: Hashable = 0, content_of_prompt: Hashable = ()
 ) -> AdmissionKey | None:
     """Return the key of what a request asks for; None if it cannot be compared.
 
@@ -46,11 +46,11 @@ def admission_key(
         extra_args: the request's.
         has_token_ids: whether the prompt is given as token ids.
         names: versions of the registries; until one changes, every name keeps its meaning.
-        has_embeddings: as for `admit`.
+        content_of_prompt: what else of the prompt an admission depends on.
     """
     weir_object = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
-        return AdmissionKey((has_token_ids, names, has_embeddings), 8)
+        return AdmissionKey((has_token_ids, names, content_of_prompt), 8)
     if not isinstance(weir_object, dict) or not _LENS.isdisjoint(extra_args):
         return None
     size = [0]
@@ -64,7 +64,7 @@ def admission_key(
     size[0] += len(content)
     if size[0] > MAX_KEY_BYTES:
         return None
-    return AdmissionKey((has_token_ids, names, content, has_embeddings), size[0], short.values())
+    return AdmissionKey((has_token_ids, names, content, content_of_prompt), size[0], short.values())
 
 
 _LENS = frozenset(LENS_KEYS)

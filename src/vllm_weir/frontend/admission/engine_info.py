@@ -36,6 +36,8 @@ class EngineCapabilities:
         no_lens: why no lens is served; "" if it is.
         workers: site -> the workers, by number, that have it; pipeline stages have different ones.
         traits: how the engine is configured.
+        embeds_media: whether `embed` is read where the embeddings of images and the like have
+            joined those of the tokens.
     """
 
     sites: Mapping[Site, str]
@@ -50,6 +52,7 @@ class EngineCapabilities:
     no_lens: str = "no lens is served: the workers have not said that the model has an unembedding"
     workers: Mapping[Site, frozenset[int]] = field(default_factory=dict)
     traits: EngineTraits = field(default_factory=EngineTraits)
+    embeds_media: bool = False
 
     def shape(self, site: Site) -> RowShape:
         """Return the shape of a row of a site; 0 stands for as many values as there are keys."""
@@ -105,6 +108,7 @@ class EngineCapabilities:
             read_only={Site(hook, layer): why for r in reports for hook, layer, why in r.get("read_only", ())},
             no_lens=next((why for r in reports if (why := r.get("no_lens", cls.no_lens))), ""),
             workers=_workers_of(reports),
+            embeds_media=any(r.get("embeds_media", False) for r in reports),
         )
 
 

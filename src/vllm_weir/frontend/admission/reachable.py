@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
@@ -12,6 +13,7 @@ from vllm_weir.schema.compat.vllm_lens import lens_field
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
+from vllm_weir.schema.media import Media
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.probe_base import ProbeBase
 
@@ -36,10 +38,17 @@ class Vocabulary:
     Args:
         size: one more than the model's largest token id; 0 if that is not known.
         tokenizer: the engine's; None if it has none.
+        media: where a request's prompt has images and the like; None if no request is meant.
     """
 
-    def __init__(self, size: int = 0, tokenizer: Tokenizer | None = None) -> None:
-        self._size, self._tokenizer = size, tokenizer
+    def __init__(self, size: int = 0, tokenizer: Tokenizer | None = None, media: Media | None = None) -> None:
+        self._size, self._tokenizer, self._media = size, tokenizer, media
+
+    def of_request(self, media: Media) -> Vocabulary:
+        """Return the same for a request's prompt; its sizes and special ids are looked up once."""
+        made = copy.copy(self)
+        made._media = media
+        return made
 
     @functools.cached_property
     def size(self) -> int:
@@ -57,12 +66,22 @@ class Vocabulary:
             return None
         return tuple(sorted({i for i in self._tokenizer.all_special_ids if isinstance(i, int) and i >= 0}))
 
+    def occurs(self, positions: Positions) -> bool:
+        """Return whether a selector is none by modality, or the prompt has some of that modality."""
+        return self._media is None or self._media.has(positions)
+
     def resolve(self, positions: Positions, field: str) -> Positions:
-        """Return the selector with the ids of special tokens inserted.
+        """Return the selector with the ids of special tokens, or the positions of images, inserted.
+
+        If no request is meant, the whole prompt stands for a modality's positions.
 
         Raises:
             WeirError: if it can select no token.
         """
+        if positions.kind == "modality":
+            if self._media is None:
+                return Positions("prompt")
+            return self._media.positions(positions, f"{field}.modality")
         if positions.kind == "special":
             if self.special_ids is None:
                 raise WeirError(

@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ def find_tree(
     run: Run,
     compiled_whole: Callable[[torch.nn.Module], bool] = lambda module: False,
     look_up: Callable[[], torch.Tensor] | None = None,
+    beside_stream: Callable[[Mapping[str, Any]], Sequence[torch.Tensor]] = lambda _given: (),
 ) -> ModuleTree:
     """Find the decoder blocks of a model.
 
@@ -42,6 +44,7 @@ def find_tree(
         compiled_whole: whether a module is compiled as one piece, so that its call cannot be
             tapped.
         look_up: returns the model's embeddings of a few tokens, [tokens, width].
+        beside_stream: see `ModuleTree`.
 
     Raises:
         WeirError: if there is no list of blocks, or several; says what to describe.
@@ -63,6 +66,7 @@ def find_tree(
         is_embedding=is_embedding,
         entrance=_entrance(model, stack, compiled_whole),
         look_up=look_up,
+        beside_stream=beside_stream,
     )
 
 

@@ -82,6 +82,7 @@ class BoundarySites:
         # A factor counts as part of the embedding; added position embeddings do not. Some models
         # keep a copy of the embedding beside the stream, so tap its source.
         scale = self._matcher.factor(embedding.value, stream) or 1.0
+        self._sites.embeddings_given = bool(given)
         self._sites.anchors[EMBED] = Anchor(call.path, "after" if key.kind == "out" else "before", key, None, scale)
 
     def check_embed(self, trace: Trace, added: torch.Tensor) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -31,6 +32,8 @@ class ModuleTree:
             runs.
         look_up: returns the embeddings of a few tokens as the model is given them in that case,
             [tokens, width]; None if unknown.
+        beside_stream: returns the tensors, among the keyword arguments of the module that runs the
+            blocks, that it may add to the stream between them (features of images).
     """
 
     model: torch.nn.Module
@@ -42,6 +45,7 @@ class ModuleTree:
     is_embedding: Callable[[torch.nn.Module], bool]
     entrance: str = ""
     look_up: Callable[[], torch.Tensor] | None = None
+    beside_stream: Callable[[Mapping[str, Any]], Sequence[torch.Tensor]] = lambda _given: ()
 
     @cached_property
     def modules(self) -> dict[str, torch.nn.Module]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,7 +234,14 @@ class Recorder:
                     self.trace.model_output = _copy(first)
             return output
 
-        with wrapped(entrance, around_entrance), wrapped(self._tree.model, around_model):
+        def around_blocks(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with ExitStack() as stack:
+                for number, tensor in enumerate(self._tree.beside_stream(kwargs)):
+                    stack.enter_context(_noise_in(tensor, 1 + number))
+                return forward(*args, **kwargs)
+
+        owner = self._tree.model.get_submodule(self._tree.stack.rpartition(".")[0])
+        with wrapped(owner, around_blocks), wrapped(entrance, around_entrance), wrapped(self._tree.model, around_model):
             yield
 
     def _record_entrance(self, parameters: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -288,8 +295,8 @@ def wrapped(module: torch.nn.Module, around: Callable[..., Any]) -> Iterator[Non
 
 
 @contextmanager
-def _noise_in(embeddings: Any) -> Iterator[None]:
-    """Fill the runner's buffer of embeddings with the same noise in every pass, and restore it.
+def _noise_in(embeddings: Any, seed: int = 0) -> Iterator[None]:
+    """Fill a buffer of embeddings with the same noise in every pass, and restore it.
 
     It starts as all zeros, from which nothing can be inferred, and blocks may write into it.
     """
@@ -297,7 +304,7 @@ def _noise_in(embeddings: Any) -> Iterator[None]:
         yield
         return
     saved = embeddings.clone()
-    embeddings.copy_(torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(0)))
+    embeddings.copy_(torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(seed)))
     try:
         yield
     finally:

@@ -42,6 +42,8 @@ class SiteMap:
             which a tap would undo.
         read_facts: returns those of the attention and MoE layers, for sites that are derived; some follow
             from weights, which may be replaced.
+        embeddings_given: whether `embed` is read off the embeddings that the model is given instead
+            of tokens, among which are those of images.
     """
 
     num_layers: int
@@ -52,6 +54,7 @@ class SiteMap:
     read_only: dict[Site, str] = field(default_factory=dict)
     before_quantised: set[Site] = field(default_factory=set)
     read_facts: Callable[[], ModelFacts] = ModelFacts
+    embeddings_given: bool = False
 
     def refuse(self, hooks: Iterable[str], layers: Iterable[int], why: str) -> None:
         """Refuse these hook points of these layers; the first reason that is given stays."""

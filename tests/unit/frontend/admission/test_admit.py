@@ -270,7 +270,10 @@ def site_request(**more):
 
 
 def test_embed_of_a_prompt_that_holds_embeddings():
-    """Refused, with the stream that was given as the way out; everything else of the request is served."""
+    """Refused, with the stream that was given as the way out; everything else of the request is served.
+
+    With images, too, unless the engine reads it where their embeddings have joined those of the tokens.
+    """
     every = [{"hook": hook} for hook in (*STREAM_HOOKS, "final_norm")]
     asked = {"v": 1, "capture": every}
     assert admit({"weir": asked}, FACTS, has_token_ids=False, has_embeddings=True).spec.site_requests
@@ -280,9 +283,14 @@ def test_embed_of_a_prompt_that_holds_embeddings():
         (RequestSpec((), (add,)).to_json(), "interventions[0].hook"),
     ):
         assert admit({"weir": wrong}, FACTS)
-        with pytest.raises(WeirError, match=r"given as embeddings or images.*resid_pre at layer 0") as e:
-            admit({"weir": wrong}, FACTS, has_embeddings=True)
-        assert e.value.field == field
+        for what, said in (("has_embeddings", "embeddings"), ("has_media", "images or the like")):
+            with pytest.raises(WeirError, match=rf"given as {said}, which.*resid_pre at layer 0") as e:
+                admit({"weir": wrong}, FACTS, **{what: True})
+            assert e.value.field == field
+        merged = replace(FACTS, embeds_media=True)
+        assert admit({"weir": wrong}, merged, has_media=True)
+        with pytest.raises(WeirError, match="given as embeddings"):
+            admit({"weir": wrong}, merged, has_embeddings=True, has_media=True)
 
 
 def test_what_is_remembered_of_an_admission():
@@ -352,3 +360,27 @@ def test_steering_beside_a_connector_that_is_not_known():
     assert attempt(weir(hook="resid_post"), facts)[0] is not None
     nothing = {"weir": {"v": 1, "interventions": [{"op": "add", "layers": [1], "vector": row, "scale": 0}]}}
     assert attempt(nothing, facts)[0] is not None
+
+
+def test_a_selector_by_modality_becomes_the_prompts_positions():
+    """In captures, interventions and probes; of what many requests share, where there are some."""
+    from vllm_weir import Probe
+    from vllm_weir.frontend.admission.reachable import Vocabulary
+    from vllm_weir.schema.media import Media
+
+    image = {"modality": "image"}
+    media = Media.of([("image", [(2, 5), (7, 9)])])
+    add = Add(np.ones(128), 1, positions=image)
+    probe = Probe("p", np.ones(128), layer=1, positions=image)
+    asked = {"weir": RequestSpec((Capture("resid_post", 1, image),), (add,)).to_json() | {"probes": [probe.to_json()]}}
+    admitted = admit(asked, FACTS, vocabulary=Vocabulary(media=media))
+    at = [2, 3, 4, 7, 8]
+    assert {one.positions.to_json() == at for one in admitted.spec.site_requests} == {True}
+    assert admitted.effective[0].positions.to_json() == at and admitted.probes[0].positions.to_json() == at
+    (shared,) = admit({}, FACTS, always=[add], vocabulary=Vocabulary(media=media)).effective
+    assert shared.positions.to_json() == at
+    none = Vocabulary(media=Media())
+    assert not admit({}, FACTS, always=[add], everyone=[Capture("resid_post", 1, image)], vocabulary=none).moves
+    with pytest.raises(WeirError, match="the prompt has no image") as e:
+        admit(asked, FACTS, vocabulary=none)
+    assert e.value.field == "interventions[0].positions.modality"

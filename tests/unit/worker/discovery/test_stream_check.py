@@ -267,7 +267,7 @@ class Entered(torch.nn.Module):
         return self.model(None, inputs_embeds)
 
 
-def given(model, look_up=None, compiled_whole=lambda module: False, width=D):
+def given(model, look_up=None, compiled_whole=lambda module: False, width=D, beside_stream=lambda kwargs: ()):
     """The verdicts on a model that is given embeddings."""
     torch.manual_seed(0)
     buffer = torch.zeros(TOKENS, width)
@@ -288,6 +288,7 @@ def given(model, look_up=None, compiled_whole=lambda module: False, width=D):
         run,
         compiled_whole=compiled_whole,
         look_up=look_up,
+        beside_stream=beside_stream,
     )
     with torch.inference_mode():
         return map_sites(tree, run, torch.float32, ModelDescription())
@@ -335,6 +336,34 @@ def test_what_is_compiled_whole_is_not_where_embeddings_are_tapped():
     for compiled_whole, path in ((lambda m: False, ""), (lambda m: m is model, "model")):
         anchor = given(model, compiled_whole=compiled_whole).anchors[Site("embed", 0)]
         assert (anchor.module, anchor.when, anchor.hidden.name) == (path, "before", "inputs_embeds")
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_what_is_added_between_blocks_only_with_images(told):
+    """Zeros in the passes over dummy tokens: the stream after the addition is refused where discovery is told of it."""
+
+    class Inner(GivenEmbeddings):
+        def forward(self, ids=None, inputs_embeds=None, features=()):
+            hidden, residual = inputs_embeds, None
+            for layer, feature in zip(self.layers, [*features, None, None]):
+                hidden, residual = layer(None, hidden, residual)
+                hidden = hidden if feature is None else hidden + feature
+            return self.norm(hidden, residual)[0]
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.features = Inner([Fused] * LAYERS, True), [torch.zeros(TOKENS, D)]
+
+        def forward(self, ids=None, inputs_embeds=None):
+            return self.model(None, inputs_embeds, features=self.features)
+
+    model = Outer()
+    sites = given(model, beside_stream=(lambda kwargs: kwargs["features"]) if told else lambda kwargs: ())
+    refused = {site: why for site, why in sites.refused.items() if "changes the stream" in why}
+    assert set(refused) == ({Site("resid_pre", 1)} if told else set())
+    assert supported(sites, 0) == set(STREAM_HOOKS) and supported(sites, 2) == set(STREAM_HOOKS)
+    assert Site("embed", 0) in sites.anchors and sites.embeddings_given and not model.features[0].any()
 
 
 def test_positions_that_are_looked_up_inside_are_not_taken_for_tokens():

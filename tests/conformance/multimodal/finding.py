@@ -1,0 +1,70 @@
+"""What is written down of one multimodal architecture, and the table of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[1] / "results" / "multimodal-cpu-0.32.json"
+HEAD = """
+## Models that take images and sound
+
+Tiny ones too, in fp32 on a CPU (`python -m tests.conformance.multimodal`), with the bound 1e-5. Three prompts each: of
+text alone, with one item, and with two; rows at every position of every point that is served, against transformers. The
+last number is about vectors added at the items' positions, `{"modality": ...}`, at each point in turn: all rows that
+follow. `router_logits` and the like are left out of the points where the reference has none.
+
+| architecture | vLLM's class | takes | text | with items | added at items | refused, and why |
+|---|---|---|---|---|---|---|
+"""
+
+
+@dataclass
+class Finding:
+    """One architecture's result.
+
+    Attributes:
+        modality: of the items.
+        text, items, steered: largest max|d| / max|ref| of rows; None where nothing could be compared.
+        refused: reason -> the points, with their layers.
+        failed: what went wrong; "" if nothing.
+    """
+
+    architecture: str
+    modality: str
+    model_class: str = ""
+    text: float | None = None
+    items: float | None = None
+    steered: float | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+    failed: str = ""
+    vllm: str = ""
+
+
+def load(path: Path = RESULTS) -> dict[str, Finding]:
+    """Architecture -> finding, of a file that `save` wrote."""
+    return {one["architecture"]: Finding(**one) for one in json.loads(path.read_text())} if path.exists() else {}
+
+
+def save(findings: Iterable[Finding], path: Path = RESULTS, keep: Container[str] | None = None) -> None:
+    """Put new findings in the place of older ones; `keep`: architectures to keep, None for all."""
+    known = load(path) | {one.architecture: one for one in findings}
+    wanted = [asdict(known[name]) for name in sorted(known) if keep is None or name in keep]
+    path.write_text(json.dumps(wanted, indent=1) + "\n")
+
+
+def table(findings: Iterable[Finding]) -> list[str]:
+    """The lines of the page."""
+    findings = list(findings)
+    lines = [HEAD.rstrip("\n")] * bool(findings)
+    for one in sorted(findings, key=lambda one: one.architecture.lower()):
+        errors = [one.failed or "not run" if error is None else f"{error:.0e}" for error in _errors(one)]
+        why = "; ".join(f"{points}: {reason}" for reason, points in one.refused.items()) or "nothing"
+        lines.append(f"| {' | '.join([one.architecture, one.model_class, one.modality, *errors, why])} |")
+    return lines
+
+
+def _errors(finding: Finding) -> tuple[float | None, ...]:
+    return finding.text, finding.items, finding.steered

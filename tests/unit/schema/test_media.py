@@ -1,0 +1,51 @@
+"""Where a prompt's images are, from vLLM's placeholders, and the selector by modality."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.media import NO_MEDIA, Media, embedded_ranges
+from vllm_weir.schema.positions import Positions
+
+IMAGE, AUDIO = (Positions.parse({"modality": name}) for name in ("image", "audio"))
+placeholders = st.lists(st.tuples(st.integers(0, 3), st.lists(st.booleans(), max_size=6), st.booleans()), max_size=5)
+
+
+@given(placeholders)
+def test_exactly_the_positions_that_hold_embeddings(items):
+    """Placeholders with gaps before them, some as a whole, some in parts, as vLLM describes them."""
+    offset, expected, described = 0, [], []
+    for gap, mask, whole in items:
+        offset += gap
+        is_embed = None if whole else torch.tensor(mask, dtype=torch.bool)
+        described.append(("image", embedded_ranges(offset, len(mask), is_embed)))
+        expected += [offset + k for k, one in enumerate(mask) if whole or one]
+        offset += len(mask)
+    media = Media.of(described)
+    assert media.has(IMAGE) == bool(expected) and not media.has(AUDIO) and media.has(Positions.parse("all"))
+    if not expected:
+        with pytest.raises(WeirError, match="the prompt has no image; "):
+            media.positions(IMAGE, "positions")
+        return
+    found = media.positions(IMAGE, "positions")
+    prompt_len = offset + 2
+    ids = range(prompt_len + 3)
+    assert [p for p in ids if found.mask(torch.tensor([p]).numpy(), prompt_len)[0]] == expected
+    assert found.first(prompt_len) == expected[0] and found.count(prompt_len) == len(expected)
+    assert Positions.parse(found.to_json()) == found, "it does not reach the workers as it is"
+    adjacent = expected == list(range(expected[0], expected[-1] + 1))
+    assert (found.kind == "slice") == adjacent == (found.bounds(prompt_len) == (expected[0], expected[-1] + 1))
+
+
+def test_each_modality_has_its_own():
+    media = Media.of([("image", [(3, 5)]), ("audio", [(9, 10)]), ("image", [(5, 7)])])
+    assert media.ranges == (("audio", ((9, 10),)), ("image", ((3, 7),)))
+    assert media.positions(IMAGE, "f").to_json() == "3:7" and media.positions(AUDIO, "f").to_json() == "9:10"
+    with pytest.raises(WeirError, match="the prompt has no video, but audio, image; leave this out") as e:
+        media.positions(Positions.parse({"modality": "video"}), "capture[0].positions.modality")
+    assert e.value.field == "capture[0].positions.modality"
+    assert not NO_MEDIA and media and hash(media) == hash(Media(media.ranges))
