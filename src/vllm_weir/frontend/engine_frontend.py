@@ -34,6 +34,7 @@ from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.engine_traits import EngineTraits
 from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
@@ -74,6 +75,7 @@ class EngineFrontend:
         vocabulary: the engine's.
         max_model_len: most tokens of a prompt and what is generated, together; None if that is not
             known.
+        traits: how the engine is configured.
 
     Attributes:
         capabilities: what the workers serve; None until they have reported.
@@ -97,9 +99,10 @@ class EngineFrontend:
         hold: bool = False,
         vocabulary: Vocabulary = UNKNOWN,
         max_model_len: int | None = None,
+        traits: EngineTraits = EngineTraits(),
     ) -> None:
         self.settings = settings
-        self.refusal = refusal
+        self.refusal, self.traits = refusal, traits
         self.store = RowStore()
         self.holder = OutputHolder(self.store, settings.timeout)
         self.pacing = Pacing()
@@ -235,7 +238,7 @@ class EngineFrontend:
         self.store.open(pending)
         if prompt_ids is not None and captures_only_prompt(pending.memory, prompt_len):
             self.store.prompt_slicer.add(pending, capabilities.d_model)
-        elif not streams and presliceable_kind(pending.memory):
+        elif not streams and presliceable_kind(pending.memory) and not self.traits.speculative:
             pending.expected_end = prompt_len + generated - 1
         first = engine_request.first_position if engine_request is not None else None
         asked = carries_keys(extra_args) or admitted.told > 0

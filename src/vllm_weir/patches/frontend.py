@@ -24,6 +24,7 @@ from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.guard.outputs import VIEW as _VIEW
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.patches.held_outputs import READER, OutputReader, StoppableDetokenizer
+from vllm_weir.patches.speculation import traits_of
 from vllm_weir.patches.unsupported import refusal_of
 from vllm_weir.schema.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
 
@@ -165,7 +166,9 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     refusal = status.refusal or refusal_of(config)
     model = config.model_config
     vocabulary = Vocabulary(model.get_vocab_size(), engine.output_processor.tokenizer)
-    frontend = EngineFrontend(settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len)
+    frontend = EngineFrontend(
+        settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len, traits_of(config)
+    )
     set_up_controllers(frontend, settings.controllers)
     setattr(engine.output_processor, FRONTEND, frontend)
     setattr(engine.engine_core, READER, OutputReader(frontend.holder))

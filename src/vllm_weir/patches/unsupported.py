@@ -12,7 +12,6 @@ def refusal_of(config: Any) -> str | None:
     """
     parallel, compilation = config.parallel_config, config.compilation_config
     checks = (
-        (config.speculative_config is not None, "speculative decoding is on; rejected drafts would need dropping"),
         (config.model_config.runner_type != "generate", "this engine pools; only text generation has rows"),
         (config.model_config.is_encoder_decoder, "encoder-decoder models have no single residual stream"),
         (config.kv_transfer_config is not None, "a KV connector is configured, whose hits could pass wanted rows"),

@@ -10,12 +10,21 @@ class EngineTraits:
     """How an engine is configured, as far as it decides what a request may ask.
 
     Attributes:
-        draft_tokens: tokens that speculative decoding drafts for a sequence in a step; 0 without it.
+        draft_tokens: tokens that speculative decoding drafts for a sequence in a step, at most; 0
+            without it.
+        drafts_ahead: whether a step is planned before it is known which drafts of the one before it
+            are accepted (asynchronous scheduling).
     """
 
     draft_tokens: int = 0
+    drafts_ahead: bool = False
 
     @property
     def speculative(self) -> bool:
         """Whether the engine verifies drafts."""
         return self.draft_tokens > 0
+
+    @property
+    def uncertainty(self) -> int:
+        """How far ahead of its true position a generated token may be planned."""
+        return self.draft_tokens if self.drafts_ahead else 0

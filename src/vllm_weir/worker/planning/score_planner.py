@@ -128,13 +128,13 @@ class ScorePlanner:
             tokens = first + positions - start
             builder.read(endpoint, series, positions, ends - positions, tokens, recipe.layout.reported)
 
-    def plan_one_each(self, builder: ScoreBuilder, probes: np.ndarray, tokens: np.ndarray) -> None:
-        """Plan one token each of requests with these first probes; both int64 [n]."""
+    def plan_each(self, builder: ScoreBuilder, probes: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Plan consecutive tokens of requests with these first probes; all int64 [n]."""
         while len(probes):
             fields = self.table.probes[probes]
-            builder.add_runs(fields[:, TAP], probes, tokens, 1, False, DUE)
+            builder.add_runs(fields[:, TAP], probes, tokens, counts, False, DUE)
             goes_on = fields[:, NEXT] >= 0
-            probes, tokens = fields[goes_on, NEXT], tokens[goes_on]
+            probes, tokens, counts = fields[goes_on, NEXT], tokens[goes_on], counts[goes_on]
 
     def series(self, request: ScoredRequest) -> int:
         """Return the number under which the reader knows a request's scores, -1 if they are not reported."""

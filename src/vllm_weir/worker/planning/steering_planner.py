@@ -216,7 +216,7 @@ class SteeringPlanner:
         for code, run_start, run_end in runs:
             group, program = self.group_and_program(request, code)
             if group >= 0:
-                builder.steer_run(endpoint, group, run_start, run_end - run_start)
+                builder.steer_run(endpoint, group, offset + run_start, run_start, run_end - run_start)
             builder.programs[offset + run_start : offset + run_end] = program
 
     def _report_cached(self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, start: int) -> None:
@@ -250,7 +250,7 @@ class SteeringPlanner:
             steered = positions[codes == code]
             group = self._group(request, code)
             if group >= 0:
-                builder.steer_some(endpoint, group, steered)
+                builder.steer_some(endpoint, group, steered, offset)
             parts = [(steered, -1)]
             if any(request.recipe.interventions[k][0].per_position for k in request.recipe.active(code)):
                 parts = [(steered[k : k + 1], position) for k, position in enumerate(steered.tolist())]

@@ -87,24 +87,25 @@ class Scorer:
         else:
             cpu_kernel.launch(tap, self.tensors)
 
-    def read(self, reads: ScoreReads) -> Callable[[], dict[str, np.ndarray]]:
+    def read(self, reads: ScoreReads) -> Callable[[ScoreReads | None], dict[str, np.ndarray]]:
         """Copy what readers are told of the step, after its forward pass was issued.
 
         Returns:
-            A function that waits for the copy, and returns endpoint -> float32 [n].
+            A function that waits for the copy, and returns endpoint -> float32 [n]. It may be given
+            reads of fewer tokens and as many columns, if some turn out not to hold.
         """
         cells = self.tensors.cells[: reads.tokens, : reads.columns]
         if self._device.type != "cuda":
-            picked = _pick(cells.contiguous(), reads)
-            return lambda: picked
+            own = cells.clone()
+            return lambda fewer: _pick(own, fewer or reads)
         host = torch.empty(cells.shape, dtype=cells.dtype, pin_memory=True)
         host.copy_(cells, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
 
-        def arrived() -> dict[str, np.ndarray]:
+        def arrived(fewer: ScoreReads | None) -> dict[str, np.ndarray]:
             copied.synchronize()
-            return _pick(host, reads)
+            return _pick(host, fewer or reads)
 
         return arrived
 
@@ -126,5 +127,5 @@ class Scorer:
 
 
 def _pick(cells: torch.Tensor, reads: ScoreReads) -> dict[str, np.ndarray]:
-    values = cells.numpy().reshape(-1)
+    values = cells[:, : reads.columns].numpy().reshape(-1)
     return {endpoint: values[places] for endpoint, places in reads.places.items()}
