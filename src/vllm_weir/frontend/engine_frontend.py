@@ -34,7 +34,7 @@ from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.engine_request import EngineRequest
-from vllm_weir.schema.engine_traits import EngineTraits
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
@@ -99,7 +99,7 @@ class EngineFrontend:
         hold: bool = False,
         vocabulary: Vocabulary = UNKNOWN,
         max_model_len: int | None = None,
-        traits: EngineTraits = EngineTraits(),
+        traits: EngineTraits = PLAIN_ENGINE,
     ) -> None:
         self.settings = settings
         self.refusal, self.traits = refusal, traits

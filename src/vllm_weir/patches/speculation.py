@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_weir.schema.engine_traits import EngineTraits
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.worker.runtime import WorkerRuntime
 
 
@@ -14,7 +14,7 @@ def traits_of(config: Any) -> EngineTraits:
     """Return the traits of an engine with this VllmConfig."""
     speculative = config.speculative_config
     if speculative is None:
-        return EngineTraits()
+        return PLAIN_ENGINE
     return EngineTraits(
         draft_tokens=speculative.num_speculative_tokens,
         drafts_ahead=bool(config.scheduler_config.async_scheduling),

@@ -67,7 +67,8 @@ def _start_warmup(worker: Any) -> TapWarmup | None:
         return None  # `_place_taps` fails with the same error and reports it
     settings = Settings.load(worker.vllm_config.additional_config)
     cells = settings.table_sizes(width).cells
-    return TapWarmup(width, config.dtype, worker.model_runner.device, cells=cells)
+    copies = 1 + traits_of(worker.vllm_config).draft_tokens
+    return TapWarmup(width, config.dtype, worker.model_runner.device, cells=cells, copies=copies)
 
 
 def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> None:
@@ -247,6 +248,7 @@ def _v1_inputs(runner: Any) -> Callable[[WorkerRuntime], None]:
                 computed,
                 runner.input_ids.gpu,
                 num_drafts=drafts_of(scheduler_output, batch.req_ids[:n]),
+                positions=runner.positions,
             )
             return result
 
@@ -276,6 +278,7 @@ def _v2_inputs(runner: Any) -> Callable[[WorkerRuntime], None]:
                 batch.input_ids,
                 graph,
                 None if drafts is None else drafts[:n],
+                batch.positions,
             )
             return batch
 

@@ -28,3 +28,6 @@ class EngineTraits:
     def uncertainty(self) -> int:
         """How far ahead of its true position a generated token may be planned."""
         return self.draft_tokens if self.drafts_ahead else 0
+
+
+PLAIN_ENGINE = EngineTraits()

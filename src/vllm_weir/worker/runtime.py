@@ -19,7 +19,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
-from vllm_weir.schema.engine_traits import EngineTraits
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.taps import STAGES, is_boundary, num_columns, num_taps, tap_of
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.discovery.site_map import UNTAPPED, SiteMap, chosen
@@ -84,7 +84,7 @@ class ModelInfo:
     ranks: int = 1
     runner: str = ""
     engine: int = 0
-    traits: EngineTraits = EngineTraits()
+    traits: EngineTraits = PLAIN_ENGINE
 
 
 class WorkerRuntime:
@@ -142,7 +142,7 @@ class WorkerRuntime:
         num_model_taps, width = num_taps(sites.num_layers), num_columns(sites.num_layers)
         sizes = settings.table_sizes(d_model)
         self.table = ProgramTable(sizes, num_model_taps, self.taps, d_model, self.layout.widths, self.layout.shards)
-        self.probes = ProbeTable(sizes, self.table)
+        self.probes = ProbeTable(sizes, self.table, 1 + traits.draft_tokens)
         self.row_seqs = RowSequences(self.arena, settings.timeout if settings.overflow == "wait" else None)
         self.row_seqs.grant, self.row_seqs.reader_columns = self._grant, self.layout.reader_columns
         columns = frozenset(tap * STAGES + stage for tap in sent_taps for stage in range(STAGES))
@@ -346,6 +346,7 @@ class WorkerRuntime:
         input_ids: torch.Tensor,
         graph: bool = True,
         num_drafts: Sequence[int] | None = None,
+        positions: torch.Tensor | None = None,
     ) -> None:
         """Tell the taps what the coming forward pass is to record and to change.
 
@@ -358,6 +359,8 @@ class WorkerRuntime:
             input_ids: tokens of the step on the device, [>= tokens].
             graph: whether the pass may be replayed from a CUDA graph.
             num_drafts: how many of each one's tokens are drafts; None if none are.
+            positions: int [>= tokens] on the device, of the step's tokens; needed where drafts are
+                verified.
         """
         self._step = self.switch.launch = None
         try:
@@ -387,7 +390,7 @@ class WorkerRuntime:
             if acting_tokens is not None:
                 self.switch.launch = functools.partial(_launch_listed, acting_tokens)
             self._plan_writer.write(plan, first_row, input_ids)
-        self._scorer.begin(plan)
+        self._scorer.begin(plan, positions)
         self._step = first_row, plan
         self._reducer.seed(plan.reductions, first_row)
 

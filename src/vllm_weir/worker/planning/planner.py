@@ -18,7 +18,7 @@ from types import MappingProxyType
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.engine_traits import EngineTraits
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec
@@ -77,7 +77,7 @@ class Planner:
         row_seqs: RowSequences | None = None,
         ring_rows: Mapping[int, int] = MappingProxyType({}),
         probes: ProbeTable | None = None,
-        traits: EngineTraits = EngineTraits(),
+        traits: EngineTraits = PLAIN_ENGINE,
     ) -> None:
         self.columns, self._traits = columns, traits
         self.row_seqs = row_seqs or RowSequences(Arena(1 << 50))

@@ -118,7 +118,8 @@ class ScorePlanner:
             due = DUE if request.asked else FIRST_DUE
             request.asked = True
         spans = list(_spans(selectors, recipe.bits, start, start + count))
-        if not spans and not due:
+        # What is kept after a token that may be taken back goes on in the next step, scored or not.
+        if not spans and not due and self.table.copies == 1:
             return
         if len(request.rows):
             builder.add_runs(request.taps, request.rows, first, count, request.fresh, due)

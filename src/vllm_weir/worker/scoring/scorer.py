@@ -51,7 +51,9 @@ class Scorer:
         self.tensors = ScoreTensors(
             offsets=self._run_writer.offsets,
             runs=self._run_writer.runs,
-            states=torch.zeros(sizes.states + 1, dtype=torch.float32, device=device),
+            states=torch.zeros(sizes.states * table.copies + 1, dtype=torch.float32, device=device),
+            positions=torch.zeros(tap_tensors.plan.shape[0], dtype=torch.int32, device=device),
+            copies=table.copies,
             **{name: shared[name] for name in ("plan", "heads", "ints", "vectors", "cells")},
             **self._table_writer.tensors,
         )
@@ -59,12 +61,21 @@ class Scorer:
         self._early: tuple[torch.Tensor, torch.Tensor] | None = None
         """Places in `cells` of factors that are needed before the pass reaches their probe, and in `states`."""
 
-    def begin(self, plan: StepPlan) -> None:
-        """Prepare the coming forward pass."""
+    def begin(self, plan: StepPlan, positions: torch.Tensor | None = None) -> None:
+        """Prepare the coming forward pass.
+
+        Args:
+            plan: of the step.
+            positions: int [>= tokens] on the device, of its tokens; needed where drafts are
+                verified.
+        """
         for move in self._table.take_moves():
             source = upload(move, self._device)
             self.tensors.states[: len(move)] = self.tensors.states[source]
         self._table_writer.flush()
+        if self._table.copies > 1 and len(plan.runs):
+            assert positions is not None, "drafts are verified"
+            self.tensors.positions[: len(plan.slots)].copy_(positions[: len(plan.slots)])
         if self._run_writer.write(plan.runs):
             self._early = self._find_early(plan.runs) if self._table.early else None
             self.controllers.prepare(plan.runs)
