@@ -22,6 +22,7 @@ from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, Registere
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, check_reached, max_generated
 from vllm_weir.frontend.admission.row_bound import check_rows
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
+from vllm_weir.frontend.admission.speculation import check_drafts_ahead
 from vllm_weir.frontend.admission.vector_registry import RegistryBackend, RegistryContents, VectorRegistry
 from vllm_weir.frontend.outputs.output_holder import OutputHolder
 from vllm_weir.frontend.outputs.preslicer import presliceable_kind
@@ -136,7 +137,7 @@ class EngineFrontend:
         If a worker has failed, refuse every request with Weir's keys, for the worker's reason.
         """
         try:
-            capabilities = EngineCapabilities.merge(reports)
+            capabilities = EngineCapabilities.merge(reports, self.traits)
             self.manager.open(EngineInfo(self.model, capabilities.num_layers, capabilities.d_model, capabilities.dtype))
             self.capabilities, self._sizes = capabilities, self.settings.table_sizes(capabilities.d_model)
             scoring, self._scoring = self._scoring, ()
@@ -218,6 +219,7 @@ class EngineFrontend:
         check_reached(admitted.asked, prompt_len, generated, max_tokens)
         if self._max_rows is not None:
             check_rows(admitted, prompt_len, generated, capabilities.d_model, self._max_rows)
+        check_drafts_ahead(admitted, prompt_len, self.traits)
         for rows in admitted.by_position:
             rows.check(prompt_len)
         self.manager.prepare(admitted.parts, request_id)

@@ -385,11 +385,11 @@ class WorkerRuntime:
             streamed_copy.begin(plan, self.planner.site_sets.columns_of, acting_tokens)
             self.switch.launch = streamed_copy.tap
             first_row = streamed_copy.cells
-            self._plan_writer.write(plan.in_lanes(streamed_copy.stride, first_row), 0, input_ids)
+            self._plan_writer.write(plan.in_lanes(streamed_copy.stride, first_row), 0, input_ids, positions)
         else:
             if acting_tokens is not None:
                 self.switch.launch = functools.partial(_launch_listed, acting_tokens)
-            self._plan_writer.write(plan, first_row, input_ids)
+            self._plan_writer.write(plan, first_row, input_ids, positions)
         self._scorer.begin(plan, positions)
         self._step = first_row, plan
         self._reducer.seed(plan.reductions, first_row)
@@ -428,7 +428,8 @@ class WorkerRuntime:
         for request_id, computed in zip(request_ids, num_computed, strict=True):
             steered = self.planner.steered.get(request_id)
             if steered is not None and steered.keys.interventions:
-                self.planner.steering_planner.unsteered_kv.add(steered.keys, int(computed))
+                known = max(0, int(computed) - self.model_info.traits.uncertainty)
+                self.planner.steering_planner.unsteered_kv.add(steered.keys, known)
             request = self.planner.capturing.get(request_id) or steered
             if request is not None:
                 self.notifier.fail(request.endpoint, request_id, reason)

@@ -11,6 +11,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.derived.sources import derived_verdicts
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.model_facts import ModelFacts
 from vllm_weir.schema.row_shapes import RowShape, Shard
@@ -34,6 +35,7 @@ class EngineCapabilities:
         read_only: site -> why it cannot be changed in this model.
         no_lens: why no lens is served; "" if it is.
         workers: site -> the workers, by number, that have it; pipeline stages have different ones.
+        traits: how the engine is configured.
     """
 
     sites: Mapping[Site, str]
@@ -47,6 +49,7 @@ class EngineCapabilities:
     read_only: Mapping[Site, str] = field(default_factory=dict)
     no_lens: str = "no lens is served: the workers have not said that the model has an unembedding"
     workers: Mapping[Site, frozenset[int]] = field(default_factory=dict)
+    traits: EngineTraits = PLAIN_ENGINE
 
     def shape(self, site: Site) -> RowShape:
         """Return the shape of a row of a site; 0 stands for as many values as there are keys."""
@@ -75,8 +78,8 @@ class EngineCapabilities:
         return torch.finfo(getattr(torch, self.dtype)).max
 
     @classmethod
-    def merge(cls, reports: Sequence[Mapping[str, Any]]) -> EngineCapabilities:
-        """Combine the reports of all workers.
+    def merge(cls, reports: Sequence[Mapping[str, Any]], traits: EngineTraits = PLAIN_ENGINE) -> EngineCapabilities:
+        """Combine the reports of all workers of an engine with these traits.
 
         Raises:
             WeirError: with the reason of the first that is not working.
@@ -102,6 +105,7 @@ class EngineCapabilities:
             read_only={Site(hook, layer): why for r in reports for hook, layer, why in r.get("read_only", ())},
             no_lens=next((why for r in reports if (why := r.get("no_lens", cls.no_lens))), ""),
             workers=_workers_of(reports),
+            traits=traits,
         )
 
 

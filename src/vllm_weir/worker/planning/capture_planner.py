@@ -10,7 +10,7 @@ import numpy as np
 from vllm_weir.schema.read_outs import RecordLayout
 from vllm_weir.schema.reductions import COMPLETE, CONTINUED, GROUP
 from vllm_weir.schema.request import Postprocess, cell_rows
-from vllm_weir.schema.selectors import Selectors, distinct
+from vllm_weir.schema.selectors import Selectors, distinct, joined_codes
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import ResultCell, RowSequence, RowSequences
 from vllm_weir.worker.planning.site_sets import SiteSets
@@ -99,10 +99,31 @@ class CapturePlanner:
             start = prompt_end
         runs = request.selectors.runs(start, end) if start < end else ()
         if runs is None:
-            self._plan_scattered(builder, request, endpoint, offset, np.arange(start, end))
+            positions = np.arange(start, end)
+            self._plan_scattered(builder, request, endpoint, offset, positions, request.selectors.codes(positions))
             return
         for code, run_start, run_end in runs:
             self._plan_run(builder, request, endpoint, offset, code, run_start, run_end)
+
+    def plan_uncertain(
+        self,
+        builder: PlanBuilder,
+        request: CapturingRequest,
+        endpoint: int,
+        first: int,
+        start: int,
+        count: int,
+        behind: int,
+    ) -> None:
+        """Plan a request's `count` generated tokens, whose positions may be up to `behind` less than planned.
+
+        A token gives every row that is wanted at any position it may have.
+
+        Raises:
+            WeirError: if there is no room for them.
+        """
+        codes = joined_codes(request.selectors.codes(np.arange(start - behind, start + count)), behind)
+        self._plan_scattered(builder, request, endpoint, first - start, np.arange(start, start + count), codes)
 
     def restart(self, request: CapturingRequest) -> None:
         """End the row sequences of a request that goes on after a preemption."""
@@ -155,10 +176,15 @@ class CapturePlanner:
             builder.drop(endpoint, row_seq.number, offset + lost, lost)
 
     def _plan_scattered(
-        self, builder: PlanBuilder, request: CapturingRequest, endpoint: int, offset: int, positions: np.ndarray
+        self,
+        builder: PlanBuilder,
+        request: CapturingRequest,
+        endpoint: int,
+        offset: int,
+        positions: np.ndarray,
+        codes: np.ndarray,
     ) -> None:
-        """Plan any positions, which are tokens ``offset + positions``."""
-        codes = request.selectors.codes(positions)
+        """Plan any positions with these codes, which are tokens ``offset + positions``."""
         for code in map(int, distinct(codes)):
             site_set = self._site_set(request, code)
             wanted = positions[codes == code]

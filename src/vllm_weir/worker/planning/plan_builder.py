@@ -23,7 +23,7 @@ from vllm_weir.worker.planning.columns import (
 )
 from vllm_weir.worker.planning.row_sequences import RowSequence, RowSequences
 from vllm_weir.worker.planning.score_builder import ScoreBuilder
-from vllm_weir.worker.planning.step_plan import ProgramsByToken, RequestFailure, StepPlan
+from vllm_weir.worker.planning.step_plan import ProgramsByPosition, ProgramsByToken, RequestFailure, StepPlan
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PlanBuilder:
         size: tokens of the step.
 
     Attributes:
-        site_sets, programs, programs_by_token, failures: as in `StepPlan`.
+        site_sets, programs, programs_by_token, programs_by_position, failures: as in `StepPlan`.
         scores: what probes read.
     """
 
@@ -66,6 +66,7 @@ class PlanBuilder:
         self.site_sets = np.full(size, -1, np.int32)
         self.programs = np.full(size, -1, np.int32)
         self.programs_by_token: list[ProgramsByToken] = []
+        self.programs_by_position: list[ProgramsByPosition] = []
         self.failures: list[RequestFailure] = []
         self.scores = ScoreBuilder()
         self._placements: list[np.ndarray] = []
@@ -254,6 +255,7 @@ class PlanBuilder:
         self._cancelled.append((first, end))
         self.site_sets[first:end] = self.programs[first:end] = -1
         self.programs_by_token = [c for c in self.programs_by_token if not first <= c.tokens[0] < end]
+        self.programs_by_position = [c for c in self.programs_by_position if not first <= c.tokens[0] < end]
 
     def finish(self, endpoints: Sequence[str]) -> StepPlan | None:
         """Return the plan, None if nothing happens in the step.
@@ -289,6 +291,7 @@ class PlanBuilder:
             arrivals=self._arrivals.sorted(endpoints),
             steered=self._steered.sorted(endpoints),
             programs_by_token=self.programs_by_token,
+            programs_by_position=self.programs_by_position,
             failures=self.failures,
             records=records,
             spans=spans,
@@ -307,7 +310,7 @@ class PlanBuilder:
     def _is_empty(self) -> bool:
         if self._placements or self._reductions or self._arrivals or self._steered or self.failures or self.scores:
             return False
-        return not (self.programs >= 0).any()
+        return not (self.programs_by_position or (self.programs >= 0).any())
 
     def _apply_cancellations(self, placements: np.ndarray) -> None:
         """Give tokens of failed requests no ring rows and no place in the arena."""

@@ -262,10 +262,19 @@ class Planner:
             return
         endpoints = list(self.steady_state.endpoints)
         arrival_tokens, steered_tokens = builder.drafted(endpoints)
+        first_tokens, counts, drafts, starts = batch[followed].T
         self.drafted = DraftedStep(
-            [request_ids[k] for k in followed.tolist()], *batch[followed].T, restarted, arrival_tokens,
-            steered_tokens, builder.scores.reads, endpoints,
-        )  # fmt: skip
+            request_ids=[request_ids[k] for k in followed.tolist()],
+            first_tokens=first_tokens,
+            counts=counts,
+            drafts=drafts,
+            starts=starts,
+            restarted=restarted,
+            arrival_tokens=arrival_tokens,
+            steered_tokens=steered_tokens,
+            score_reads=builder.scores.reads,
+            endpoints=endpoints,
+        )
 
     def _end_repetition(self) -> None:
         self._repeated = None
@@ -350,18 +359,32 @@ class Planner:
         capturing, steered = self.capturing.get(request_id), self.steered.get(request_id)
         slot = self.steady_state.slot_of(request_id)
         endpoint = int(self.steady_state.endpoint[slot])
+        place = endpoint, first_token, start, count
         try:
             if capturing is not None:
-                self.capture_planner.plan(builder, capturing, endpoint, first_token, start, count)
+                behind = self._behind(capturing.selectors.prompt_len, start)
+                if behind:
+                    self.capture_planner.plan_uncertain(builder, capturing, *place, behind)
+                else:
+                    self.capture_planner.plan(builder, capturing, *place)
             if steered is not None:
-                self.steering_planner.plan(builder, steered, endpoint, first_token, start, count)
+                behind = self._behind(steered.selectors.prompt_len, start)
+                if behind:
+                    self.steering_planner.plan_uncertain(builder, steered, *place, behind)
+                else:
+                    self.steering_planner.plan(builder, steered, *place)
             self._settle(slot, capturing, steered, start + count)
         except WeirError as e:
             builder.failures.append(RequestFailure(self.steady_state.endpoints[endpoint], request_id, str(e)))
             builder.cancel(first_token, count)
             self.remove(request_id)
             if steered is not None and steered.keys.interventions:
-                self.steering_planner.unsteered_kv.add(steered.keys, start)
+                known = max(0, start - self._traits.uncertainty)
+                self.steering_planner.unsteered_kv.add(steered.keys, known)
+
+    def _behind(self, prompt_len: int, start: int) -> int:
+        """Return how far behind a planned position a request may really be."""
+        return min(self._traits.uncertainty, max(0, start - prompt_len))
 
     def _settle(
         self, slot: int, capturing: CapturingRequest | None, steered: SteeredRequest | None, position: int

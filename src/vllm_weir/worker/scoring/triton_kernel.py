@@ -239,7 +239,7 @@ def _walk(
         tl.debug_barrier()
     for k in range(count):
         there = here
-        if COPIES > 1:
+        if COPIES > 1:  # noqa: SIM102 - known when the kernel is compiled
             if k >= count - COPIES:  # the next step goes on after one of these tokens
                 there = (position + k) % COPIES * stride
                 for i in range(0, size, BLOCK):
