@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.worker.runtime import WorkerRuntime
@@ -25,6 +27,18 @@ def drafts_of(scheduler_output: Any, request_ids: Sequence[str]) -> list[int] | 
     """Return how many of each request's tokens are drafts in a step of runner V1; None if none are."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     return [len(drafts.get(request_id, ())) for request_id in request_ids] if drafts else None
+
+
+@contextlib.contextmanager
+def without_drafter(runner: Any) -> Iterator[None]:
+    """Let dummy passes run the target model alone: a draft model may share modules with it."""
+    for owner, name in (("drafter", "dummy_run"), ("speculator", "propose")):
+        drafter = getattr(runner, owner, None)
+        if hasattr(drafter, name):
+            with patch.object(drafter, name, lambda *_args, **_kwargs: None):
+                yield
+            return
+    yield
 
 
 def patch_sample_tokens(runner: Any, runtime: WorkerRuntime) -> None:

@@ -452,6 +452,10 @@ class WorkerRuntime:
         """Send the rows of the forward pass that was issued, and tell what was steered."""
         self.switch.turn(0)  # what is called between steps (by users, through `apply_model`) belongs to no request
         step, self._step = self._step, None
+        if self.switch.pinned and self.model_info.traits.speculative:
+            # A draft model that runs now may share tapped modules.
+            self._plan_writer.silence()
+            self._scorer.silence()
         drafted, self.planner.drafted = self.planner.drafted, None
         if step is None and drafted is None and not self.row_seqs.layout_updates:
             return
