@@ -12,6 +12,10 @@ def refusal_of(config: Any) -> str | None:
     """
     parallel, compilation = config.parallel_config, config.compilation_config
     checks = (
+        (
+            config.speculative_config is not None and parallel.pipeline_parallel_size > 1,
+            "speculative decoding over pipeline stages: the first ones do not learn which drafts are accepted",
+        ),
         (config.model_config.runner_type != "generate", "this engine pools; only text generation has rows"),
         (config.model_config.is_encoder_decoder, "encoder-decoder models have no single residual stream"),
         (config.kv_transfer_config is not None, "a KV connector is configured, whose hits could pass wanted rows"),

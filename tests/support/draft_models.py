@@ -1,0 +1,39 @@
+"""Tiny random EAGLE heads for the tiny models: one block that drafts from the target's stream."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def make_eagle(target: Path, method: str) -> Path:
+    """Make a head for a tiny Llama, which shares its embedding and unembedding; `method` is "eagle" or "eagle3"."""
+    head = target.with_name(f"{target.name}-{method}")
+    if (head / "model.safetensors").exists():
+        return head
+    head.mkdir(exist_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    weights = {
+        name: tensor for file in sorted(target.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+    d, generator = config["hidden_size"], torch.Generator().manual_seed(0)
+    block = {name.removeprefix("model."): tensor for name, tensor in weights.items() if ".layers.0." in f".{name}"}
+    config |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    wide = 3 if method == "eagle3" else 2
+    block["fc.weight"] = torch.randn(d, wide * d, generator=generator) / (wide * d) ** 0.5
+    if method == "eagle3":
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": config["vocab_size"]}
+        for name in ("q", "k", "v"):  # its block is given the embedding beside the stream
+            key = f"layers.0.self_attn.{name}_proj.weight"
+            block[key] = torch.cat([block[key], block[key]], 1) / 2
+        block = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in block.items()}
+        block["midlayer.hidden_norm.weight"] = torch.ones(d)
+        block |= {"norm.weight": weights["model.norm.weight"], "lm_head.weight": weights["lm_head.weight"]}
+    for path in target.glob("*token*"):
+        (head / path.name).write_bytes(path.read_bytes())
+    (head / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous().clone() for name, tensor in block.items()}, head / "model.safetensors")
+    return head
