@@ -32,15 +32,16 @@ from tests.engine.probe_cases import (
     random_probe,
     reference,
 )
+from tests.support.draft_models import drafting
 from tests.support.drafter import SPECULATIVE, KnownDrafter
 from tests.support.engines import get_llm
+from tests.support.measure import rel_err
 from tests.support.probe_reference import Act, GateCase
 from tests.support.steered import SteeredOracle, check
 from vllm_weir.errors import WeirError
 from vllm_weir.worker.planning.drafts import DraftLedger
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 ENGINE = {"speculative_config": SPECULATIVE, "block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
 MADE = 24
 
@@ -295,10 +296,26 @@ def test_rows_and_scores_survive_preemption(root, monkeypatch):
         check_gated(out, [probe], [], truth)
 
 
-def test_n_grams(root, monkeypatch):
-    llm, truth = get_llm(directory(root), **ENGINE | {"speculative_config": NGRAM}), oracle(directory(root))
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3"])
+def test_drafters_are_not_tapped(root, method, monkeypatch):
+    """Also where they share the target's embedding, which is tapped."""
+    model_dir = directory(root)
+    llm = get_llm(model_dir, **ENGINE | {"speculative_config": drafting(model_dir, method)})
+    truth, steered_truth = oracle(model_dir), SteeredOracle(model_dir)
     requests = [asking(selector, truth.num_layers, 60) for selector in SELECTORS]
-    with drafts(monkeypatch, at_least=5):
+    steered = weir.Add(torch.randn(D, generator=torch.Generator().manual_seed(4)), [1], 2.0, positions="31:50")
+    outside = weir.params(
+        sampling(60), interventions=steered, capture=[weir.Capture("embed"), weir.Capture("resid_post", [0, 1, 3])]
+    )
+    with drafts(monkeypatch, at_least=-1) as found:
         outs = llm.generate(batch(), [params for params, _ in requests], use_tqdm=False)
-    for out, (_, wanted) in zip(outs, requests, strict=True):
-        verify(out, wanted, truth)
+        (out,) = llm.generate(batch((30,)), outside, use_tqdm=False)
+    assert found["rejected"] > 20 and (found["accepted"] > 20 or method != "draft_model"), found
+    for one, (_, wanted) in zip(outs, requests, strict=True):
+        verify(one, wanted, truth)
+    ids = (list(out.prompt_token_ids) + list(out.outputs[0].token_ids))[:-1]
+    rows, logits = steered_truth.steered(ids, 30, [steered])
+    assert list(out.outputs[0].token_ids) == logits[29:].argmax(-1).tolist()
+    for layer in (0, 1, 3):
+        assert rel_err(out.activations["resid_post", layer], rows["resid_post", layer]) <= 1e-5
+    assert rel_err(out.activations["embed", 0], truth.rows(ids)["resid_pre", 0]) <= 1e-5

@@ -1,12 +1,36 @@
-"""Tiny random EAGLE heads for the tiny models: one block that drafts from the target's stream."""
+"""Draft models for the tiny Llamas: EAGLE heads that know little, and a copy of the model that is often right."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+
+def drafting(target: Path, method: str, drafts: int = 3) -> dict[str, Any]:
+    """A `speculative_config` for a tiny Llama; `method` is "ngram", "draft_model", "eagle" or "eagle3"."""
+    if method == "ngram":
+        return {"method": method, "num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    model = make_noisy(target) if method == "draft_model" else make_eagle(target, method)
+    return {"method": method, "model": str(model), "num_speculative_tokens": drafts}
+
+
+def make_noisy(target: Path, noise: float = 0.03) -> Path:
+    """Copy a model, with noise in its weights: it often, but not always, predicts the same token."""
+    copy = target.with_name(f"{target.name}-noisy")
+    if (copy / "model.safetensors").exists():
+        return copy
+    shutil.copytree(target, copy)
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(target / "model.safetensors")
+    for name, tensor in weights.items():
+        weights[name] = tensor + noise * tensor.std() * torch.randn(tensor.shape, generator=generator)
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    return copy
 
 
 def make_eagle(target: Path, method: str) -> Path:
