@@ -48,8 +48,11 @@ def make_eagle(target: Path, method: str) -> Path:
     config |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
     wide = 3 if method == "eagle3" else 2
     block["fc.weight"] = torch.randn(d, wide * d, generator=generator) / (wide * d) ** 0.5
-    if method == "eagle3":
+    if method == "eagle":
+        del block["layers.0.input_layernorm.weight"]
+    else:
         config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": config["vocab_size"]}
+        config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]
         for name in ("q", "k", "v"):  # its block is given the embedding beside the stream
             key = f"layers.0.self_attn.{name}_proj.weight"
             block[key] = torch.cat([block[key], block[key]], 1) / 2
