@@ -41,6 +41,7 @@ SAYS = {
         "| (declined)",
         "the other 60 stories are bit-identical to plain ones: True",
     ),
+    "speculative.py": ("+ 24 - 1 tokens, ", " rows", "along the direction: before 0.", ", after 0.0000"),
     "patch.py": ("words, at [", "last token", "\n5 "),
     "sweep.py": (
         "Sweep(denoise, hook: 1, layer: 6, position: ",

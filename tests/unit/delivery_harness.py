@@ -10,13 +10,17 @@ import torch
 from vllm_weir import codec, messages
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.frontend.receive.row_store import RowStore
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, num_taps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.columns import as_integers
+from vllm_weir.worker.planning.drafts import DraftLedger
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.transfer.copy_out import no_wait
+from vllm_weir.worker.transfer.notifier import StepNotice
 
 D = 4
 
@@ -52,6 +56,7 @@ class Post:
         near: bool = True,
         patience: float | None = 0.0,
         max_site_sets: int = 512,
+        traits: EngineTraits = PLAIN_ENGINE,
     ):
         taps = num_taps(layers)
         self.columns = frozenset(range(taps * STAGES))
@@ -59,7 +64,8 @@ class Post:
         self.rows = torch.full((rows, D), -1.0)
         self.row_seqs = RowSequences(self.arena, patience)
         table = ProgramTable(TableSizes(4, 4, 4), taps, range(taps), D)
-        self.planner = Planner(self.columns, taps * STAGES, max_site_sets, table, self.row_seqs)
+        self.planner = Planner(self.columns, taps * STAGES, max_site_sets, table, self.row_seqs, traits=traits)
+        self.ledger = DraftLedger(traits.uncertainty)
         self.planner.capture_planner.row_bytes = D * self.rows.element_size()
         self.compression = None
         """How the rows of those are compressed that ask for it."""
@@ -68,10 +74,13 @@ class Post:
         self.near = near
         self._far: dict[int, tuple[int, list]] = {}
 
-    def step(self, batch, content, deliver=True):
-        """Run a step of (request, tokens, first position); `content(request, column, position)` -> row [D]."""
+    def step(self, batch, content, deliver=True, drafts=None, sampled=None):
+        """Run a step of (request, tokens, first position); `content(request, column, position)` -> row [D].
+
+        `drafts` says how many tokens of each request are drafts, `sampled` how many of its tokens the step samples.
+        """
         names, counts, computed = zip(*batch, strict=True) if batch else ((), (), ())
-        plan = self.planner.plan(list(names), counts, computed)
+        plan = self.planner.plan(list(names), counts, computed, drafts)
         where = [(name, p) for name, n, first in batch for p in range(first, first + n)]
         marks = steered = np.zeros((0, 5), np.int32)
         if plan is not None:
@@ -91,8 +100,13 @@ class Post:
                 assert len(columns) == width
                 for k, column in enumerate(columns):
                     self.rows[row + k] = content(name, column, position)
-            marks = np.concatenate([*map(as_integers, plan.arrivals.values()), marks])
-            steered = np.concatenate([*map(as_integers, plan.steered.values()), np.zeros((0, 4), np.int32)])
+            notice = StepNotice(no_wait, arrivals=plan.arrivals, steered=plan.steered, drafted=self.planner.drafted)
+            notice.sampled = lambda: sampled
+            notice.drop_rejected(self.ledger)
+            marks = np.concatenate([*map(as_integers, notice.arrivals.values()), marks])
+            steered = np.concatenate([*map(as_integers, notice.steered.values()), np.zeros((0, 4), np.int32)])
+        elif self.planner.drafted is not None:
+            self.ledger.verify(self.planner.drafted, sampled)
         message = (self.row_seqs.take_layout_updates(), marks, steered)
         if deliver:
             self.deliver(message)

@@ -23,6 +23,7 @@ from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, Registere
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, check_reached, max_generated
 from vllm_weir.frontend.admission.row_bound import check_rows
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
+from vllm_weir.frontend.admission.speculation import check_drafts_ahead
 from vllm_weir.frontend.admission.vector_registry import RegistryBackend, RegistryContents, VectorRegistry
 from vllm_weir.frontend.outputs.output_holder import OutputHolder
 from vllm_weir.frontend.outputs.preslicer import presliceable_kind
@@ -35,7 +36,7 @@ from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.engine_request import EngineRequest
-from vllm_weir.schema.engine_traits import EngineTraits
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
@@ -77,6 +78,7 @@ class EngineFrontend:
         vocabulary: the engine's.
         max_model_len: most tokens of a prompt and what is generated, together; None if that is not
             known.
+        traits: how the engine is configured.
 
     Attributes:
         capabilities: what the workers serve; None until they have reported.
@@ -86,7 +88,6 @@ class EngineFrontend:
         source: the store, shared by a server's processes, from which `refresh` loads `registry`,
             `saes`, `probes` and `always`; None if there is none.
         observer: told what becomes of requests; None unless a server has set it.
-        traits: how the engine is configured.
         always: interventions of every request, before its own.
         holder: holds outputs back until their tokens have scores.
     """
@@ -101,9 +102,10 @@ class EngineFrontend:
         hold: bool = False,
         vocabulary: Vocabulary = UNKNOWN,
         max_model_len: int | None = None,
+        traits: EngineTraits = PLAIN_ENGINE,
     ) -> None:
         self.settings = settings
-        self.refusal = refusal
+        self.refusal, self.traits = refusal, traits
         self.store = RowStore()
         self.holder = OutputHolder(self.store, settings.timeout)
         self.pacing = Pacing()
@@ -112,7 +114,6 @@ class EngineFrontend:
         self.probes = ProbeRegistry()
         self.source: RegistryBackend | None = None
         self.observer: RequestObserver | None = None
-        self.traits = EngineTraits()
         self.always: tuple[Intervention, ...] = ()
         self.capabilities: EngineCapabilities | None = None
         self.manager = SinkManager(settings.sinks, settings.marked_bytes, settings.marked_seconds, settings.timeout)
@@ -138,7 +139,7 @@ class EngineFrontend:
         If a worker has failed, refuse every request with Weir's keys, for the worker's reason.
         """
         try:
-            capabilities = replace(EngineCapabilities.merge(reports), traits=self.traits)
+            capabilities = EngineCapabilities.merge(reports, self.traits)
             self.manager.open(EngineInfo(self.model, capabilities.num_layers, capabilities.d_model, capabilities.dtype))
             self.capabilities, self._sizes = capabilities, self.settings.table_sizes(capabilities.d_model)
             scoring, self._scoring = self._scoring, ()
@@ -245,6 +246,7 @@ class EngineFrontend:
             check_reached(admitted.asked, prompt_len, max_generated(prompt_len, most, self._max_model_len), most)
         if self._max_rows is not None:
             check_rows(admitted, prompt_len, generated, capabilities.d_model, self._max_rows)
+        check_drafts_ahead(admitted, prompt_len, self.traits)
         for rows in admitted.by_position:
             rows.check(prompt_len)
         self.manager.prepare(admitted.parts, request_id)
@@ -266,7 +268,7 @@ class EngineFrontend:
         self.store.open(pending)
         if prompt_ids is not None and captures_only_prompt(pending.memory, prompt_len):
             self.store.prompt_slicer.add(pending, capabilities.d_model)
-        elif not streams and presliceable_kind(pending.memory):
+        elif not streams and presliceable_kind(pending.memory) and not self.traits.speculative:
             pending.expected_end = prompt_len + generated - 1
         first = engine_request.first_position if engine_request is not None else None
         asked = carries_keys(extra_args) or admitted.told > 0

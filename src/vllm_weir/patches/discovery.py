@@ -17,6 +17,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.patches.model_facts import read_facts
 from vllm_weir.patches.part_modules import part_modules
+from vllm_weir.patches.speculation import without_drafter
 from vllm_weir.worker.discovery.block_stack import find_tree
 from vllm_weir.worker.discovery.descriptions import description_of
 from vllm_weir.worker.discovery.site_map import SiteMap
@@ -58,7 +59,7 @@ def find_sites(runner: Any, config: Any, model_info: ModelInfo, settings: Settin
             module.do_not_compile = True
         try:
             # Else parts with a compiler of their own (norms) would be compiled for these passes.
-            with torch.compiler.set_stance("force_eager"):
+            with torch.compiler.set_stance("force_eager"), without_drafter(runner):
                 runner._dummy_run(num_tokens, **dummy_run_options)
         finally:
             for module in compiled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.outputs import RequestOutput
@@ -27,8 +28,8 @@ from vllm_weir.guard.request_extras import extras_in, extras_of, replace_extras
 from vllm_weir.patches.held_outputs import READER, OutputReader, StoppableDetokenizer
 from vllm_weir.patches.kv_connectors import unknown_connector
 from vllm_weir.patches.media import RENDERER, forget_items, media_of
+from vllm_weir.patches.speculation import traits_of
 from vllm_weir.patches.unsupported import refusal_of
-from vllm_weir.schema.engine_traits import EngineTraits
 from vllm_weir.schema.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
 
 if TYPE_CHECKING:
@@ -226,8 +227,10 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     refusal = status.refusal or refusal_of(config)
     model = config.model_config
     vocabulary = Vocabulary(model.get_vocab_size(), engine.output_processor.tokenizer)
-    frontend = EngineFrontend(settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len)
-    frontend.traits = EngineTraits(kv_connector=unknown_connector(config))
+    traits = replace(traits_of(config), kv_connector=unknown_connector(config))
+    frontend = EngineFrontend(
+        settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len, traits
+    )
     set_up_controllers(frontend, settings.controllers)
     setattr(engine.output_processor, FRONTEND, frontend)
     setattr(engine.output_processor, RENDERER, getattr(engine, "renderer", None))  # not in every version

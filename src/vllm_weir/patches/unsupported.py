@@ -14,7 +14,10 @@ def refusal_of(config: Any) -> str | None:
     """
     parallel, compilation = config.parallel_config, config.compilation_config
     checks = (
-        (config.speculative_config is not None, "speculative decoding is on; rejected drafts would need dropping"),
+        (
+            config.speculative_config is not None and parallel.pipeline_parallel_size > 1,
+            "speculative decoding over pipeline stages: the first ones do not learn which drafts are accepted",
+        ),
         (config.model_config.is_encoder_decoder, "encoder-decoder models have no single residual stream"),
         (
             any(name == "DecodeBenchConnector" for name, _ in connectors_of(config)),

@@ -16,6 +16,7 @@ from vllm_weir.patches import cuda_graphs
 from vllm_weir.patches.discovery import find_sites
 from vllm_weir.patches.kv_connectors import RELOADED
 from vllm_weir.patches.scheduler import WAITING, engine_request_of
+from vllm_weir.patches.speculation import drafts_of, patch_sample_tokens, traits_of
 from vllm_weir.patches.unembedding import unembedding_of
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
@@ -68,7 +69,8 @@ def _start_warmup(worker: Any) -> TapWarmup | None:
         return None  # `_place_taps` fails with the same error and reports it
     settings = Settings.load(worker.vllm_config.additional_config)
     cells = settings.table_sizes(width).cells
-    return TapWarmup(width, config.dtype, worker.model_runner.device, cells=cells)
+    copies = 1 + traits_of(worker.vllm_config).draft_tokens
+    return TapWarmup(width, config.dtype, worker.model_runner.device, cells=cells, copies=copies)
 
 
 def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> None:
@@ -104,6 +106,8 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
         runtime.switch.pin()  # runner V1 has one set of graphs, with live taps
     _patch_execute_model(runner, runtime)
     _patch_dummy_run(runner, runtime)
+    if runtime.model_info.traits.speculative:
+        patch_sample_tokens(runner, runtime)
     _patch_shutdown(worker, runtime)
     _patch_warm_up(worker, warmup, settings)
     patch_inputs(runtime)
@@ -124,6 +128,7 @@ def _model_info(runner: Any, config: Any, v2: bool) -> ModelInfo:
         ranks=get_tp_group().world_size,
         runner="V2" if v2 else "V1",
         engine=config.parallel_config.data_parallel_index,
+        traits=traits_of(config),
     )
 
 
@@ -244,7 +249,14 @@ def _v1_inputs(runner: Any) -> Callable[[WorkerRuntime], None]:
             batch = runner.input_batch
             n = batch.num_reqs
             computed = batch.num_computed_tokens_cpu[:n]
-            runtime.plan_step(batch.req_ids[:n], num_scheduled_tokens[:n], computed, runner.input_ids.gpu)
+            runtime.plan_step(
+                batch.req_ids[:n],
+                num_scheduled_tokens[:n],
+                computed,
+                runner.input_ids.gpu,
+                num_drafts=drafts_of(scheduler_output, batch.req_ids[:n]),
+                positions=runner.positions,
+            )
             return result
 
         runner._prepare_inputs = wrapper
@@ -265,7 +277,16 @@ def _v2_inputs(runner: Any) -> Callable[[WorkerRuntime], None]:
             computed = batch.num_computed_tokens_np[:n]
             desc = kwargs["batch_desc"] if "batch_desc" in kwargs else args[batch_desc_index]
             graph = desc.cg_mode.name != "NONE"
-            runtime.plan_step(batch.req_ids, batch.num_scheduled_tokens[:n], computed, batch.input_ids, graph)
+            drafts = batch.num_draft_tokens_per_req
+            runtime.plan_step(
+                batch.req_ids,
+                batch.num_scheduled_tokens[:n],
+                computed,
+                batch.input_ids,
+                graph,
+                None if drafts is None else drafts[:n],
+                batch.positions,
+            )
             return batch
 
         runner.prepare_inputs = wrapper

@@ -12,6 +12,25 @@ class EngineTraits:
     Attributes:
         kv_connector: the KV connector, if it is one of which Weir does not know how it tells a
             steered request's keys and values from a plain one's; "" if there is none.
+        draft_tokens: tokens that speculative decoding drafts for a sequence in a step, at most; 0
+            without it.
+        drafts_ahead: whether a step is planned before it is known which drafts of the one before it
+            are accepted (asynchronous scheduling).
     """
 
     kv_connector: str = ""
+    draft_tokens: int = 0
+    drafts_ahead: bool = False
+
+    @property
+    def speculative(self) -> bool:
+        """Whether the engine verifies drafts."""
+        return self.draft_tokens > 0
+
+    @property
+    def uncertainty(self) -> int:
+        """How far ahead of its true position a generated token may be planned."""
+        return self.draft_tokens if self.drafts_ahead else 0
+
+
+PLAIN_ENGINE = EngineTraits()

@@ -165,3 +165,19 @@ def distinct(codes: np.ndarray) -> np.ndarray:
     if first and (codes == first).all():
         return codes[:1]
     return np.unique(codes[codes > 0])
+
+
+def joined_codes(codes: np.ndarray, behind: int) -> np.ndarray:
+    """Return the codes of positions that may be up to `behind` less than planned.
+
+    Args:
+        codes: int64 [behind + n], of all positions that may be meant.
+        behind: how much less.
+
+    Returns:
+        int64 [n]: of each planned position, the selectors that select any position it may be.
+    """
+    joined = codes[behind:].copy()
+    for less in range(1, behind + 1):
+        joined |= codes[behind - less : len(codes) - less]
+    return joined

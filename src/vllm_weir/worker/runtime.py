@@ -19,6 +19,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.taps import STAGES, is_boundary, num_columns, num_taps, tap_of
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.discovery.site_map import UNTAPPED, SiteMap, chosen
@@ -72,6 +73,7 @@ class ModelInfo:
             ranks hold the same stream.
         runner: which of vLLM's model runners drives the worker.
         engine: number of its data-parallel engine.
+        traits: of the engine.
     """
 
     d_model: int
@@ -82,6 +84,7 @@ class ModelInfo:
     ranks: int = 1
     runner: str = ""
     engine: int = 0
+    traits: EngineTraits = PLAIN_ENGINE
 
 
 class WorkerRuntime:
@@ -131,17 +134,20 @@ class WorkerRuntime:
         self.name = secrets.token_hex(8)
         self.buffer_server = BufferServer(self.host, self.arena, self.name)
         host_rows = self.host.view(d_model, model_info.dtype)
-        self.notifier = Notifier(host_rows, self.arena, self.buffer_server, self.name, model_info.engine)
+        traits = model_info.traits
+        self.notifier = Notifier(
+            host_rows, self.arena, self.buffer_server, self.name, model_info.engine, traits.uncertainty
+        )
 
         num_model_taps, width = num_taps(sites.num_layers), num_columns(sites.num_layers)
         sizes = settings.table_sizes(d_model)
         self.table = ProgramTable(sizes, num_model_taps, self.taps, d_model, self.layout.widths, self.layout.shards)
-        self.probes = ProbeTable(sizes, self.table)
+        self.probes = ProbeTable(sizes, self.table, 1 + traits.draft_tokens)
         self.row_seqs = RowSequences(self.arena, settings.timeout if settings.overflow == "wait" else None)
         self.row_seqs.grant, self.row_seqs.reader_columns = self._grant, self.layout.reader_columns
         columns = frozenset(tap * STAGES + stage for tap in sent_taps for stage in range(STAGES))
         self.planner = Planner(
-            columns, width, MAX_SITE_SETS, self.table, self.row_seqs, self.layout.ring_rows, self.probes
+            columns, width, MAX_SITE_SETS, self.table, self.row_seqs, self.layout.ring_rows, self.probes, traits
         )
         self.planner.steering_planner.reports = self.planner.score_planner.reports = model_info.rank == 0
         self.planner.capture_planner.row_bytes = self.host.row_bytes
@@ -188,6 +194,8 @@ class WorkerRuntime:
 
         In a streamed step the row is that of its groups of reduced rows.
         """
+        self._unsampled: StepNotice | None = None
+        """What readers are to be told of the last step, once it is sampled."""
         self._failures: dict[str, dict[str, str]] = {}
         """Endpoint -> request -> reason, of requests that failed while a step was planned."""
 
@@ -326,6 +334,7 @@ class WorkerRuntime:
         Args:
             groups: as in `ActiveTaps.taps_in`.
         """
+        self.note_sampled(_never_sampled)
         self.switch.turn(self._active_taps.taps_in(*groups))
         self.all_live = len(self._active_taps) >= sum(len(request_ids) for request_ids, _ in groups)
 
@@ -336,6 +345,8 @@ class WorkerRuntime:
         num_computed: Sequence[int],
         input_ids: torch.Tensor,
         graph: bool = True,
+        num_drafts: Sequence[int] | None = None,
+        positions: torch.Tensor | None = None,
     ) -> None:
         """Tell the taps what the coming forward pass is to record and to change.
 
@@ -347,10 +358,13 @@ class WorkerRuntime:
             num_computed: position of each one's first token in this step.
             input_ids: tokens of the step on the device, [>= tokens].
             graph: whether the pass may be replayed from a CUDA graph.
+            num_drafts: how many of each one's tokens are drafts; None if none are.
+            positions: int [>= tokens] on the device, of the step's tokens; needed where drafts are
+                verified.
         """
         self._step = self.switch.launch = None
         try:
-            plan = self._plan(request_ids, num_tokens, num_computed)
+            plan = self._plan(request_ids, num_tokens, num_computed, num_drafts)
             streamed_copy = None if plan is None or graph else self._streamed_copy_for(plan)
             first_row = 0 if plan is None or streamed_copy is not None else self._claim_ring(plan.rows)
         except (WeirError, ValueError) as e:
@@ -371,19 +385,23 @@ class WorkerRuntime:
             streamed_copy.begin(plan, self.planner.site_sets.columns_of, acting_tokens)
             self.switch.launch = streamed_copy.tap
             first_row = streamed_copy.cells
-            self._plan_writer.write(plan.in_lanes(streamed_copy.stride, first_row), 0, input_ids)
+            self._plan_writer.write(plan.in_lanes(streamed_copy.stride, first_row), 0, input_ids, positions)
         else:
             if acting_tokens is not None:
                 self.switch.launch = functools.partial(_launch_listed, acting_tokens)
-            self._plan_writer.write(plan, first_row, input_ids)
-        self._scorer.begin(plan)
+            self._plan_writer.write(plan, first_row, input_ids, positions)
+        self._scorer.begin(plan, positions)
         self._step = first_row, plan
         self._reducer.seed(plan.reductions, first_row)
 
     def _plan(
-        self, request_ids: Sequence[str], num_tokens: Sequence[int], num_computed: Sequence[int]
+        self,
+        request_ids: Sequence[str],
+        num_tokens: Sequence[int],
+        num_computed: Sequence[int],
+        num_drafts: Sequence[int] | None,
     ) -> StepPlan | None:
-        plan = self.planner.plan(request_ids, num_tokens, num_computed)
+        plan = self.planner.plan(request_ids, num_tokens, num_computed, num_drafts)
         if plan is not None and not self.switch.live and (plan.rows or len(plan.runs) or (plan.programs >= 0).any()):
             raise WeirError("a step that was planned without taps has something for them to do")
         return plan
@@ -410,7 +428,8 @@ class WorkerRuntime:
         for request_id, computed in zip(request_ids, num_computed, strict=True):
             steered = self.planner.steered.get(request_id)
             if steered is not None and steered.keys.interventions:
-                self.planner.steering_planner.unsteered_kv.add(steered.keys, int(computed))
+                known = max(0, int(computed) - self.model_info.traits.uncertainty)
+                self.planner.steering_planner.unsteered_kv.add(steered.keys, known)
             request = self.planner.capturing.get(request_id) or steered
             if request is not None:
                 self.notifier.fail(request.endpoint, request_id, reason)
@@ -433,10 +452,15 @@ class WorkerRuntime:
         """Send the rows of the forward pass that was issued, and tell what was steered."""
         self.switch.turn(0)  # what is called between steps (by users, through `apply_model`) belongs to no request
         step, self._step = self._step, None
-        if step is None and not self.row_seqs.layout_updates:
+        if self.switch.pinned and self.model_info.traits.speculative:
+            # A draft model that runs now may share tapped modules.
+            self._plan_writer.silence()
+            self._scorer.silence()
+        drafted, self.planner.drafted = self.planner.drafted, None
+        if step is None and drafted is None and not self.row_seqs.layout_updates:
             return
         failed = [] if step is None else self._scorer.controllers.run()
-        notice = StepNotice(no_wait, failures=self._failures)
+        notice = StepNotice(no_wait, failures=self._failures, drafted=drafted)
         self._failures = {}
         if step is not None:
             first_row, plan = step
@@ -450,9 +474,23 @@ class WorkerRuntime:
         notice.layout_updates = self.row_seqs.take_layout_updates()
         for layout_update in notice.layout_updates.values():
             self._reducer.forget(layout_update.closed)
-        self.notifier.send(notice)
+        if drafted is not None and drafted.undecided:
+            self._unsampled = notice
+        else:
+            self.notifier.send(notice)
         for gate, reason in failed:
             self._fail_controlled(gate, reason)
+
+    def note_sampled(self, sampled: Callable[[], Mapping[str, int]]) -> None:
+        """Tell the readers of the last step, whose tokens are about to be sampled.
+
+        Args:
+            sampled: see `StepNotice.sampled`.
+        """
+        notice, self._unsampled = self._unsampled, None
+        if notice is not None:
+            notice.sampled = sampled
+            self.notifier.send(notice)
 
     def _fail_controlled(self, gate: ControlledGate, reason: str) -> None:
         """Stop following a request whose controller has failed; its next tokens are not steered as asked."""
@@ -476,6 +514,7 @@ class WorkerRuntime:
 
     def close(self) -> None:
         """Send what is under way, then end threads, sockets and pinned memory."""
+        self.note_sampled(_never_sampled)
         self.notifier.close()
         self.buffer_server.close()
         self.host.close()
@@ -537,3 +576,7 @@ def _launch_listed(listed: torch.Tensor, *arguments: Any) -> None:
     from vllm_weir.worker.tap.triton_kernel import launch
 
     launch(*arguments, listed=listed)
+
+
+def _never_sampled() -> Mapping[str, int]:
+    raise RuntimeError("vLLM did not sample the step")

@@ -11,7 +11,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.derived.sources import derived_verdicts
-from vllm_weir.schema.engine_traits import EngineTraits
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.model_facts import ModelFacts
 from vllm_weir.schema.row_shapes import RowShape, Shard
@@ -51,7 +51,7 @@ class EngineCapabilities:
     read_only: Mapping[Site, str] = field(default_factory=dict)
     no_lens: str = "no lens is served: the workers have not said that the model has an unembedding"
     workers: Mapping[Site, frozenset[int]] = field(default_factory=dict)
-    traits: EngineTraits = field(default_factory=EngineTraits)
+    traits: EngineTraits = PLAIN_ENGINE
     embeds_media: bool = False
 
     def shape(self, site: Site) -> RowShape:
@@ -81,8 +81,8 @@ class EngineCapabilities:
         return torch.finfo(getattr(torch, self.dtype)).max
 
     @classmethod
-    def merge(cls, reports: Sequence[Mapping[str, Any]]) -> EngineCapabilities:
-        """Combine the reports of all workers.
+    def merge(cls, reports: Sequence[Mapping[str, Any]], traits: EngineTraits = PLAIN_ENGINE) -> EngineCapabilities:
+        """Combine the reports of all workers of an engine with these traits.
 
         Raises:
             WeirError: with the reason of the first that is not working.
@@ -109,6 +109,7 @@ class EngineCapabilities:
             no_lens=next((why for r in reports if (why := r.get("no_lens", cls.no_lens))), ""),
             workers=_workers_of(reports),
             embeds_media=any(r.get("embeds_media", False) for r in reports),
+            traits=traits,
         )
 
 

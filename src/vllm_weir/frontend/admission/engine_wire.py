@@ -55,6 +55,8 @@ def make_engine_request(
     rows_per_group, rows_per_token = spec.cell(capabilities.d_model, capabilities.itemsize), spec.width
     last_reduced = spec.last(prompt_len, prompt_ids) if rows_per_group else None
     max_row_tokens = spec.tokens(prompt_len)
+    if max_row_tokens is not None:  # a token whose position is not certain gives rows if any it may have is wanted
+        max_row_tokens *= 1 + capabilities.traits.uncertainty
     # A prompt that may be split can be computed one token at a time, if need be.
     step_tokens = 1 if chunked else prompt_len
     needed_rows = rows_per_token * (step_tokens if max_row_tokens is None else min(max_row_tokens, step_tokens))

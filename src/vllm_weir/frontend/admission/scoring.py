@@ -214,13 +214,21 @@ class ProbeResolver:
         output = _output(
             probe, when.output, f"{when.path}.output", f"say which one gates: output=0..{probe.outputs - 1}"
         )
-        _check_order(probe, intervention, intervention.resolve_layers(self._capabilities.num_layers))
+        layers = intervention.resolve_layers(self._capabilities.num_layers)
+        _check_order(probe, intervention, layers, self._capabilities.traits.speculative)
         threshold = float(np.float32(when.threshold))
         sharpness = float(np.float32(when.sharpness or 0.0))
         return ResolvedGate(index, output, threshold, when.above is not None, when.latch, when.delay, sharpness)
 
     def _controlled(self, intervention: Intervention, when: When, own: bool) -> ResolvedGate:
         """Return the gate of a sync controller, whose probes are added to the request."""
+        if self._capabilities.traits.speculative:
+            raise WeirError(
+                "a controller decides on a token after the pass of the one before, and speculative decoding verifies "
+                "several tokens in one pass; gate by a probe (above= or below=), or start the engine without "
+                "speculative_config",
+                when.path,
+            )
         field = f"{when.path}.probe"
         reads = []
         for one in self._registry.read_by(when.controller, field):
@@ -296,14 +304,24 @@ def _output(probe: ResolvedProbe, output: int | None, field: str, say: str) -> i
     return output or 0
 
 
-def _check_order(probe: ResolvedProbe, intervention: Intervention, layers: Sequence[int]) -> None:
-    """Raise WeirError unless a probe's score is known where an intervention acts."""
+def _check_order(probe: ResolvedProbe, intervention: Intervention, layers: Sequence[int], speculative: bool) -> None:
+    """Raise WeirError unless a probe's score is known where an intervention acts.
+
+    In a `speculative` engine generated tokens, too, share a pass.
+    """
     acting = [Site(intervention.hook, layer) for layer in layers]
     early = [site for site in acting if not _reads_before(probe.site, site)]
     when = intervention.when
-    if not early or (when.delay and intervention.positions.kind == "generated"):
+    if not early or (when.delay and intervention.positions.kind == "generated" and not speculative):
         return
     first = min(early, key=place_of)
+    if when.delay and speculative:
+        raise WeirError(
+            f"{probe.name!r} reads {probe.site}, where a token comes after {first}: speculative decoding verifies "
+            "several tokens in one pass, so the score of the one before is not known in time; act at a later block "
+            "than the probe's, or start the engine without speculative_config",
+            when.path,
+        )
     if when.delay:
         raise WeirError(
             f"{probe.name!r} reads {probe.site}, where a token comes after {first}: at a token of the prompt the score "

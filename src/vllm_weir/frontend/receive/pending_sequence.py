@@ -405,7 +405,7 @@ class RowLocations:
 
 def _locate(row_views: list[RowSequenceView], positions: np.ndarray) -> RowLocations:
     """Find the rows at `positions`; the last view that has one counts."""
-    if len(row_views) == 1 and not len(row_views[0].dropped) and len(positions):
+    if len(row_views) == 1 and not len(row_views[0].dropped) and len(positions) and not row_views[0].has_gaps:
         have = row_views[0].positions
         first = 0 if len(have) and have[0] == positions[0] else int(np.searchsorted(have, positions[0]))
         found = have[first : first + len(positions)]
@@ -418,7 +418,7 @@ def _locate(row_views: list[RowSequenceView], positions: np.ndarray) -> RowLocat
         found = np.zeros(len(positions), bool)
         inside = rank < len(have)
         found[inside] = have[rank[inside]] == positions[inside]
-        locations.view_index[found], locations.rank[found] = k, rank[found]
+        locations.view_index[found], locations.rank[found] = k, row_view.ranks(rank[found])
         if len(row_view.dropped):
             locations.dropped |= np.isin(positions, row_view.dropped)
     return locations

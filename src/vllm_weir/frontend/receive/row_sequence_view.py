@@ -76,6 +76,9 @@ class RowSequenceView:
         self.dropped = np.zeros(0, np.int64)
         self._new_positions: list[np.ndarray] = []
         self._positions = np.zeros(0, np.int64)
+        self._next_rank = 0
+        self._ranks: list[np.ndarray] | None = None
+        """Ranks of `positions`; None while they are 0, 1, ..."""
         self.presliced: SlicedRows | None = None
 
     @property
@@ -90,14 +93,39 @@ class RowSequenceView:
         """Note rows that have arrived.
 
         Args:
-            arrivals: int [n, 4] of rank, position, count, stride; ranks ascend without gaps, and
-                are -1 for rows that the worker has dropped.
+            arrivals: int [n, 4] of rank, position, count, stride; ranks ascend, and are -1 for
+                rows that the worker has dropped. Ranks of rejected drafts are left out.
         """
         lost = arrivals[:, 0] < 0
         if lost.any():
             self.dropped = np.concatenate([self.dropped, expand_runs(*arrivals[lost, 1:].T)])
             arrivals = arrivals[~lost]
+        self._record_ranks(arrivals[:, 0], arrivals[:, 2])
         self._new_positions.append(expand_runs(*arrivals[:, 1:].T))
+
+    def _record_ranks(self, first: np.ndarray, count: np.ndarray) -> None:
+        """Note the ranks that have arrived, int [n]: `count` each, from `first` on."""
+        if not len(first):
+            return
+        ends = first + count
+        if self._ranks is None and (int(first[0]) != self._next_rank or (first[1:] != ends[:-1]).any()):
+            self._ranks = [np.arange(self._next_rank)]
+        self._next_rank = int(ends[-1])
+        if self._ranks is not None:
+            self._ranks.append(expand_runs(first, count, np.ones_like(first)))
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether ranks were left out."""
+        return self._ranks is not None
+
+    def ranks(self, indices: np.ndarray) -> np.ndarray:
+        """Return the ranks of ``positions[indices]``."""
+        if self._ranks is None:
+            return indices
+        if len(self._ranks) > 1:
+            self._ranks = [np.concatenate(self._ranks)]
+        return self._ranks[0][indices]
 
     def copies_of_filled_extents(self) -> list[tuple[Extent, torch.Tensor]]:
         """Return the extents that can move to memory of this process, with a copy of each."""
@@ -163,7 +191,7 @@ class RowSequenceView:
     def complete_preslice(self) -> SlicedRows | None:
         """Return what was presliced if exactly that has arrived and it has not moved."""
         sliced, positions = self._valid_preslice, self.positions
-        if sliced is None or len(positions) != len(sliced.block.rows):
+        if sliced is None or self.has_gaps or len(positions) != len(sliced.block.rows):
             return None
         if positions[0] != sliced.first or positions[-1] - positions[0] != len(positions) - 1:
             return None

@@ -10,7 +10,7 @@ import numpy as np
 from vllm_weir.schema.read_outs import RecordLayout
 from vllm_weir.schema.reductions import COMPLETE, CONTINUED, GROUP
 from vllm_weir.schema.request import Postprocess, cell_rows
-from vllm_weir.schema.selectors import Selectors, distinct
+from vllm_weir.schema.selectors import Selectors, distinct, joined_codes
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import ResultCell, RowSequence, RowSequences
 from vllm_weir.worker.planning.site_sets import SiteSets
@@ -99,15 +99,41 @@ class CapturePlanner:
             start = prompt_end
         runs = request.selectors.runs(start, end) if start < end else ()
         if runs is None:
-            self._plan_scattered(builder, request, endpoint, offset, np.arange(start, end))
+            positions = np.arange(start, end)
+            self._plan_scattered(builder, request, endpoint, offset, positions, request.selectors.codes(positions))
             return
         for code, run_start, run_end in runs:
             self._plan_run(builder, request, endpoint, offset, code, run_start, run_end)
 
-    def leave(self, request: CapturingRequest) -> None:
-        """Release what a request holds."""
+    def plan_uncertain(
+        self,
+        builder: PlanBuilder,
+        request: CapturingRequest,
+        endpoint: int,
+        first: int,
+        start: int,
+        count: int,
+        behind: int,
+    ) -> None:
+        """Plan a request's `count` generated tokens, whose positions may be up to `behind` less than planned.
+
+        A token gives every row that is wanted at any position it may have.
+
+        Raises:
+            WeirError: if there is no room for them.
+        """
+        codes = joined_codes(request.selectors.codes(np.arange(start - behind, start + count)), behind)
+        self._plan_scattered(builder, request, endpoint, first - start, np.arange(start, start + count), codes)
+
+    def restart(self, request: CapturingRequest) -> None:
+        """End the row sequences of a request that goes on after a preemption."""
         for row_seq in request.row_seqs.values():
             self._row_seqs.close(row_seq)
+        request.row_seqs.clear()
+
+    def leave(self, request: CapturingRequest) -> None:
+        """Release what a request holds."""
+        self.restart(request)
         if request.reduction is not None:
             self._row_seqs.close(request.reduction)
         for site_set in request.site_sets.values():
@@ -146,13 +172,19 @@ class CapturePlanner:
             position += count
         self._row_seqs.last_position[row_seq.index] = end - 1
         if position < end:
-            builder.drop(endpoint, row_seq.number, np.arange(position, end))
+            lost = np.arange(position, end)
+            builder.drop(endpoint, row_seq.number, offset + lost, lost)
 
     def _plan_scattered(
-        self, builder: PlanBuilder, request: CapturingRequest, endpoint: int, offset: int, positions: np.ndarray
+        self,
+        builder: PlanBuilder,
+        request: CapturingRequest,
+        endpoint: int,
+        offset: int,
+        positions: np.ndarray,
+        codes: np.ndarray,
     ) -> None:
-        """Plan any positions, which are tokens ``offset + positions``."""
-        codes = request.selectors.codes(positions)
+        """Plan any positions with these codes, which are tokens ``offset + positions``."""
         for code in map(int, distinct(codes)):
             site_set = self._site_set(request, code)
             wanted = positions[codes == code]
@@ -164,15 +196,16 @@ class CapturePlanner:
                 placed += count
             self._row_seqs.last_position[row_seq.index] = wanted[-1]
             if placed < len(wanted):
-                builder.drop(endpoint, row_seq.number, wanted[placed:])
+                builder.drop(endpoint, row_seq.number, offset + wanted[placed:], wanted[placed:])
 
     def _row_seq(self, request: CapturingRequest, code: int, site_set: int, position: int) -> RowSequence:
         """Return the row sequence for a token with `code` at `position`."""
         row_seq = request.row_seqs.get(site_set)
-        if row_seq is not None and self._row_seqs.last_position[row_seq.index] >= position:
+        row_seqs = self._row_seqs
+        if row_seq is not None and row_seqs.last_position[row_seq.index] - position >= row_seqs.rewind:
             # Recomputed after a preemption. Start a new row sequence, so that rows already handed
             # out do not change.
-            self._row_seqs.close(row_seq)
+            row_seqs.close(row_seq)
             row_seq = None
         if row_seq is None:
             row_seq = request.row_seqs[site_set] = self._open(request, code, site_set, position)
@@ -182,6 +215,7 @@ class CapturePlanner:
         """Open a row sequence for tokens with `code` from `position` on."""
         end = request.selectors.prompt_len + request.max_generated - 1
         in_prompt, rows = request.selectors.count(code, position, end)
+        rows += self._row_seqs.rewind * (rows - in_prompt)  # each may have to be computed so often
         columns, cell = self._site_sets.columns_of[site_set], None
         postprocess = request.postprocess
         if postprocess is not None:
@@ -224,7 +258,7 @@ class CapturePlanner:
         if not still_to_come:
             places = self._row_seqs.place(reduction, 1)
             if not places:
-                builder.drop(endpoint, reduction.number, positions[-1:])
+                builder.drop(endpoint, reduction.number, offset + positions[-1:], positions[-1:])
                 return
             arena_row = places[0][1]
         builder.reduce(

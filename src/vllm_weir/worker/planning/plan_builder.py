@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_weir.schema.reductions import CONTINUED, GROUP, MAXIMUM, SEEDED
+from vllm_weir.worker.planning.by_endpoint import ByEndpoint
 from vllm_weir.worker.planning.columns import (
     ARRIVAL,
     COPY_RUN,
@@ -22,7 +23,7 @@ from vllm_weir.worker.planning.columns import (
 )
 from vllm_weir.worker.planning.row_sequences import RowSequence, RowSequences
 from vllm_weir.worker.planning.score_builder import ScoreBuilder
-from vllm_weir.worker.planning.step_plan import ProgramsByToken, RequestFailure, StepPlan
+from vllm_weir.worker.planning.step_plan import ProgramsByPosition, ProgramsByToken, RequestFailure, StepPlan
 
 
 @dataclass(frozen=True)
@@ -46,34 +47,6 @@ class _RequestReduction:
     arena_row: int | None
 
 
-class _ByEndpoint:
-    """Arrays of one dtype, to be sorted by the reader that each row is for."""
-
-    def __init__(self, dtype: np.dtype) -> None:
-        self._dtype = dtype
-        self._rows: list[np.ndarray] = []
-        self._endpoints: list[np.ndarray | int] = []
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, endpoints: np.ndarray | int, rows: np.ndarray) -> None:
-        """Add rows [n]; `endpoints`: numbers of their readers, [n], or one for all of them."""
-        self._rows.append(rows)
-        self._endpoints.append(endpoints)
-
-    def sorted(self, endpoints: Sequence[str]) -> dict[str, np.ndarray]:
-        """Return endpoint -> its rows, in the order in which they were added."""
-        if not self._rows:
-            return {}
-        rows = concatenate(self._rows, self._dtype)
-        if len(endpoints) == 1:
-            return {endpoints[0]: rows}
-        parts = zip(self._endpoints, self._rows, strict=True)
-        numbers = np.concatenate([np.broadcast_to(number, len(part)) for number, part in parts])
-        return {endpoints[number]: rows.take((numbers == number).nonzero()[0]) for number in np.unique(numbers)}
-
-
 class PlanBuilder:
     """Collects what one step captures and steers, and builds its plan.
 
@@ -84,7 +57,7 @@ class PlanBuilder:
         size: tokens of the step.
 
     Attributes:
-        site_sets, programs, programs_by_token, failures: as in `StepPlan`.
+        site_sets, programs, programs_by_token, programs_by_position, failures: as in `StepPlan`.
         scores: what probes read.
     """
 
@@ -93,6 +66,7 @@ class PlanBuilder:
         self.site_sets = np.full(size, -1, np.int32)
         self.programs = np.full(size, -1, np.int32)
         self.programs_by_token: list[ProgramsByToken] = []
+        self.programs_by_position: list[ProgramsByPosition] = []
         self.failures: list[RequestFailure] = []
         self.scores = ScoreBuilder()
         self._placements: list[np.ndarray] = []
@@ -100,11 +74,13 @@ class PlanBuilder:
         self._copy_runs: list[np.ndarray] = []
         self._token_runs: list[tuple[int, ...]] = []
         """See `TOKEN_RUN`."""
+        self._run_arrays: list[np.ndarray] = []
+        """TOKEN_RUN [n] each."""
         self._reductions: list[_RequestReduction] = []
-        self._arrivals = _ByEndpoint(ARRIVAL)
-        self._steered = _ByEndpoint(STEERED)
+        self._arrivals = ByEndpoint(ARRIVAL)
+        self._steered = ByEndpoint(STEERED)
         self._steered_runs: list[tuple[int, ...]] = []
-        """Endpoint's number, and then as in `STEERED`."""
+        """First token and endpoint's number, and then as in `STEERED`."""
         self._cancelled: list[tuple[int, int]] = []
         """(first token, token after the last one) of requests that failed."""
 
@@ -129,7 +105,25 @@ class PlanBuilder:
         arrivals = np.empty(len(tokens), ARRIVAL)
         arrivals["row_seq"], arrivals["rank"], arrivals["position"] = row_seqs.number[indices], ranks, positions
         arrivals["count"] = arrivals["stride"] = 1
-        self._arrivals.add(endpoints, arrivals)
+        self._arrivals.add(endpoints, arrivals, tokens)
+
+    def capture_runs(
+        self,
+        endpoints: np.ndarray,
+        row_seqs: RowSequences,
+        indices: np.ndarray,
+        ranks: np.ndarray,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
+        """Capture consecutive tokens for the row sequences at `indices`; all arrays [n]."""
+        runs = np.empty(len(tokens), TOKEN_RUN)
+        runs["token"], runs["count"], runs["endpoint"], runs["position"] = tokens, counts, endpoints, positions
+        runs["rank"], runs["size"], runs["row_seq"] = ranks, row_seqs.rank_size[indices], row_seqs.number[indices]
+        runs["place"] = row_seqs.origin[indices] + ranks * runs["size"]
+        runs["ring_rows"], runs["codec"] = row_seqs.ring_rows[indices], row_seqs.codec[indices]
+        self._run_arrays.append(runs)
 
     def capture_run(
         self,
@@ -176,7 +170,7 @@ class PlanBuilder:
         placements["ring_rows"] = row_seq.ring_rows
         placements["codec"] = row_seq.codec
         self._add_placements(placements)
-        self._add_arrivals(endpoint, row_seq.number, rank, positions)
+        self._add_arrivals(endpoint, row_seq.number, rank, positions, tokens)
 
     def reduce(
         self,
@@ -218,29 +212,42 @@ class PlanBuilder:
         slots = group_of_token * row_seq.rank_size
         self._reductions.append(_RequestReduction(tokens, spans, slots, fields, row_seq.rank_size, arena_row))
         if arena_row is not None:
-            self._arrivals.add(endpoint, np.array([(row_seq.number, 0, positions[-1], 1, 1)], ARRIVAL))
+            arrival = np.array([(row_seq.number, 0, positions[-1], 1, 1)], ARRIVAL)
+            self._arrivals.add(endpoint, arrival, int(tokens[-1]))
 
-    def drop(self, endpoint: int, row_seq: int, positions: np.ndarray) -> None:
-        """Report that rows of a row sequence (its number) at `positions` are dropped."""
-        self._add_arrivals(endpoint, row_seq, None, positions)
+    def drop(self, endpoint: int, row_seq: int, tokens: np.ndarray, positions: np.ndarray) -> None:
+        """Report that rows of a row sequence (its number) of `tokens` at `positions` are dropped."""
+        self._add_arrivals(endpoint, row_seq, None, positions, tokens)
 
-    def steer_one_each(self, endpoints: np.ndarray, groups: np.ndarray, positions: np.ndarray) -> None:
-        """Report one steered position for each of the groups; all arrays [n]."""
+    def steer_each(
+        self,
+        endpoints: np.ndarray,
+        groups: np.ndarray,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        counts: np.ndarray | int,
+    ) -> None:
+        """Report consecutive steered positions for each of the groups; all arrays [n]."""
         steered = np.empty(len(groups), STEERED)
-        steered["group"], steered["position"] = groups, positions
-        steered["count"] = steered["stride"] = 1
-        self._steered.add(endpoints, steered)
+        steered["group"], steered["position"], steered["count"], steered["stride"] = groups, positions, counts, 1
+        self._steered.add(endpoints, steered, tokens)
 
-    def steer_run(self, endpoint: int, group: int, position: int, count: int) -> None:
-        """Report `count` consecutive steered positions of a group."""
-        self._steered_runs.append((endpoint, group, position, count, 1))
+    def steer_run(self, endpoint: int, group: int, token: int, position: int, count: int) -> None:
+        """Report `count` consecutive steered tokens and positions of a group."""
+        self._steered_runs.append((token, endpoint, group, position, count, 1))
 
-    def steer_some(self, endpoint: int, group: int, positions: np.ndarray) -> None:
-        """Report any steered positions (ascending) of a group."""
+    def steer_some(self, endpoint: int, group: int, positions: np.ndarray, offset: int | None = None) -> None:
+        """Report any steered positions (ascending) of a group.
+
+        They are tokens ``offset + positions`` of the step; of an earlier one if `offset` is None.
+        """
         self._steered_runs.extend(
-            (endpoint, group, int(positions[start]), end - start, stride)
+            (
+                -1 if offset is None else offset + int(positions[start]),
+                endpoint, group, int(positions[start]), end - start, stride,
+            )
             for start, end, stride in _strided_runs(positions)
-        )
+        )  # fmt: skip
 
     def cancel(self, first: int, count: int) -> None:
         """Undo whatever was added for the `count` tokens from `first` on."""
@@ -248,6 +255,7 @@ class PlanBuilder:
         self._cancelled.append((first, end))
         self.site_sets[first:end] = self.programs[first:end] = -1
         self.programs_by_token = [c for c in self.programs_by_token if not first <= c.tokens[0] < end]
+        self.programs_by_position = [c for c in self.programs_by_position if not first <= c.tokens[0] < end]
 
     def finish(self, endpoints: Sequence[str]) -> StepPlan | None:
         """Return the plan, None if nothing happens in the step.
@@ -283,6 +291,7 @@ class PlanBuilder:
             arrivals=self._arrivals.sorted(endpoints),
             steered=self._steered.sorted(endpoints),
             programs_by_token=self.programs_by_token,
+            programs_by_position=self.programs_by_position,
             failures=self.failures,
             records=records,
             spans=spans,
@@ -294,10 +303,14 @@ class PlanBuilder:
             score_reads=score_reads,
         )
 
+    def drafted(self, endpoints: Sequence[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Return the first tokens of the finished plan's arrivals and steered positions, see `DraftedStep`."""
+        return self._arrivals.tokens(endpoints), self._steered.tokens(endpoints)
+
     def _is_empty(self) -> bool:
         if self._placements or self._reductions or self._arrivals or self._steered or self.failures or self.scores:
             return False
-        return not (self.programs >= 0).any()
+        return not (self.programs_by_position or (self.programs >= 0).any())
 
     def _apply_cancellations(self, placements: np.ndarray) -> None:
         """Give tokens of failed requests no ring rows and no place in the arena."""
@@ -352,9 +365,11 @@ class PlanBuilder:
 
     def _expand_token_runs(self) -> None:
         """Add every token of the runs."""
-        if not self._token_runs:
+        if self._token_runs:
+            self._run_arrays.append(np.array(self._token_runs, TOKEN_RUN))
+        if not self._run_arrays:
             return
-        runs = np.array(self._token_runs, TOKEN_RUN)
+        runs = concatenate(self._run_arrays, TOKEN_RUN)
         counts = runs["count"]
         ends = counts.cumsum()
         starts = ends - counts
@@ -376,27 +391,30 @@ class PlanBuilder:
         for name in ("row_seq", "rank", "position", "count"):
             arrivals[name] = runs[name]
         arrivals["stride"] = 1
-        self._arrivals.add(runs["endpoint"], arrivals)
+        self._arrivals.add(runs["endpoint"], arrivals, runs["token"])
 
     def _expand_steered_runs(self) -> None:
         if self._steered_runs:
-            endpoints, *columns = np.array(self._steered_runs).T
+            tokens, endpoints, *columns = np.array(self._steered_runs).T
             steered = np.empty(len(endpoints), STEERED)
             for name, column in zip(STEERED.names or (), columns, strict=True):
                 steered[name] = column
-            self._steered.add(endpoints, steered)
+            self._steered.add(endpoints, steered, tokens)
 
     def _add_placements(self, placements: np.ndarray) -> None:
         self._placements.append(placements)
         self._num_placements += len(placements)
 
-    def _add_arrivals(self, endpoint: int, row_seq: int, rank: int | None, positions: np.ndarray) -> None:
-        """Report rows at `positions` (ascending), with ranks from `rank` on; None: dropped."""
+    def _add_arrivals(
+        self, endpoint: int, row_seq: int, rank: int | None, positions: np.ndarray, tokens: np.ndarray
+    ) -> None:
+        """Report rows of `tokens` at `positions` (ascending), with ranks from `rank` on; None: dropped."""
+        runs = _strided_runs(positions)
         arrivals = [
             (row_seq, -1 if rank is None else rank + start, positions[start], end - start, stride)
-            for start, end, stride in _strided_runs(positions)
+            for start, end, stride in runs
         ]
-        self._arrivals.add(endpoint, np.array(arrivals, ARRIVAL))
+        self._arrivals.add(endpoint, np.array(arrivals, ARRIVAL), tokens[[start for start, _, _ in runs]])
 
 
 def _consecutive_runs(values: np.ndarray) -> list[tuple[int, int, int]]:

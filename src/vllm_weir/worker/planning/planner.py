@@ -18,6 +18,7 @@ from types import MappingProxyType
 import numpy as np
 
 from vllm_weir.errors import WeirError
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec
@@ -28,6 +29,7 @@ from vllm_weir.schema.taps import column_of
 from vllm_weir.util.identity_cache import IdentityCache
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.capture_planner import CapturePlanner, CapturingRequest, ReadOutCodec
+from vllm_weir.worker.planning.drafts import DraftedStep
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.score_planner import ScorePlanner
@@ -55,12 +57,15 @@ class Planner:
         row_seqs: where rows go; None for an unbounded arena of its own.
         ring_rows: column -> rows of the ring that one of its rows takes; left out where that is 1.
         probes: where probes and gates are held; None if no request has any.
+        traits: of the engine.
 
     Attributes:
         capturing, steered: the live requests that capture or are steered, by id.
         site_sets: the rank table.
         capture_planner, steering_planner, score_planner: plan one request each.
         steady_state: what goes on without change.
+        drafted: the last planned step, if drafts have to be verified before its readers are told of
+            it.
     """
 
     def __init__(
@@ -72,9 +77,11 @@ class Planner:
         row_seqs: RowSequences | None = None,
         ring_rows: Mapping[int, int] = MappingProxyType({}),
         probes: ProbeTable | None = None,
+        traits: EngineTraits = PLAIN_ENGINE,
     ) -> None:
-        self.columns = columns
+        self.columns, self._traits = columns, traits
         self.row_seqs = row_seqs or RowSequences(Arena(1 << 50))
+        self.row_seqs.rewind = traits.draft_tokens
         self.site_sets = SiteSets(max_site_sets, num_columns)
         self.capture_planner = CapturePlanner(self.site_sets, self.row_seqs, table.vectors.shape[1], ring_rows)
         self.score_planner = ScorePlanner(probes or ProbeTable(NO_PROBES, table), table, self.row_seqs)
@@ -82,6 +89,9 @@ class Planner:
         self.capturing: dict[str, CapturingRequest] = {}
         self.steered: dict[str, SteeredRequest] = {}
         self.steady_state = SteadyState()
+        self.drafted: DraftedStep | None = None
+        self._restarted: list[str] = []
+        """Requests that have joined, or go on after a preemption, since the last step."""
         self._repeated: RepeatedSteps | None = None
         self._selected = IdentityCache(self._select)
 
@@ -124,6 +134,7 @@ class Planner:
                 read_out_codec,
             )
             self.steady_state.add_request(request_id, endpoint)
+            self._restarted += [request_id] * self._traits.speculative
 
     def _select(self, spec: ResolvedSpec) -> tuple[SelectorSet, list[tuple[int, ...]]] | None:
         """Return a spec's selectors and the columns that each wants of this worker, if any."""
@@ -154,12 +165,19 @@ class Planner:
             request_id, endpoint, interventions, prompt_len, prompt_ids, fetch, salt, scoring, gated_from
         )
         self.steady_state.add_request(request_id, endpoint)
+        self._restarted += [request_id] * self._traits.speculative
 
     def resume(self, request_ids: Iterable[str]) -> None:
         """Note that requests go on after a preemption: their probes begin anew.
 
         The KV before their next tokens may now be other requests', from the prefix cache.
         """
+        if self._traits.speculative:
+            request_ids = list(request_ids)
+            self._restarted += request_ids
+            for capturing in filter(None, map(self.capturing.get, request_ids)):
+                self.capture_planner.restart(capturing)
+                self.steady_state.unsettle(self.steady_state.slot_of(capturing.request_id))
         for request in filter(None, map(self.steered.get, request_ids)):
             self._end_repetition()
             request.entered = False
@@ -180,7 +198,11 @@ class Planner:
         self.steady_state.remove_request(request_id)
 
     def plan(
-        self, request_ids: Sequence[str], num_tokens: Sequence[int], num_computed: Sequence[int]
+        self,
+        request_ids: Sequence[str],
+        num_tokens: Sequence[int],
+        num_computed: Sequence[int],
+        num_drafts: Sequence[int] | None = None,
     ) -> StepPlan | None:
         """Return the plan for a batch, None if nothing is captured or steered in it.
 
@@ -188,7 +210,9 @@ class Planner:
             request_ids: requests in batch order.
             num_tokens: tokens each one has in this step.
             num_computed: position of each one's first token in this step.
+            num_drafts: how many of its tokens are drafts; None if none are.
         """
+        self.drafted = None
         if not self.capturing and not self.steered:
             return None
         counts, computed = np.asarray(num_tokens, np.int64), np.asarray(num_computed, np.int64)
@@ -198,10 +222,13 @@ class Planner:
         builder = PlanBuilder(int(counts.sum()))
         first_tokens = np.cumsum(counts) - counts
         slots = self.steady_state.slots_of(request_ids)
-        is_steady = (counts == 1) & (computed >= self.steady_state.ready[slots])
+        is_steady = counts <= 1 + self._traits.draft_tokens
+        is_steady &= computed - self._traits.uncertainty >= self.steady_state.ready[slots]
         steady = is_steady.nonzero()[0]
         if len(steady):
-            is_steady[steady] = self._plan_steady(builder, slots[steady], first_tokens[steady], computed[steady])
+            is_steady[steady] = self._plan_steady(
+                builder, slots[steady], first_tokens[steady], computed[steady], counts[steady]
+            )
         others = ((slots != 0) & ~is_steady).nonzero()[0]
         # A request may take from the prefix cache what another computes in this very step. Plan by
         # position, so that the other's failure is known first.
@@ -210,19 +237,53 @@ class Planner:
         for k, first_token, start, count in arguments.tolist():
             self._plan_one(builder, request_ids[k], first_token, start, count)
         plan = builder.finish(self.steady_state.endpoints)
-        if not len(others) and len(counts) == builder.size:
+        if self._traits.speculative:
+            drafts = np.zeros_like(counts) if num_drafts is None else np.asarray(num_drafts, np.int64)
+            self._note_drafts(builder, request_ids, slots, np.stack([first_tokens, counts, drafts, computed], 1))
+        elif not len(others) and len(counts) == builder.size:
             row_seqs = self.steady_state.row_seq[slots[steady]]
             self._repeated = RepeatedSteps(request_ids, computed, plan, self.row_seqs, row_seqs[row_seqs >= 0])
         return plan
+
+    def _note_drafts(
+        self, builder: PlanBuilder, request_ids: Sequence[str], slots: np.ndarray, batch: np.ndarray
+    ) -> None:
+        """Set `drafted`.
+
+        Args:
+            builder: of the finished plan.
+            request_ids: the batch.
+            slots: int64 [n], of the requests.
+            batch: int64 [n, 4]: first token, tokens, drafts and position of each.
+        """
+        restarted, self._restarted = self._restarted, []
+        followed = slots.nonzero()[0]
+        if not len(followed) or not (self._traits.drafts_ahead or batch[followed, 2].any()):
+            return
+        endpoints = list(self.steady_state.endpoints)
+        arrival_tokens, steered_tokens = builder.drafted(endpoints)
+        first_tokens, counts, drafts, starts = batch[followed].T
+        self.drafted = DraftedStep(
+            request_ids=[request_ids[k] for k in followed.tolist()],
+            first_tokens=first_tokens,
+            counts=counts,
+            drafts=drafts,
+            starts=starts,
+            restarted=restarted,
+            arrival_tokens=arrival_tokens,
+            steered_tokens=steered_tokens,
+            score_reads=builder.scores.reads,
+            endpoints=endpoints,
+        )
 
     def _end_repetition(self) -> None:
         self._repeated = None
         self.row_seqs.catch_up()
 
     def _plan_steady(
-        self, builder: PlanBuilder, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray
+        self, builder: PlanBuilder, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, counts: np.ndarray
     ) -> np.ndarray:
-        """Plan one token each of requests in the steady state, all arrays [n].
+        """Plan consecutive tokens of requests in the steady state, all arrays [n].
 
         Returns:
             bool [n], for which of them that was possible: the others' rows need another extent or
@@ -233,42 +294,63 @@ class Planner:
         captures = indices >= 0
         indices = indices[captures]
         fits = np.ones(len(slots), bool)
-        fits[captures] = (row_seqs.next_rank[indices] < row_seqs.end_rank[indices]) & (
-            row_seqs.last_position[indices] < positions[captures]
+        fits[captures] = (row_seqs.next_rank[indices] + counts[captures] <= row_seqs.end_rank[indices]) & (
+            row_seqs.last_position[indices] - positions[captures] < row_seqs.rewind
         )
         if not fits.all():
-            slots, tokens, positions, captures = slots[fits], tokens[fits], positions[fits], captures[fits]
+            slots, tokens, positions, counts, captures = (
+                array[fits] for array in (slots, tokens, positions, counts, captures)
+            )
             indices = steady.row_seq[slots][captures]
         if len(indices):
-            captured_slots, captured_tokens, captured_positions = slots[captures], tokens[captures], positions[captures]
-            builder.site_sets[captured_tokens] = steady.site_set[captured_slots]
-            builder.capture_one_each(
-                steady.endpoint[captured_slots], row_seqs, indices, row_seqs.next_rank[indices],
-                captured_tokens, captured_positions,
-            )  # fmt: skip
-            row_seqs.next_rank[indices] += 1
-            row_seqs.last_position[indices] = captured_positions
-        builder.programs[tokens] = steady.program[slots]
+            self._capture_steady(
+                builder, slots[captures], indices, tokens[captures], positions[captures], counts[captures]
+            )
+        builder.programs[_all_tokens(tokens, counts)] = steady.program[slots].repeat(counts)
         groups = steady.group[slots]
         is_reported = groups >= 0
         if is_reported.any():
-            builder.steer_one_each(steady.endpoint[slots[is_reported]], groups[is_reported], positions[is_reported])
-        self._plan_steady_scores(builder, slots, tokens, positions)
+            builder.steer_each(
+                steady.endpoint[slots[is_reported]],
+                *(array[is_reported] for array in (groups, tokens, positions, counts)),
+            )
+        self._plan_steady_scores(builder, slots, tokens, positions, counts)
         return fits
 
-    def _plan_steady_scores(
-        self, builder: PlanBuilder, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray
+    def _capture_steady(
+        self,
+        builder: PlanBuilder,
+        slots: np.ndarray,
+        indices: np.ndarray,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        counts: np.ndarray,
     ) -> None:
-        """Plan what is scored and measured of one token each of requests in the steady state, all arrays [n]."""
+        """Capture consecutive tokens for the row sequences at `indices`, which have room; all arrays [n]."""
+        steady, row_seqs = self.steady_state, self.row_seqs
+        builder.site_sets[_all_tokens(tokens, counts)] = steady.site_set[slots].repeat(counts)
+        ranks = row_seqs.next_rank[indices]
+        if (counts == 1).all():
+            builder.capture_one_each(steady.endpoint[slots], row_seqs, indices, ranks, tokens, positions)
+        else:
+            builder.capture_runs(steady.endpoint[slots], row_seqs, indices, ranks, tokens, positions, counts)
+        row_seqs.next_rank[indices] += counts
+        row_seqs.last_position[indices] = positions + counts - 1
+
+    def _plan_steady_scores(
+        self, builder: PlanBuilder, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """Plan what is scored and measured of tokens of requests in the steady state, all arrays [n]."""
         steady = self.steady_state
         is_scored = steady.probe[slots] >= 0
         if is_scored.any():
-            self.score_planner.plan_one_each(builder.scores, steady.probe[slots[is_scored]], tokens[is_scored])
+            probes = steady.probe[slots[is_scored]]
+            self.score_planner.plan_each(builder.scores, probes, tokens[is_scored], counts[is_scored])
         is_read = steady.series[slots] >= 0
         if is_read.any():
             slots = slots[is_read]
             builder.scores.read(
-                steady.endpoint[slots], steady.series[slots], positions[is_read], 1, tokens[is_read],
+                steady.endpoint[slots], steady.series[slots], positions[is_read], counts[is_read], tokens[is_read],
                 steady.reported[slots],
             )  # fmt: skip
 
@@ -277,26 +359,42 @@ class Planner:
         capturing, steered = self.capturing.get(request_id), self.steered.get(request_id)
         slot = self.steady_state.slot_of(request_id)
         endpoint = int(self.steady_state.endpoint[slot])
+        place = endpoint, first_token, start, count
         try:
             if capturing is not None:
-                self.capture_planner.plan(builder, capturing, endpoint, first_token, start, count)
+                behind = self._behind(capturing.selectors.prompt_len, start)
+                if behind:
+                    self.capture_planner.plan_uncertain(builder, capturing, *place, behind)
+                else:
+                    self.capture_planner.plan(builder, capturing, *place)
             if steered is not None:
-                self.steering_planner.plan(builder, steered, endpoint, first_token, start, count)
+                behind = self._behind(steered.selectors.prompt_len, start)
+                if behind:
+                    self.steering_planner.plan_uncertain(builder, steered, *place, behind)
+                else:
+                    self.steering_planner.plan(builder, steered, *place)
             self._settle(slot, capturing, steered, start + count)
         except WeirError as e:
             builder.failures.append(RequestFailure(self.steady_state.endpoints[endpoint], request_id, str(e)))
             builder.cancel(first_token, count)
             self.remove(request_id)
             if steered is not None and steered.keys.interventions:
-                self.steering_planner.unsteered_kv.add(steered.keys, start)
+                known = max(0, start - self._traits.uncertainty)
+                self.steering_planner.unsteered_kv.add(steered.keys, known)
+
+    def _behind(self, prompt_len: int, start: int) -> int:
+        """Return how far behind a planned position a request may really be."""
+        return min(self._traits.uncertainty, max(0, start - prompt_len))
 
     def _settle(
         self, slot: int, capturing: CapturingRequest | None, steered: SteeredRequest | None, position: int
     ) -> None:
         """Put a request into the steady state if nothing changes any more from `position` on."""
         row_seq = site_set = program = group = -1
+        ready = 0 if self._traits.speculative else position  # positions of rejected drafts come again
         if capturing is not None:
             start, code = capturing.selectors.steady
+            ready = max(ready, start)
             if position < start:
                 return self.steady_state.unsettle(slot)
             if code:
@@ -306,10 +404,11 @@ class Planner:
                 row_seq = capturing.row_seqs[site_set].index
         if steered is not None:
             start, code = steered.selectors.steady
+            ready = max(ready, start)
             if position < start or steered.recipe.varies(code):
                 return self.steady_state.unsettle(slot)
             group, program = self.steering_planner.group_and_program(steered, code)
-        self.steady_state.settle(slot, position, row_seq, site_set, program, group)
+        self.steady_state.settle(slot, ready, row_seq, site_set, program, group)
         scored = None if steered is None else steered.scored
         if scored is not None and code & scored.recipe.bits:
             if scored.fresh:  # nothing has been read yet, so the next token is planned alone
@@ -318,3 +417,11 @@ class Planner:
             probe = int(scored.rows[0]) if len(scored.rows) else -1
             self.steady_state.settle_scores(slot, probe, series, reported)
         return None
+
+
+def _all_tokens(first_tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the tokens of runs, int64, one run after the other."""
+    if (counts == 1).all():
+        return first_tokens
+    run = np.arange(len(counts)).repeat(counts)
+    return first_tokens[run] + np.arange(len(run)) - (counts.cumsum() - counts)[run]

@@ -96,6 +96,8 @@ class RowSequences:
         reader_columns: column -> what it is called in messages, where that differs.
         grant: called with the endpoint, start and rows of every new piece of the arena.
         epoch: grows whenever a method changes the arrays; see `defer_advance`.
+        rewind: how many positions may be computed again because drafts were rejected. Their rows
+            get new ranks; the rows of rejected drafts are never announced.
     """
 
     def __init__(self, arena: Arena, patience: float | None = 0.0) -> None:
@@ -105,7 +107,7 @@ class RowSequences:
         self.reader_columns: Mapping[int, int] = {}
         self.layout_updates: dict[str, messages.LayoutUpdate] = {}
         self.grant: Callable[[str, int, int], None] = lambda endpoint, start, rows: None
-        self.epoch = 0
+        self.epoch = self.rewind = 0
         self._deferred: tuple[np.ndarray, int] | None = None
         self._numbers = itertools.count()
         self._free: list[int] = []

@@ -11,9 +11,14 @@ from vllm_weir.worker.planning.step_plan import ScoreReads
 
 
 class ScoreBuilder:
-    """Collects the runs of a step, and what is read of them."""
+    """Collects the runs of a step, and what is read of them.
+
+    Attributes:
+        reads: SCORE_READ [n], what is read; None before `finish`.
+    """
 
     def __init__(self) -> None:
+        self.reads: np.ndarray | None = None
         self._runs: list[np.ndarray] = []
         self._reads: list[np.ndarray] = []
 
@@ -21,7 +26,13 @@ class ScoreBuilder:
         return bool(self._runs or self._reads)
 
     def add_runs(
-        self, taps: np.ndarray, probes: np.ndarray, tokens: np.ndarray | int, count: int, fresh: bool, due: int
+        self,
+        taps: np.ndarray,
+        probes: np.ndarray,
+        tokens: np.ndarray | int,
+        count: np.ndarray | int,
+        fresh: bool,
+        due: int,
     ) -> None:
         """Add `count` tokens each, from `tokens` on, for `probes` that read at `taps`; all [n]; see RUN."""
         runs = np.empty(len(probes), RUN)
@@ -57,18 +68,23 @@ class ScoreBuilder:
         for first, end in cancelled:
             runs = runs[(runs["token"] < first) | (runs["token"] >= end)]
             reads = reads[(reads["token"] < first) | (reads["token"] >= end)]
-        runs = runs[runs["tap"].argsort(kind="stable")]
-        if not len(reads):
-            return runs, {}, None
-        tokens, columns = int((reads["token"] + reads["count"]).max()), int(reads["cells"].max())
-        scored, places = {}, {}
-        for number in np.unique(reads["endpoint"]).tolist():
-            own = reads[reads["endpoint"] == number]
-            scored[endpoints[number]] = entries = np.empty(len(own), SCORED)
-            for name in SCORED.names or ():
-                entries[name] = own[name]
-            places[endpoints[number]] = _places(own, columns)
-        return runs, scored, ScoreReads(tokens, columns, places)
+        self.reads = reads
+        return runs[runs["tap"].argsort(kind="stable")], *told_scores(reads, endpoints)
+
+
+def told_scores(reads: np.ndarray, endpoints: Sequence[str]) -> tuple[dict[str, np.ndarray], ScoreReads | None]:
+    """Return `scored` and `score_reads` of a plan for SCORE_READ [n]."""
+    if not len(reads):
+        return {}, None
+    tokens, columns = int((reads["token"] + reads["count"]).max()), int(reads["cells"].max())
+    scored, places = {}, {}
+    for number in np.unique(reads["endpoint"]).tolist():
+        own = reads[reads["endpoint"] == number]
+        scored[endpoints[number]] = entries = np.empty(len(own), SCORED)
+        for name in SCORED.names or ():
+            entries[name] = own[name]
+        places[endpoints[number]] = _places(own, columns)
+    return scored, ScoreReads(tokens, columns, places)
 
 
 def _places(reads: np.ndarray, columns: int) -> np.ndarray:

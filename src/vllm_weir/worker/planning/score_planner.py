@@ -11,7 +11,7 @@ import numpy as np
 from vllm_weir import messages
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.resolved_probes import Scoring
-from vllm_weir.schema.selectors import Selectors
+from vllm_weir.schema.selectors import Selectors, joined_codes
 from vllm_weir.util.identity_cache import IdentityCache
 from vllm_weir.worker.planning.columns import DUE, FIRST_DUE
 from vllm_weir.worker.planning.row_sequences import RowSequences
@@ -104,8 +104,11 @@ class ScorePlanner:
         first: int,
         start: int,
         count: int,
+        behind: int = 0,
     ) -> None:
         """Plan a request's `count` tokens: positions from `start`, tokens of the step from `first`.
+
+        Positions may be up to `behind` less than planned.
 
         Raises:
             WeirError: if a gate would need to know what follows.
@@ -117,8 +120,9 @@ class ScorePlanner:
         if recipe.controlled and start + count >= selectors.prompt_len:
             due = DUE if request.asked else FIRST_DUE
             request.asked = True
-        spans = list(_spans(selectors, recipe.bits, start, start + count))
-        if not spans and not due:
+        spans = list(_spans(selectors, recipe.bits, start, start + count, behind))
+        # What is kept after a token that may be taken back goes on in the next step, scored or not.
+        if not spans and not due and self.table.copies == 1:
             return
         if len(request.rows):
             builder.add_runs(request.taps, request.rows, first, count, request.fresh, due)
@@ -128,13 +132,13 @@ class ScorePlanner:
             tokens = first + positions - start
             builder.read(endpoint, series, positions, ends - positions, tokens, recipe.layout.reported)
 
-    def plan_one_each(self, builder: ScoreBuilder, probes: np.ndarray, tokens: np.ndarray) -> None:
-        """Plan one token each of requests with these first probes; both int64 [n]."""
+    def plan_each(self, builder: ScoreBuilder, probes: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Plan consecutive tokens of requests with these first probes; all int64 [n]."""
         while len(probes):
             fields = self.table.probes[probes]
-            builder.add_runs(fields[:, TAP], probes, tokens, 1, False, DUE)
+            builder.add_runs(fields[:, TAP], probes, tokens, counts, False, DUE)
             goes_on = fields[:, NEXT] >= 0
-            probes, tokens = fields[goes_on, NEXT], tokens[goes_on]
+            probes, tokens, counts = fields[goes_on, NEXT], tokens[goes_on], counts[goes_on]
 
     def series(self, request: ScoredRequest) -> int:
         """Return the number under which the reader knows a request's scores, -1 if they are not reported."""
@@ -164,13 +168,17 @@ def _refuse_together(recipe: ScoringRecipe, selectors: Selectors, start: int, co
     )
 
 
-def _spans(selectors: Selectors, bits: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of the runs of positions between `start` and `end` that have any of `bits`."""
-    runs = selectors.runs(start, end)
+def _spans(selectors: Selectors, bits: int, start: int, end: int, behind: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, end) of the runs of positions between `start` and `end` that have any of `bits`.
+
+    Positions may be up to `behind` less than these.
+    """
+    runs = None if behind else selectors.runs(start, end)
     if runs is not None:
         yield from ((first, last) for code, first, last in runs if code & bits)
         return
-    chosen = np.flatnonzero(selectors.codes(np.arange(start, end)) & bits)
+    codes = selectors.codes(np.arange(start - behind, end))
+    chosen = np.flatnonzero(joined_codes(codes, behind) & bits)
     if len(chosen):
         breaks = np.flatnonzero(np.diff(chosen) > 1) + 1
         for run in np.split(chosen + start, breaks):

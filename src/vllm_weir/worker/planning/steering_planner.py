@@ -17,7 +17,7 @@ from vllm_weir.util.identity_cache import IdentityCache
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.score_planner import ScoredRequest, ScorePlanner
-from vllm_weir.worker.planning.step_plan import ProgramsByToken
+from vllm_weir.worker.planning.step_plan import ProgramsByPosition, ProgramsByToken
 from vllm_weir.worker.steering.programs import ActiveIntervention, ProgramTable
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys, UnsteeredKV
 
@@ -216,8 +216,48 @@ class SteeringPlanner:
         for code, run_start, run_end in runs:
             group, program = self.group_and_program(request, code)
             if group >= 0:
-                builder.steer_run(endpoint, group, run_start, run_end - run_start)
+                builder.steer_run(endpoint, group, offset + run_start, run_start, run_end - run_start)
             builder.programs[offset + run_start : offset + run_end] = program
+
+    def plan_uncertain(
+        self,
+        builder: PlanBuilder,
+        request: SteeredRequest,
+        endpoint: int,
+        first: int,
+        start: int,
+        count: int,
+        behind: int,
+    ) -> None:
+        """Plan a request's `count` generated tokens, whose positions may be up to `behind` less than planned.
+
+        Where that matters, the device chooses the programs.
+
+        Raises:
+            WeirError: if it cannot be steered as asked.
+        """
+        selectors, recipe = request.selectors, request.recipe
+        positions = np.arange(start - behind, start + count)
+        codes = selectors.codes(positions)
+        if (codes == codes[0]).all() and not recipe.by_position:
+            return self.plan(builder, request, endpoint, first, start, count)
+        request.entered = True
+        if request.scored is not None:
+            self.scores.plan(builder.scores, request.scored, selectors, endpoint, first, start, count, behind)
+        programs = np.full(len(positions), -1, np.int32)
+        for k, (position, code) in enumerate(zip(positions.tolist(), codes.tolist(), strict=True)):
+            if any(code >> bit & 1 for bit in selectors.by_token):
+                raise WeirError(
+                    "what is done to a token cannot depend on both its position and its id", "interventions"
+                )
+            programs[k] = self.program(request, code, position) if code else -1
+        for code in map(int, distinct(codes)):
+            group = self._group(request, code)
+            if group >= 0:  # a position that is not reached yet will be steered likewise
+                builder.steer_some(endpoint, group, positions[codes == code])
+        tokens = np.arange(first, first + count)
+        builder.programs_by_position.append(ProgramsByPosition(tokens, start - behind, programs))
+        return None
 
     def _report_cached(self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, start: int) -> None:
         """Report positions before `start`, whose KV comes from the prefix cache.
@@ -250,7 +290,7 @@ class SteeringPlanner:
             steered = positions[codes == code]
             group = self._group(request, code)
             if group >= 0:
-                builder.steer_some(endpoint, group, steered)
+                builder.steer_some(endpoint, group, steered, offset)
             parts = [(steered, -1)]
             if any(request.recipe.interventions[k][0].per_position for k in request.recipe.active(code)):
                 parts = [(steered[k : k + 1], position) for k, position in enumerate(steered.tolist())]

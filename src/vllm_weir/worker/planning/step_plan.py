@@ -30,6 +30,21 @@ class ProgramsByToken:
     programs: np.ndarray
 
 
+@dataclass(frozen=True)
+class ProgramsByPosition:
+    """Tokens whose program depends on their position, which only the device knows.
+
+    Attributes:
+        tokens: int64 [n], of the step.
+        first: the first position that any of them may have.
+        programs: int32 [m], of the positions from `first` on.
+    """
+
+    tokens: np.ndarray
+    first: int
+    programs: np.ndarray
+
+
 class ScoreReads(NamedTuple):
     """Which cells of a step's tokens are sent to readers.
 
@@ -68,7 +83,7 @@ class StepPlan:
         copy_runs: COPY_RUN, of `copies`; the other copies stand alone.
         arrivals: endpoint -> ARRIVAL [m].
         steered: endpoint -> STEERED [m].
-        programs_by_token: programs that are still to be chosen on the device.
+        programs_by_token, programs_by_position: programs that are still to be chosen on the device.
         failures: requests that cannot be served any further.
         records: RECORD [n], the captured tokens that are sent as records of a codec.
         spans: int32 [tokens], for tokens whose rows are reduced: see `vllm_weir.schema.reductions`
@@ -100,13 +115,16 @@ class StepPlan:
     runs: np.ndarray = field(default_factory=lambda: np.empty(0, RUN))
     scored: dict[str, np.ndarray] = field(default_factory=dict)
     score_reads: ScoreReads | None = None
+    programs_by_position: list[ProgramsByPosition] = field(default_factory=list)
 
     @property
     def acting_tokens(self) -> np.ndarray:
         """int32 [n]: tokens on which taps act; those that begin a group of reduced rows first."""
         acts = (self.programs >= 0) | ((self.slots >= 0) & (self.spans >= 0))
-        for choice in self.programs_by_token:
-            acts[choice.tokens] = True
+        for by_token in self.programs_by_token:
+            acts[by_token.tokens] = True
+        for by_position in self.programs_by_position:
+            acts[by_position.tokens] = True
         tokens = np.flatnonzero(acts).astype(np.int32)
         return tokens[np.argsort(self.spans[tokens] <= 0, kind="stable")]
 
@@ -202,7 +220,7 @@ class AdvancedPlan(StepPlan):
 
 _SHARED = (
     "slots", "site_sets", "programs", "rows", "captured_tokens", "copy_runs", "programs_by_token", "failures", "spans",
-    "group_rows", "reductions", "reduced", "runs", "score_reads",
+    "group_rows", "reductions", "reduced", "runs", "score_reads", "programs_by_position",
 )  # fmt: skip
 """Attributes that an advanced plan shares with its base."""
 

@@ -77,11 +77,12 @@ class _Runs:
         self._kind = kind
         self._raws = {LINEAR: self._outputs, MLP: self._units, ATTENTION: self._units * (1 + self._outputs)}[kind]
         size = 1 + self._outputs * (1 + self._window) + (self._units * (2 + self._outputs) if kind == ATTENTION else 0)
-        self._places = torch.from_numpy(probes[:, fields.STATE, None] + np.arange(size))
-        self._states = tensors.states[self._places]
-        self._states[torch.from_numpy(fresh != 0)] = 0.0
-        for _, gates in self._gates(np.flatnonzero(fresh)):
-            tensors.states[torch.from_numpy(gates[:, fields.GATE_STATE])] = 0.0
+        self._places = probes[:, fields.STATE, None] + np.arange(size)
+        new = np.flatnonzero(fresh)
+        tensors.states[self._kept(new, self._places[new], 0, -1)] = 0.0
+        for of_run, gates in self._gates(new):
+            tensors.states[self._kept(new[of_run], gates[:, fields.GATE_STATE], 0, -1)] = 0.0
+        self._states = tensors.states[self._kept(np.arange(len(runs)), self._places, 0, -1)]
         self._decay = tensors.decays[torch.from_numpy(rows)][:, None]
         self._scored = self._find_scored(tap)
         self._biases = self._at_outputs(tensors.biases)
@@ -90,6 +91,22 @@ class _Runs:
             d_model = tensors.vectors.shape[1]
             first = self._at_outputs(tensors.outs).long() * d_model
             self._w_out = tensors.vectors.view(-1)[first[:, :, None] + torch.arange(self._units)]
+
+    def _kept(self, live: np.ndarray, places: np.ndarray, step: int, later: int = 0) -> torch.Tensor:
+        """Return where numbers of runs [n] stand in the copy kept after one of their tokens.
+
+        Args:
+            live: int64 [n], which runs.
+            places: int64 [n] or [n, m], where they stand in the first copy.
+            step: the number of the token.
+            later: how many positions later the copy is.
+        """
+        copies = self._t.copies
+        if copies == 1:
+            return torch.from_numpy(places)
+        positions = self._t.positions.numpy()[self._first[live] + step].astype(np.int64)
+        shift = (positions + later) % copies * self._probes[live, fields.STRIDE]
+        return torch.from_numpy(places + shift.reshape(-1, *[1] * (places.ndim - 1)))
 
     def _at_outputs(self, table: torch.Tensor) -> torch.Tensor:
         """Return what a table has for the outputs of each run's probe, [n, outputs]."""
@@ -119,8 +136,8 @@ class _Runs:
             if scored.any():
                 scores[torch.from_numpy(scored)] = self._score(live[scored], tokens[scored])
             self._put(live, tokens, self._probes[live, fields.SCORES], scores)
-            self._decide(live, tokens, scored)
-        self._t.states[self._places] = self._states
+            self._decide(live, step, scored)
+            self._t.states[self._kept(live, self._places[live], step)] = self._states[torch.from_numpy(live)]
 
     def _put(self, live: np.ndarray, tokens: np.ndarray, cells: np.ndarray, values: torch.Tensor) -> None:
         """Write values [n, m] into cells of tokens, from `cells` [n] on."""
@@ -179,14 +196,14 @@ class _Runs:
             after = self._decay[runs] * outputs + (1 - self._decay[runs]) * before
         return torch.where(number[:, None] > 0, after, outputs)
 
-    def _decide(self, live: np.ndarray, tokens: np.ndarray, scored: np.ndarray) -> None:
+    def _decide(self, live: np.ndarray, step: int, scored: np.ndarray) -> None:
         """Write the factors of the probes' gates for one token of each run."""
+        tokens = self._first[live] + step
         for of_run, gates in self._gates(live):
-            state = torch.from_numpy(gates[:, fields.GATE_STATE])
-            before = self._t.states[state]
+            before = self._t.states[self._kept(live[of_run], gates[:, fields.GATE_STATE], step, -1)]
             follows = scored[of_run] & (gates[:, fields.FLAGS] & fields.CONTROLLED == 0)
             after = torch.where(torch.from_numpy(follows), self._factors(live[of_run], gates, before), before)
-            self._t.states[state] = after
+            self._t.states[self._kept(live[of_run], gates[:, fields.GATE_STATE], step)] = after
             delayed = torch.from_numpy(gates[:, fields.FLAGS] & fields.DELAYED != 0)
             factors = torch.where(delayed, before, after)
             self._put(live[of_run], tokens[of_run], gates[:, fields.FACTOR], factors[:, None])

@@ -3,6 +3,11 @@
 A request's probes are linked by `next`, and so are a probe's gates. What a request's probes and
 gates keep from step to step stands side by side in the table of states, which only the device reads
 and writes; its first number is 0 for good.
+
+Where drafts are verified, a token may turn out not to hold after its score has been added to what
+is kept. So there are as many *copies* of a request's numbers as tokens that one step can take back,
+and one more: what is kept after position p stands in copy ``p % copies``, from where the token at
+p + 1 goes on.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from vllm_weir.worker.steering.programs import ProgramTable
 
 PROBE_FIELDS = (
     "kind", "outputs", "scores", "raws", "units", "hidden", "activation", "smoothing", "window", "state", "gate",
-    "next", "tap",
+    "next", "tap", "stride",
 )  # fmt: skip
 """Integer fields of a probe.
 
@@ -31,6 +36,7 @@ units: hidden units of an MLP, heads of an attention probe.
 state: where its numbers begin in the table of states; also those of its outputs in `outs` and `biases`.
 gate: its first gate, -1 for none.
 next: the request's next probe, -1 for none.
+stride: how far apart the copies of its numbers are in the table of states.
 """
 GATE_FIELDS = ("output", "factor", "state", "flags", "next")
 """Integer fields of a gate: `factor` is its cell."""
@@ -42,8 +48,8 @@ EARLY: a token needs its factor before it reaches the probe.
 CONTROLLED: its factor is what a controller has written into the table of states, whatever the score.
 """
 
-OUTPUTS, SCORES, RAWS, STATE, GATE, NEXT, TAP = (
-    PROBE_FIELDS.index(name) for name in ("outputs", "scores", "raws", "state", "gate", "next", "tap")
+OUTPUTS, SCORES, RAWS, STATE, GATE, NEXT, TAP, STRIDE = (
+    PROBE_FIELDS.index(name) for name in ("outputs", "scores", "raws", "state", "gate", "next", "tap", "stride")
 )
 OUTPUT, FACTOR, GATE_STATE, FLAGS, NEXT_GATE = range(len(GATE_FIELDS))
 ZERO = 0
@@ -71,7 +77,7 @@ class HeldProbes:
 
     Attributes:
         probes, gates: their rows, in the request's order.
-        start, size: their numbers in the table of states.
+        start, size: their numbers in the table of states, all copies.
     """
 
     probes: list[int]
@@ -86,9 +92,10 @@ class ProbeTable(HostTables):
     Args:
         sizes: rows of each table.
         programs: holds the vectors of MLP probes' output layers.
+        copies: of what is kept of a request.
 
     Attributes:
-        probes: int32 [probes, 13], see PROBE_FIELDS.
+        probes: int32 [probes, 14], see PROBE_FIELDS.
         decays: float32 [probes], a of an EMA.
         gates: int32 [gates, 5], see GATE_FIELDS.
         bounds: float32 [gates, 2], see GATE_FLOATS.
@@ -99,20 +106,21 @@ class ProbeTable(HostTables):
             states is from now on what number ``move[k]`` was.
     """
 
-    def __init__(self, sizes: TableSizes, programs: ProgramTable) -> None:
+    def __init__(self, sizes: TableSizes, programs: ProgramTable, copies: int = 1) -> None:
         super().__init__("probes", "decays", "gates", "bounds", "outs", "biases")
+        self.copies = copies
         self.probes = np.full((sizes.probes, len(PROBE_FIELDS)), -1, np.int32)
         self.decays = np.zeros(sizes.probes, np.float32)
         self.gates = np.full((sizes.gates, len(GATE_FIELDS)), -1, np.int32)
         self.bounds = np.zeros((sizes.gates, len(GATE_FLOATS)), np.float32)
-        self.outs = np.full(sizes.states + 1, -1, np.int32)
-        self.biases = np.zeros(sizes.states + 1, np.float32)
+        self.outs = np.full(sizes.states * copies + 1, -1, np.int32)
+        self.biases = np.zeros(sizes.states * copies + 1, np.float32)
         self.controlled: dict[int, ControlledGate] = {}
         self.moves: list[np.ndarray] = []
         self._programs = programs
         self._free_probes = list(range(sizes.probes - 1, -1, -1))
         self._free_gates = list(range(sizes.gates - 1, -1, -1))
-        self._extents = Arena(sizes.states)
+        self._extents = Arena(sizes.states * copies)
         self._held: set[HeldProbes] = set()
         self.early = 0
         """Gates in use that are EARLY."""
@@ -129,10 +137,10 @@ class ProbeTable(HostTables):
         outs = [[self._programs.vector_row(row, len(p.rows)) for row in p.out_rows] for p in recipe.probes]
         if len(recipe.probes) > len(self._free_probes) or len(recipe.gates) > len(self._free_gates):
             raise WeirError("the table of probes or of gates is full; raise max_probes", "probes")
-        start = self._allocate(size)
+        start = self._allocate(size * self.copies)
         probes = [self._free_probes.pop() for _ in recipe.probes]
         gates = [self._free_gates.pop() for _ in recipe.gates]
-        held = HeldProbes(probes, gates, start, size)
+        held = HeldProbes(probes, gates, start, size * self.copies)
         self._held.add(held)
         next_row = -1
         at = start + sum(sizes)
@@ -140,7 +148,7 @@ class ProbeTable(HostTables):
         for k in reversed(range(len(probes))):
             at -= sizes[k]
             first_gate = next((gates[g] for g, gate in enumerate(recipe.gates) if gate.probe == k), -1)
-            self._write_probe(recipe, k, probes[k], at, first_gate, next_row, outs[k])
+            self._write_probe(recipe, k, probes[k], (at, size), first_gate, next_row, outs[k])
             next_row = probes[k]
         self.early += len(recipe.early)
         return held
@@ -159,7 +167,7 @@ class ProbeTable(HostTables):
     def usage(self) -> dict[str, int]:
         """Return how many rows are in use."""
         probes, gates = len(self.probes) - len(self._free_probes), len(self.gates) - len(self._free_gates)
-        return {"probes": probes, "gates": gates, "states": self._extents.used}
+        return {"probes": probes, "gates": gates, "states": self._extents.used // self.copies}
 
     def take_moves(self) -> list[np.ndarray]:
         """Return `moves`, and forget them."""
@@ -167,13 +175,22 @@ class ProbeTable(HostTables):
         return moves
 
     def _write_probe(
-        self, recipe: ScoringRecipe, k: int, row: int, state: int, gate: int, next_row: int, outs: list[int]
+        self,
+        recipe: ScoringRecipe,
+        k: int,
+        row: int,
+        place: tuple[int, int],
+        gate: int,
+        next_row: int,
+        outs: list[int],
     ) -> None:
-        probe = recipe.probes[k]
+        """Write the k-th probe's row; `place` is its state and stride."""
+        probe, (state, stride) = recipe.probes[k], place
         window = int(probe.parameter) if probe.smoothing == MEAN else 0
         self.probes[row] = (
             probe.kind, probe.outputs, recipe.layout.scores[k], recipe.layout.raws[k], units_of(probe), probe.hidden,
             probe.activation, probe.smoothing, window, state, gate, next_row, recipe.taps[k],
+            stride,
         )  # fmt: skip
         self.decays[row] = probe.parameter
         self.changed["probes"].add(row)

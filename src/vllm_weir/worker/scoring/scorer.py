@@ -51,7 +51,9 @@ class Scorer:
         self.tensors = ScoreTensors(
             offsets=self._run_writer.offsets,
             runs=self._run_writer.runs,
-            states=torch.zeros(sizes.states + 1, dtype=torch.float32, device=device),
+            states=torch.zeros(sizes.states * table.copies + 1, dtype=torch.float32, device=device),
+            positions=torch.zeros(tap_tensors.plan.shape[0], dtype=torch.int32, device=device),
+            copies=table.copies,
             **{name: shared[name] for name in ("plan", "heads", "ints", "vectors", "cells")},
             **self._table_writer.tensors,
         )
@@ -59,12 +61,21 @@ class Scorer:
         self._early: tuple[torch.Tensor, torch.Tensor] | None = None
         """Places in `cells` of factors that are needed before the pass reaches their probe, and in `states`."""
 
-    def begin(self, plan: StepPlan) -> None:
-        """Prepare the coming forward pass."""
+    def begin(self, plan: StepPlan, positions: torch.Tensor | None = None) -> None:
+        """Prepare the coming forward pass.
+
+        Args:
+            plan: of the step.
+            positions: int [>= tokens] on the device, of its tokens; needed where drafts are
+                verified.
+        """
         for move in self._table.take_moves():
             source = upload(move, self._device)
             self.tensors.states[: len(move)] = self.tensors.states[source]
         self._table_writer.flush()
+        if self._table.copies > 1 and len(plan.runs):
+            assert positions is not None, "drafts are verified"
+            self.tensors.positions[: len(plan.slots)].copy_(positions[: len(plan.slots)])
         if self._run_writer.write(plan.runs):
             self._early = self._find_early(plan.runs) if self._table.early else None
             self.controllers.prepare(plan.runs)
@@ -87,24 +98,25 @@ class Scorer:
         else:
             cpu_kernel.launch(tap, self.tensors)
 
-    def read(self, reads: ScoreReads) -> Callable[[], dict[str, np.ndarray]]:
+    def read(self, reads: ScoreReads) -> Callable[[ScoreReads | None], dict[str, np.ndarray]]:
         """Copy what readers are told of the step, after its forward pass was issued.
 
         Returns:
-            A function that waits for the copy, and returns endpoint -> float32 [n].
+            A function that waits for the copy, and returns endpoint -> float32 [n]. It may be given
+            reads of fewer tokens and as many columns, if some turn out not to hold.
         """
         cells = self.tensors.cells[: reads.tokens, : reads.columns]
         if self._device.type != "cuda":
-            picked = _pick(cells.contiguous(), reads)
-            return lambda: picked
+            own = cells.clone()
+            return lambda fewer: _pick(own, fewer or reads)
         host = torch.empty(cells.shape, dtype=cells.dtype, pin_memory=True)
         host.copy_(cells, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
 
-        def arrived() -> dict[str, np.ndarray]:
+        def arrived(fewer: ScoreReads | None) -> dict[str, np.ndarray]:
             copied.synchronize()
-            return _pick(host, reads)
+            return _pick(host, fewer or reads)
 
         return arrived
 
@@ -126,5 +138,5 @@ class Scorer:
 
 
 def _pick(cells: torch.Tensor, reads: ScoreReads) -> dict[str, np.ndarray]:
-    values = cells.numpy().reshape(-1)
+    values = cells[:, : reads.columns].numpy().reshape(-1)
     return {endpoint: values[places] for endpoint, places in reads.places.items()}

@@ -19,15 +19,18 @@ class ScoreTensors:
             ``offsets[t + 1]`` (not included).
         runs: int32 [probes, 4], see RUN_FIELDS.
         plan, heads, ints, vectors, cells: as in `vllm_weir.worker.tap.op.TapTensors`.
-        probes: int32 [probes, 13]. This and the following are the tables of
+        probes: int32 [probes, 14]. This and the following are the tables of
             `vllm_weir.worker.scoring.probe_table.ProbeTable`.
         decays: float32 [probes].
         gates: int32 [gates, 5].
         bounds: float32 [gates, 2].
-        outs: int32 [states + 1].
-        biases: float32 [states + 1].
-        states: float32 [states + 1], what is kept from step to step. A probe's numbers are in the
+        outs: int32 [copies * states + 1].
+        biases: float32 [copies * states + 1].
+        states: float32 [copies * states + 1], what is kept from step to step. A probe's numbers are in the
             order of `ResolvedProbe.state_size`; a gate's is its last factor.
+        positions: int32 [tokens], of the step's tokens; only read where there are several copies of
+            what is kept.
+        copies: of what is kept of a request, see `vllm_weir.worker.scoring.probe_table`.
     """
 
     offsets: torch.Tensor
@@ -44,3 +47,5 @@ class ScoreTensors:
     outs: torch.Tensor
     biases: torch.Tensor
     states: torch.Tensor
+    positions: torch.Tensor
+    copies: int = 1

@@ -36,7 +36,7 @@ _NODE = tl.constexpr(len(programs.INT_FIELDS))
 _RUN = tl.constexpr(len(RUN_FIELDS))
 _PROBE = tl.constexpr(len(probe_table.PROBE_FIELDS))
 _GATE = tl.constexpr(len(probe_table.GATE_FIELDS))
-_OF_GATE = tl.constexpr(probe_table.GATE)
+_OF_GATE, _STRIDE = tl.constexpr(probe_table.GATE), tl.constexpr(probe_table.STRIDE)
 
 
 @triton.jit
@@ -153,19 +153,22 @@ def _factor(gate, gates, bounds, score, before, lanes):
 
 
 @triton.jit
-def _decide(gate, gates, bounds, states, score, scored, row, lanes):
-    """Write the factors of a probe's gates, from `gate` on, for a token with cells at `row`."""
+def _decide(gate, gates, bounds, states, here, there, score, scored, row, lanes):
+    """Write the factors of a probe's gates, from `gate` on, for a token with cells at `row`.
+
+    `here` and `there` are the copies of what is kept before and after the token.
+    """
     while gate >= 0:
         factor_cell = tl.load(gates + gate * _GATE + 1)
         state = states + tl.load(gates + gate * _GATE + 2)
         flags = tl.load(gates + gate * _GATE + 3)
-        before = tl.load(state)
+        before = tl.load(state + here)
         after = before
         if scored:
             after = _factor(gate, gates, bounds, score, before, lanes)
             after = tl.where((flags & _CONTROLLED) != 0, before, after)
         tl.debug_barrier()
-        tl.store(state, after)
+        tl.store(state + there, after)
         tl.store(row + factor_cell, tl.where((flags & _DELAYED) != 0, before, after))
         gate = tl.load(gates + gate * _GATE + 4).to(tl.int64)
 
@@ -194,10 +197,12 @@ def _walk(
     outs,
     biases,
     states,
+    positions,
     num_taps,
     num_cells,
     d_model,
     BLOCK: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     """Score the tokens of one run."""
     lanes = tl.arange(0, BLOCK)
@@ -216,19 +221,33 @@ def _walk(
     decay = tl.load(decays + probe)
     inside = lanes < outputs
     bias = tl.load(biases + at + lanes, mask=inside & (kind != 0), other=0.0)
-    state = states + at
+    size = 1 + outputs * (1 + window) + tl.where(kind == _ATTENTION, units * (2 + outputs), 0)
+    here = at.to(tl.int64) * 0
+    position, stride = here, here
+    if COPIES > 1:
+        position, stride = tl.load(positions + first).to(tl.int64), tl.load(fields + _STRIDE).to(tl.int64)
+        here = (position + COPIES - 1) % COPIES * stride
+    state = states + at + here
     number = tl.load(state).to(tl.int32)
     score = tl.load(state + 1 + lanes, mask=inside, other=0.0)
     if fresh:
         number = 0
         score = tl.zeros_like(score)
-        size = 1 + outputs * (1 + window) + tl.where(kind == _ATTENTION, units * (2 + outputs), 0)
         for k in range(0, size, BLOCK):
             tl.store(state + k + lanes, 0.0, mask=k + lanes < size)
-        _forget(gate, gates, states)
+        _forget(gate, gates, states + here)
         tl.debug_barrier()
-    kept = state + 1 + outputs
     for k in range(count):
+        there = here
+        if COPIES > 1:  # noqa: SIM102 - known when the kernel is compiled
+            if k >= count - COPIES:  # the next step goes on after one of these tokens
+                there = (position + k) % COPIES * stride
+                for i in range(0, size, BLOCK):
+                    own = i + lanes < size
+                    tl.store(states + at + there + i + lanes, tl.load(state + i + lanes, mask=own), mask=own)
+                tl.debug_barrier()
+                state = states + at + there
+        kept = state + 1 + outputs
         row = cells + (first + k) * num_cells
         scored = _is_scored(plan, heads, ints, first + k, tap, num_taps, raw_cell + 1)
         shown = tl.zeros_like(score) + float("nan")
@@ -243,7 +262,11 @@ def _walk(
             number += 1
             shown = score
         tl.store(row + score_cell + lanes, shown, mask=inside)
-        _decide(gate, gates, bounds, states, score, scored, row, lanes)
+        _decide(gate, gates, bounds, states, here, there, score, scored, row, lanes)
+        if COPIES > 1:
+            tl.store(state, number.to(tl.float32))
+            tl.store(state + 1 + lanes, score, mask=inside)
+            here = there
         tl.debug_barrier()  # what was kept in memory is read by other threads at the next token
     tl.store(state, number.to(tl.float32))
     tl.store(state + 1 + lanes, score, mask=inside)
@@ -267,17 +290,19 @@ def _score(
     outs,
     biases,
     states,
+    positions,
     num_taps,
     num_cells,
     d_model,
     BLOCK: tl.constexpr,
+    COPIES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     first, end = tl.load(offsets + tap), tl.load(offsets + tap + 1)
     for k in range(first + tl.program_id(0), end, PROGRAMS):
         _walk(
             runs + k * _RUN, tap, plan, heads, ints, vectors, cells, probes, decays, gates, bounds, outs, biases,
-            states, num_taps, num_cells, d_model, BLOCK,
+            states, positions, num_taps, num_cells, d_model, BLOCK, COPIES,
         )  # fmt: skip
 
 
@@ -305,10 +330,12 @@ def launch(tap: int, tensors: ScoreTensors) -> None:
         t.outs,
         t.biases,
         t.states,
+        t.positions,
         t.heads.shape[1],
         t.cells.shape[1],
         t.vectors.shape[1],
         BLOCK=max(16, triton.next_power_of_2(t.cells.shape[1])),
+        COPIES=t.copies,
         PROGRAMS=PROGRAMS,
         num_warps=1,
     )

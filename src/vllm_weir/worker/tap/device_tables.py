@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.planning.step_plan import ProgramsByToken, StepPlan
+from vllm_weir.worker.planning.step_plan import ProgramsByPosition, ProgramsByToken, StepPlan
 from vllm_weir.worker.steering.host_tables import HostTables
 
 STAGING = 4
@@ -32,13 +32,15 @@ class PlanWriter:
         self._staging_np = [staging.numpy() for staging in self._staging]
         self._copied = [torch.cuda.Event() for _ in range(count)] if self._cuda else []
 
-    def write(self, plan: StepPlan, start: int, input_ids: torch.Tensor) -> None:
+    def write(self, plan: StepPlan, start: int, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> None:
         """Write a step's plan; tokens after the step's do nothing.
 
         Args:
             plan: of the step.
             start: ring row where the step's rows begin; slots are shifted by it.
             input_ids: int [tokens] on the device, for programs that depend on the token.
+            positions: int [tokens] on the device, for programs that depend on a position that only
+                the device knows.
         """
         if self._last is None or not self._last.same(plan):
             self._last = _WrittenPlan(plan)
@@ -50,6 +52,11 @@ class PlanWriter:
             self._last = None  # the look-ups change the plan on the device
             for lookup in plan.programs_by_token:
                 self._resolve(lookup, input_ids)
+        if plan.programs_by_position:
+            assert positions is not None, "drafts are verified"
+            self._last = None
+            for choice in plan.programs_by_position:
+                self._place(choice, positions)
 
     def silence(self) -> None:
         """Write a plan in which no token is recorded or changed."""
@@ -85,6 +92,12 @@ class PlanWriter:
             at = torch.searchsorted(token_set, ids).clamp_(max=len(token_set) - 1)
             index += (token_set[at] == ids).long() << j
         self._plan[tokens, 2] = upload(lookup.programs, device)[index]
+
+    def _place(self, choice: ProgramsByPosition, positions: torch.Tensor) -> None:
+        """Choose programs by positions that are known on the device alone."""
+        tokens = upload(choice.tokens, self._plan.device)
+        index = (positions[tokens].long() - choice.first).clamp_(0, len(choice.programs) - 1)
+        self._plan[tokens, 2] = upload(choice.programs, self._plan.device)[index]
 
 
 class _WrittenPlan:

@@ -27,6 +27,7 @@ class TapWarmup:
         device: of the model.
         widths: of the rows of its hook points, besides `d_model`.
         cells: of each token, for the kernel that computes scores; 0 if probes are not served.
+        copies: see `vllm_weir.worker.scoring.probe_table`.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class TapWarmup:
         device: torch.device,
         widths: Iterable[int] = (),
         cells: int = 0,
+        copies: int = 1,
     ) -> None:
-        self._d_model, self._dtype, self._device, self._cells = d_model, dtype, device, cells
+        self._d_model, self._dtype, self._device = d_model, dtype, device
+        self._cells, self._copies = cells, copies
         self._done: list[Future[None]] = []
         self.add(widths)
 
@@ -45,7 +48,8 @@ class TapWarmup:
         """Compile kernels for rows of these widths, too."""
         if self._device.type == "cuda":
             thread = ThreadPoolExecutor(1, thread_name_prefix="weir-warm")
-            self._done.append(thread.submit(_launch, self._d_model, self._dtype, self._device, widths, self._cells))
+            scores = self._cells, self._copies
+            self._done.append(thread.submit(_launch, self._d_model, self._dtype, self._device, widths, *scores))
             thread.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -57,7 +61,9 @@ class TapWarmup:
             done.result()
 
 
-def _launch(d_model: int, dtype: torch.dtype, device: torch.device, widths: Iterable[int], cells: int) -> None:
+def _launch(
+    d_model: int, dtype: torch.dtype, device: torch.device, widths: Iterable[int], cells: int, copies: int
+) -> None:
     from vllm_weir.worker.scoring.triton_kernel import launch as score
     from vllm_weir.worker.tap.reduction_kernel import join
     from vllm_weir.worker.tap.triton_kernel import launch
@@ -71,11 +77,11 @@ def _launch(d_model: int, dtype: torch.dtype, device: torch.device, widths: Iter
     work = torch.zeros(1, len(JOIN_FIELDS), dtype=torch.int32, device=device)
     join(work, 1, *torch.zeros(2, 1, d_model, dtype=torch.float32, device=device))
     if cells:
-        score(0, score_stand_in(d_model, cells, device))
+        score(0, score_stand_in(d_model, cells, device, copies))
     torch.cuda.current_stream().synchronize()
 
 
-def score_stand_in(d_model: int, cells: int, device: torch.device) -> ScoreTensors:
+def score_stand_in(d_model: int, cells: int, device: torch.device, copies: int = 1) -> ScoreTensors:
     """Return what the score kernel is given in a step without runs."""
     sizes = TableSizes(vectors=1, programs=1, nodes=1, probes=1, gates=1, states=1, cells=cells)
     programs = ProgramTable(sizes, 1, (), d_model)
@@ -83,7 +89,7 @@ def score_stand_in(d_model: int, cells: int, device: torch.device) -> ScoreTenso
     none = torch.full((1, 4), -1, dtype=torch.int32, device=device)
     numbers = torch.zeros(1, cells, dtype=torch.float32, device=device)
     tensors = TapTensors(none, none, tables["vectors"], **tables, cells=numbers)
-    return Scorer(ProbeTable(sizes, programs), tensors, sizes).tensors
+    return Scorer(ProbeTable(sizes, programs, copies), tensors, sizes).tensors
 
 
 def stand_ins(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,11 +15,18 @@ import zmq
 from vllm_weir import messages
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.columns import ARRIVAL, STEERED
+from vllm_weir.worker.planning.drafts import DraftedStep, DraftLedger
+from vllm_weir.worker.planning.score_builder import told_scores
+from vllm_weir.worker.planning.step_plan import ScoreReads
 from vllm_weir.worker.transfer.buffer_server import BufferServer
 
 logger = logging.getLogger(__name__)
 SEND_TIMEOUT_MS = 60_000
 """How long a reader may keep a message waiting before it loses its rows."""
+
+
+def _no_scores(_reads: ScoreReads | None) -> dict[str, np.ndarray]:
+    return {}
 
 
 @dataclass
@@ -34,7 +41,11 @@ class StepNotice:
         failures: request id -> why it failed.
         spill: whether readers should empty their retired extents.
         scored: which positions were scored, SCORED [n].
-        scores: waits for their scores, and returns them by endpoint, float32; raises if they are lost.
+        scores: waits for their scores, and returns them by endpoint, float32; raises if they are
+            lost. Given `score_reads`, it returns those instead of what the plan names.
+        drafted: what the step drafted, if drafts decide on what readers are told.
+        sampled: waits until the step is sampled, and returns how many tokens of each request were,
+            of all that have drafts; raises if that is lost.
     """
 
     arrived: Callable[[], None]
@@ -44,7 +55,30 @@ class StepNotice:
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
     spill: bool = False
     scored: dict[str, np.ndarray] = field(default_factory=dict)
-    scores: Callable[[], dict[str, np.ndarray]] = dict
+    scores: Callable[[ScoreReads | None], dict[str, np.ndarray]] = _no_scores
+    drafted: DraftedStep | None = None
+    sampled: Callable[[], Mapping[str, int]] = dict
+    score_reads: ScoreReads | None = None
+
+    def drop_rejected(self, ledger: DraftLedger) -> None:
+        """Leave out what belongs to rejected drafts; waits until the step is sampled."""
+        drafted = self.drafted
+        if drafted is None:
+            return
+        verified = ledger.verify(drafted, self.sampled() if drafted.undecided else {})
+        self.arrivals = {
+            endpoint: verified.keep(arrivals, drafted.arrival_tokens[endpoint])
+            for endpoint, arrivals in self.arrivals.items()
+        }
+        self.steered = {
+            endpoint: verified.keep(steered, drafted.steered_tokens[endpoint])
+            for endpoint, steered in self.steered.items()
+        }
+        if drafted.score_reads is not None and len(drafted.score_reads):
+            reads = verified.keep(drafted.score_reads, drafted.score_reads["token"])
+            self.scored, self.score_reads = told_scores(reads, drafted.endpoints)
+            if self.score_reads is None:
+                self.scores = _no_scores
 
 
 class Notifier:
@@ -58,6 +92,7 @@ class Notifier:
         buffer_server: knows which readers map the buffer.
         worker: this worker's name.
         engine: its data-parallel engine.
+        uncertainty: see `EngineTraits.uncertainty`.
 
     Attributes:
         waiting: requests of the engine that wait for table space, which readers are told along with
@@ -65,9 +100,16 @@ class Notifier:
     """
 
     def __init__(
-        self, rows: torch.Tensor, arena: Arena, buffer_server: BufferServer, worker: str, engine: int = 0
+        self,
+        rows: torch.Tensor,
+        arena: Arena,
+        buffer_server: BufferServer,
+        worker: str,
+        engine: int = 0,
+        uncertainty: int = 0,
     ) -> None:
         self._engine, self.waiting = engine, 0
+        self._ledger = DraftLedger(uncertainty)
         self._rows, self._arena, self._buffer_server, self._worker = rows, arena, buffer_server, worker
         self._bytes = rows.view(-1).view(torch.uint8)
         self._dtype = str(rows.dtype).removeprefix("torch.")
@@ -98,7 +140,8 @@ class Notifier:
             broken, scores = "", {}
             try:
                 notice.arrived()
-                scores = notice.scores()
+                notice.drop_rejected(self._ledger)
+                scores = notice.scores(notice.score_reads)
             except Exception as e:  # noqa: BLE001 - a dead thread would leave every reader waiting for its timeout
                 broken = _describe(e)
             parts = (notice.layout_updates, notice.arrivals, notice.steered, notice.failures, notice.scored)

@@ -206,7 +206,7 @@ class Bench:
         for failures in notice.failures.values():
             for request_id, reason in failures.items():
                 self.got[request_id].failures.append(reason)
-        values = notice.scores()
+        values = notice.scores(None)
         for endpoint, scored in notice.scored.items():
             at = 0
             for series, position, count in scored.tolist():

@@ -12,7 +12,7 @@ from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import num_taps, tap_of
 from vllm_weir.worker.planning.columns import as_integers
 from vllm_weir.worker.planning.planner import Planner
-from vllm_weir.worker.scoring.probe_table import CONTROLLED, DELAYED, EARLY, FACTOR, FLAGS, ProbeTable
+from vllm_weir.worker.scoring.probe_table import CONTROLLED, DELAYED, EARLY, FACTOR, FLAGS, STATE, STRIDE, ProbeTable
 from vllm_weir.worker.scoring.run_writer import RunWriter
 from vllm_weir.worker.scoring.tensors import ScoreTensors
 from vllm_weir.worker.steering.programs import ProgramTable
@@ -20,12 +20,12 @@ from vllm_weir.worker.steering.programs import ProgramTable
 SIZES = TableSizes(vectors=400, programs=200, nodes=800, probes=40, gates=40, states=900, cells=40)
 
 
-def random_step(seed: int) -> ScoreTensors:
+def random_step(seed: int, copies: int = 1) -> ScoreTensors:
     """What the score kernels find after the taps of a step of several requests, some of them fresh."""
     draw = Draw(seed)
     taps = [tap_of(Site("resid_post", k)) for k in range(LAYERS)]
     programs = ProgramTable(SIZES, num_taps(LAYERS), taps, D)
-    probes = ProbeTable(SIZES, programs)
+    probes = ProbeTable(SIZES, programs, copies)
     planner = Planner(frozenset(), 1, 1, programs, probes=probes)
     names, counts, starts = [], [], []
     for k in range(int(draw.random.integers(1, 6))):
@@ -50,10 +50,11 @@ def random_step(seed: int) -> ScoreTensors:
         writer.write(plan.runs)
         of_tokens[:, 2] = plan.programs
     # Counts of scored positions are whole, and windows are full; weights kept of attention are above 0.
-    states = np.abs(draw.random.standard_normal(SIZES.states + 1)).astype(np.float32)
+    states = np.abs(draw.random.standard_normal(SIZES.states * copies + 1)).astype(np.float32)
     for row in range(len(probes.probes)):
         if probes.probes[row, 0] >= 0:
-            states[probes.probes[row, 9]] = draw.random.integers(4, 9)
+            for copy in range(copies):
+                states[probes.probes[row, STATE] + copy * probes.probes[row, STRIDE]] = draw.random.integers(4, 9)
     states[0] = 0
     for row in np.flatnonzero(probes.gates[:, FACTOR] >= 0).tolist():  # some are decided on by controllers
         probes.gates[row, FLAGS] |= CONTROLLED | EARLY | DELAYED if draw.random.random() < 0.3 else 0
@@ -64,6 +65,8 @@ def random_step(seed: int) -> ScoreTensors:
         plan=torch.from_numpy(of_tokens),
         cells=torch.from_numpy(cells),
         states=torch.from_numpy(states),
+        positions=torch.from_numpy(np.concatenate([np.arange(a, a + n) for a, n in zip(starts, counts)]).astype("i4")),
+        copies=copies,
         **{name: torch.from_numpy(getattr(programs, name).copy()) for name in ("heads", "ints", "vectors")},
         **{name: torch.from_numpy(getattr(probes, name).copy()) for name in probes.changed},
     )
