@@ -197,7 +197,7 @@ class CapturePlanner:
                 record_bytes = RecordLayout.of(postprocess.read_outs).record_bytes
                 size, codec = record_bytes * len(columns), request.read_out_codec(columns)
                 cell = ResultCell("read_outs", record_bytes, size, codec, self.row_bytes)
-            else:
+            elif postprocess.folds:
                 in_prompt, rows = 0, rows - in_prompt
         return self._row_seqs.open(request.request_id, request.endpoint, columns, in_prompt, max(rows, 1), cell)
 
