@@ -527,9 +527,9 @@ class WorkerRuntime:
     def usage(self) -> dict[str, int]:
         """Return how much is in use; `host_rows` counts also what readers still hold."""
         live = self.planner.capturing.keys() | self.planner.steered.keys()
-        rows, sae_bytes = self.arena.used, self.saes.nbytes
         tables = self.table.usage() | self.probes.usage()
-        return {"requests": len(live), "host_rows": rows, "sae_bytes": sae_bytes, **tables}
+        memory = {"host_rows": self.arena.used, "sae_bytes": self.saes.nbytes, "kept_bytes": self.kept_rows.nbytes}
+        return {"requests": len(live), **memory, **tables}
 
 
 def _open(name: str, controller: SyncController, worker: WorkerInfo) -> None:
