@@ -246,7 +246,7 @@ def test_rows_that_stay_on_the_workers_give_what_rows_here_give(llm, monkeypatch
         monkeypatch.setattr("vllm_weir.experiments.fit.engine.stays_on_workers", lambda *_: False)
         here = fit(llm, method=method, positions=positions, layers=[1, 4])
     finally:
-        weir.set_global(llm, None)
+        weir.clear_global(llm)
     assert there.details.pop("rows") == "workers" and here.details.pop("rows") == "caller"
     assert there.auc_by_layer == here.auc_by_layer
     for layer in (1, 4):

@@ -17,7 +17,7 @@ import torch
 
 from vllm_weir import messages
 from vllm_weir.errors import WeirError
-from vllm_weir.fitting.prompt_rows import FitTask, PromptRows
+from vllm_weir.fitting.collection import FitTask, RowCollection
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.row_shapes import RowShape, row_width
 from vllm_weir.schema.taps import column_of
@@ -52,7 +52,7 @@ class KeptRows:
     ) -> None:
         self._columns, self._shapes, self._settle = columns, shapes, settle
         self._d_model, self._dtype, self._device = d_model, dtype, device
-        self._collections: dict[str, PromptRows] = {}
+        self._collections: dict[str, RowCollection] = {}
         self._opened: dict[int, messages.SequenceOpened] = {}
 
     def endpoint(self, key: str) -> str:
@@ -81,11 +81,11 @@ class KeptRows:
         if size > (free := MEMORY_SHARE * _available_bytes()):
             why = f"their rows take {size} bytes on a worker, whose machine has {free:.0f} to spare"
             return {"error": f"{why}; fit fewer layers at a time, or fewer prompts", "field": "layers"}
-        self._collections[key] = PromptRows(own, self._device)
+        self._collections[key] = RowCollection(own, self._device)
         return {"sites": [list(site) for site in own]}
 
     def fit(self, key: str, site: Sequence[Any], names: Sequence[str], task: Sequence[Any]) -> dict[str, Any]:
-        """Fit the rows of a collection at one site, see `PromptRows.fit`.
+        """Fit the rows of a collection at one site, see `RowCollection.fit`.
 
         Returns:
             ``{}`` if another worker has them; ``{"fit"}``; or ``{"error", "field"}``.
@@ -135,7 +135,7 @@ class KeptRows:
         for row_seq in layout.closed:
             self._opened.pop(row_seq, None)
 
-    def _file(self, collection: PromptRows, arrivals: np.ndarray, payload: bytes) -> None:
+    def _file(self, collection: RowCollection, arrivals: np.ndarray, payload: bytes) -> None:
         offset, row_bytes = 0, self._d_model * self._dtype.itemsize
         for row_seq, rank, _, count, _ in arrivals.tolist():
             opened = self._opened[row_seq]

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from vllm_weir.errors import WeirError
+from vllm_weir.fitting.collection import FitTask, RowCollection
 from vllm_weir.fitting.layer import LayerFit
-from vllm_weir.fitting.prompt_rows import FitTask, PromptRows
 from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.frontend.lookup import view_of
 from vllm_weir.schema.capture import Capture
@@ -38,7 +38,7 @@ class FitRows(Protocol):
         """Take in the output of a request; return the name of its prompt for `fit`."""
 
     def fit(self, site: Site, names: Sequence[str], task: FitTask) -> LayerFit:
-        """Fit a block; see `PromptRows.fit`."""
+        """Fit a block; see `RowCollection.fit`."""
 
     def close(self) -> None:
         """Forget the rows."""
@@ -103,7 +103,7 @@ class CallerRows:
 
     def __init__(self, capture: Capture, sites: Sequence[Site]) -> None:
         self.capture = replace(capture, dtype=None if capture.reduce is None else "float32")
-        self._rows = PromptRows(sites, torch.device("cpu"))
+        self._rows = RowCollection(sites, torch.device("cpu"))
 
     def take(self, out: Any) -> str:
         """Keep an output's rows."""

@@ -12,10 +12,10 @@ from vllm_weir.experiments.directions import Directions
 from vllm_weir.experiments.fit import causal
 from vllm_weir.experiments.fit.engine import FitEngine
 from vllm_weir.experiments.fit.prompts import encode, parse_prompts
+from vllm_weir.fitting.collection import FitTask
 from vllm_weir.fitting.folds import Folds
 from vllm_weir.fitting.layer import LayerFit
 from vllm_weir.fitting.methods import Method, method_of
-from vllm_weir.fitting.prompt_rows import FitTask
 from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.scalars import is_int, plain

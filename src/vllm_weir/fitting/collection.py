@@ -47,7 +47,7 @@ class FitTask:
         return list(astuple(self))
 
 
-class PromptRows:
+class RowCollection:
     """One row of each prompt at each of several sites, all of one width.
 
     Fits are computed from rows that are kept, not from sums that grow while rows arrive. Only the
