@@ -76,8 +76,8 @@ class FitEngine:
         self.longest = llm.model_config.max_model_len - 1
 
     def tokenizer(self) -> Any:
-        """Return the engine's tokenizer."""
-        return self._llm.get_tokenizer()
+        """Return the engine's tokenizer; None if it has none."""
+        return None if self._llm.model_config.skip_tokenizer_init else self._llm.get_tokenizer()
 
     def encode_text(self, text: str) -> list[int]:
         """Return the tokens of a text, without special tokens."""

@@ -11,7 +11,7 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.directions import Directions
 from vllm_weir.experiments.fit import causal
 from vllm_weir.experiments.fit.engine import FitEngine
-from vllm_weir.experiments.fit.prompts import encode, parse_prompts
+from vllm_weir.experiments.prompts import encode, parse_prompts
 from vllm_weir.fitting.collection import FitTask
 from vllm_weir.fitting.folds import Folds
 from vllm_weir.fitting.layer import LayerFit
@@ -87,7 +87,7 @@ def fit(
     engine = FitEngine(llm, hook, layers, positions)
     readout = None if metric is None else causal.metric_readout(engine, metric, sampling)
     tokens = [
-        encode(prompts, engine.tokenizer, engine.longest, name)
+        encode(prompts, engine.tokenizer, engine.longest, [f"{name}[{i}]" for i in range(len(prompts))])
         for prompts, name in zip(texts, ("positive", "negative"), strict=True)
     ]
     task = FitTask(method, *counts, int(folds), int(seed), float(C))
