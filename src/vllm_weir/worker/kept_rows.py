@@ -65,19 +65,21 @@ class KeptRows:
             raise WeirError("the workers keep no rows under this key (any more)", "capture.sink")
         return messages.KEPT + key
 
-    def begin(self, key: str, sites: Sequence[Sequence[Any]], prompts: int) -> dict[str, Any]:
+    def begin(self, key: str, sites: Sequence[Sequence[Any]], prompts: int, reduced: bool) -> dict[str, Any]:
         """Begin a collection.
 
         Args:
             key: its name.
             sites: [hook, layer] of each; of rows of one width.
             prompts: whose rows it will hold.
+            reduced: whether these are float32, as reductions are.
 
         Returns:
             ``{"sites"}``, those whose rows this worker has; or ``{"error", "field"}``.
         """
         own = [site for site in (Site(*site) for site in sites) if column_of(site, False) in self._columns]
-        size = prompts * sum(self._width(site) for site in own) * self._dtype.itemsize
+        item = 4 if reduced else self._dtype.itemsize
+        size = prompts * sum(self._width(site) for site in own) * item
         if size > (free := MEMORY_SHARE * _available_bytes()):
             why = f"their rows take {size} bytes on a worker, whose machine has {free:.0f} to spare"
             return {"error": f"{why}; fit fewer layers at a time, or fewer prompts", "field": "layers"}

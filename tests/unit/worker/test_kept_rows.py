@@ -32,7 +32,7 @@ class Worker:
         self.endpoint = ""
 
     def begin(self, key="k", sites=SITES, prompts=PROMPTS):
-        answer = self.kept.begin(key, [list(site) for site in sites], prompts)
+        answer = self.kept.begin(key, [list(site) for site in sites], prompts, False)
         self.endpoint = self.kept.endpoint(key)
         return answer
 
@@ -154,8 +154,9 @@ def test_more_than_there_is_memory_for_is_refused(monkeypatch):
     size = PROMPTS * len(SITES) * D * 2
     monkeypatch.setattr(kept_rows, "_available_bytes", lambda: size * 2 - 1)
     worker = Worker()
-    answer = worker.kept.begin("k", [list(site) for site in SITES], PROMPTS)
-    assert answer["field"] == "layers" and f"their rows take {size} bytes" in answer["error"]
+    for reduced, bytes_ in ((False, size), (True, 2 * size)):
+        answer = worker.kept.begin("k", [list(site) for site in SITES], PROMPTS, reduced)
+        assert answer["field"] == "layers" and f"their rows take {bytes_} bytes" in answer["error"]
     with pytest.raises(WeirError):
         worker.kept.endpoint("k")
     monkeypatch.undo()

@@ -63,7 +63,8 @@ class WorkerRows:
         self._call, self._key = call, secrets.token_hex(8)
         self.capture = replace(capture, sink=Sink.parse({WORKERS: {"rows": self._key}}, "sink"))
         try:
-            answers = call(KEEP, self._key, [list(site) for site in sites], prompts)
+            reduced = capture.reduce is not None
+            answers = call(KEEP, self._key, [list(site) for site in sites], prompts, reduced)
             _raise_first(answers)
             held = [tuple(site) for answer in answers for site in answer["sites"]]
             if sorted(held) != sorted(map(tuple, sites)):
