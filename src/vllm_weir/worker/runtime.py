@@ -288,13 +288,12 @@ class WorkerRuntime:
         prompt_ids: Sequence[int] | None,
     ) -> None:
         endpoint, postprocess = engine_request.reader_endpoint, spec.captures.postprocess
-        reader = endpoint
         if spec.captures.site_requests and self.planner.columns:
+            codec, read_out_codec, keeper = -1, None, ""
             if postprocess is not None and postprocess.kept:
-                reader = self.kept_rows.endpoint(postprocess.kept)
+                keeper = self.kept_rows.endpoint(postprocess.kept)
             else:
                 self.buffer_server.maps(endpoint)
-            codec, read_out_codec = -1, None
             if postprocess is not None and postprocess.directions:
                 codec = self._directions.hold(request_id, postprocess.directions, endpoint)
             elif postprocess is not None and postprocess.compression is not None:
@@ -303,19 +302,20 @@ class WorkerRuntime:
                 read_out_codec = self._read_outs.hold(request_id, postprocess.read_outs)
             self.planner.add_capture(
                 request_id,
-                reader,
+                endpoint,
                 spec.captures,
                 prompt_len,
                 prompt_ids,
                 engine_request.max_tokens,
                 codec,
                 read_out_codec,
+                keeper,
             )
         if spec.moves or spec.probes:
             fetch = functools.partial(self._vectors.fetch, endpoint)
             self.planner.add_steering(
                 request_id,
-                reader,
+                endpoint,
                 spec.moves,
                 prompt_len,
                 prompt_ids,

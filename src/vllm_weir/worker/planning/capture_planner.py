@@ -26,6 +26,7 @@ class CapturingRequest:
     A *code* is the set of the request's selectors that select a position, as bits.
 
     Attributes:
+        endpoint: where its rows go.
         columns: per selector, the columns it wants that this worker fills, as `CapturePlanner.places`
             returns them.
         max_generated: estimate of the tokens that the request generates, to size extents.

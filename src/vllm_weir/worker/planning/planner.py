@@ -95,6 +95,7 @@ class Planner:
         max_generated: int = MOST_EXPECTED,
         codec: int = -1,
         read_out_codec: ReadOutCodec | None = None,
+        keeper: str = "",
     ) -> None:
         """Start capturing for a request, if it wants anything of this worker.
 
@@ -107,6 +108,7 @@ class Planner:
             max_generated: tokens that it can generate.
             codec: number of the codec that makes records of its rows, -1 for none.
             read_out_codec: as in `CapturingRequest`.
+            keeper: where its rows go, if not to its reader.
         """
         self._end_repetition()
         selected = self._selected[spec]
@@ -115,7 +117,7 @@ class Planner:
             selectors = selector_set.of(prompt_len, prompt_ids)
             self.capturing[request_id] = CapturingRequest(
                 request_id,
-                endpoint,
+                keeper or endpoint,
                 selectors,
                 columns,
                 min(max_generated, MOST_EXPECTED),
@@ -279,7 +281,8 @@ class Planner:
         endpoint = int(self.steady_state.endpoint[slot])
         try:
             if capturing is not None:
-                self.capture_planner.plan(builder, capturing, endpoint, first_token, start, count)
+                to = self.steady_state.number_of(capturing.endpoint)
+                self.capture_planner.plan(builder, capturing, to, first_token, start, count)
             if steered is not None:
                 self.steering_planner.plan(builder, steered, endpoint, first_token, start, count)
             self._settle(slot, capturing, steered, start + count)
@@ -299,6 +302,8 @@ class Planner:
             start, code = capturing.selectors.steady
             if position < start:
                 return self.steady_state.unsettle(slot)
+            if code and self.steady_state.endpoints[self.steady_state.endpoint[slot]] != capturing.endpoint:
+                return self.steady_state.unsettle(slot)  # one reader is told of rows, another of steering
             if code:
                 site_set = capturing.site_sets.get(code, -1)
                 if site_set not in capturing.row_seqs:
