@@ -226,7 +226,7 @@ def test_rows_that_stay_on_the_workers_come_back_nowhere():
     for reduce in (None, "mean"):
         own = {"layers": [1, 2], "positions": "prompt", "reduce": reduce, "sink": STAYS}
         admitted = admit(
-            {"weir": {"v": 1, "capture": [own], "interventions": [dict(op="add", vector=[1.0] * 4)]}}, FACTS
+            {"weir": {"v": 1, "capture": [own], "interventions": [dict(op="add", vector=[1.0] * 128)]}}, FACTS
         )
         assert admitted.spec.postprocess == Postprocess(reduce, kept="k1")
         assert [part.has_rows for part in admitted.parts] == [False]
@@ -239,7 +239,7 @@ def test_rows_that_stay_on_the_workers_come_back_nowhere():
         ([{"layers": [1]}, {"sink": STAYS}], {}, "something else of the request"),
         ([{"sink": STAYS}], {"everyone": (Capture(sink="norms"),)}, "something else of the request"),
         ([{"sink": STAYS, "compress": "rp8"}], {}, "they stay whole"),
-        ([{"sink": STAYS, "project": [1.0] * 4}], {}, "they stay whole"),
+        ([{"sink": STAYS, "project": [1.0] * 128}], {}, "they stay whole"),
         ([{"sink": STAYS, "before": True}], {}, "as they are after interventions"),
     ],
 )
