@@ -18,6 +18,9 @@ SCORED_FIELDS = ("series", "position", "count")
 """Fields of scored positions: `count` entries of a series, of the positions from `position` on."""
 
 
+KEPT = "kept\t"
+"""Begins the endpoints of readers in the worker itself, which no address does; a key follows."""
+
 RECORDS = ("scores", "packed", "read_outs")
 """Kinds of row sequences whose entries are records of a codec."""
 

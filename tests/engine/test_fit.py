@@ -17,9 +17,9 @@ from tests.support.oracle import Oracle
 from tests.support.steering_packages import repeng, steering_vectors
 from vllm_weir.demo.stories import make_stories
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.fit.auc import auc
-from vllm_weir.experiments.fit.folds import split
 from vllm_weir.experiments.vectors.load import load_vector
+from vllm_weir.fitting.auc import auc
+from vllm_weir.fitting.folds import split
 
 pytestmark = pytest.mark.engine
 LAYERS, PAIRS = 6, 25  # an odd number of pairs: their votes on a sign are no tie
@@ -234,6 +234,47 @@ def test_more_prompts_than_the_engine_holds_at_once(llm, monkeypatch):
     monkeypatch.setattr("vllm_weir.experiments.fit.engine.WINDOW", 7)
     windows = fit(llm, layers=2)
     assert torch.allclose(windows.vector(2), whole.vector(2), atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["diff", "pca", "lat", "logistic"])
+@pytest.mark.parametrize("positions", ["last_prompt", "prompt"])
+def test_rows_that_stay_on_the_workers_give_what_rows_here_give(llm, monkeypatch, method, positions):
+    """Interventions of every request act on both, and the workers keep nothing afterwards."""
+    weir.set_global(llm, weir.Add(torch.ones(256), 1, 3.0))
+    try:
+        there = fit(llm, method=method, positions=positions, layers=[1, 4])
+        monkeypatch.setattr("vllm_weir.experiments.fit.engine.stays_on_workers", lambda *_: False)
+        here = fit(llm, method=method, positions=positions, layers=[1, 4])
+    finally:
+        weir.clear_global(llm)
+    assert there.details.pop("rows") == "workers" and here.details.pop("rows") == "caller"
+    assert there.auc_by_layer == here.auc_by_layer
+    for layer in (1, 4):
+        assert cosine(there.vector(layer), here.vector(layer)) > 1 - 1e-9
+        assert there.bias[layer] == pytest.approx(here.bias[layer], rel=1e-6)
+    assert [usage["kept_bytes"] for usage in llm.collective_rpc("weir_usage")] == [0]
+
+
+def test_rows_come_here_where_something_reads_those_of_every_request(llm):
+    probe = weir.Probe(torch.ones(256), layer=2, name="everyone")
+    weir.register_probe(llm, probe, everyone=True)
+    try:
+        assert fit(llm, layers=2).details["rows"] == "caller"
+    finally:
+        weir.unregister_probe(llm, "everyone")
+    assert fit(llm, layers=2).details["rows"] == "workers"
+
+
+def test_what_the_workers_cannot_keep_is_refused(llm, monkeypatch):
+    monkeypatch.setattr("vllm_weir.worker.kept_rows._available_bytes", lambda: 1 << 10)
+    with pytest.raises(WeirError, match=r"take 51200 bytes on a worker.*fit fewer layers") as e:
+        fit(llm, layers=2)
+    assert e.value.field == "layers"
+    monkeypatch.undo()
+    capture = weir.Capture(layers=2, positions="last_prompt", sink={"workers": {"rows": "gone"}})
+    (out,) = llm.generate(HAPPY[:1], weir.params(capture=capture), use_tqdm=False)
+    with pytest.raises(WeirError, match="the workers keep no rows under this key"):
+        _ = out.activations
 
 
 @pytest.mark.parametrize(

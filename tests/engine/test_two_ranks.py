@@ -121,6 +121,22 @@ def test_points_inside_blocks(two):
     assert off(moved, (2.0 * v).expand(20, -1)) <= 1e-5
 
 
+def test_directions_are_fitted_where_the_rows_are(root, two):
+    """Each stage fits its blocks; rows whose parts lie on several ranks are joined, and fitted, here."""
+    reference = oracle(directory(root))
+    sides = [[prompt(9 + 30 * k, seed + k)["prompt_token_ids"] for k in range(5)] for seed in (0, 40)]
+    for hook in ("resid_post", "mlp_post"):
+        found = weir.fit(two.llm, *sides, hook=hook, positions="prompt", check=False, progress=False)
+        in_parts = hook == "mlp_post" and two.ship != "stages"
+        assert found.details["rows"] == ("caller" if in_parts else "workers")
+        assert found.layers == tuple(range(reference.num_layers))
+        for layer in found.layers:
+            rows = [torch.stack([reference.rows(ids)[hook, layer].mean(0) for ids in side]) for side in sides]
+            expected, length = rows[0].mean(0) - rows[1].mean(0), torch.cat(rows).norm(dim=1).mean()
+            assert (found.vector(layer) - expected).norm() <= 1e-4 * length
+    assert idle(two.llm)
+
+
 def test_parts_of_a_row_come_back_whole(root, two):
     """Under tensor parallelism each rank has its heads and neurons, and sends those."""
     reference = oracle(directory(root))

@@ -26,7 +26,7 @@ FLOORS = (
     {"analysis", "consumers"},
     {"storage", "client"},
     {"worker", "results"},
-    {"codec", "core", "sae"},
+    {"codec", "core", "fitting", "sae"},
     {"config"},
     {"guard"},
     {"schema"},

@@ -114,6 +114,8 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
     worker.weir_report = functools.partial(_report, status, runtime)
     worker.weir_usage = runtime.usage
     worker.weir_load_sae, worker.weir_unload_sae = runtime.saes.load, runtime.saes.unload
+    kept = runtime.kept_rows
+    worker.weir_keep_rows, worker.weir_fit_rows, worker.weir_drop_rows = kept.begin, kept.fit, kept.end
 
 
 def _model_info(runner: Any, config: Any, v2: bool) -> ModelInfo:

@@ -294,19 +294,21 @@ class SiteRequest(NamedTuple):
 class Postprocess:
     """What happens to a request's rows on the worker.
 
-    They are reduced, projected, both, or compressed, or something is read off them.
+    They are reduced, projected, both, or compressed, or something is read off them; or they stay there.
 
     Attributes:
         reduce: one of `vllm_weir.schema.capture.REDUCTIONS`, or None.
         directions: digests of the directions; empty for none.
         compression: how rows are compressed, or None.
         read_outs: what is read off the rows; empty for nothing.
+        kept: key of the workers' collection in which the rows stay; "" if they leave the workers.
     """
 
     reduce: str | None
     directions: tuple[str, ...] = ()
     compression: Compression | None = None
     read_outs: tuple[ReadOut, ...] = ()
+    kept: str = ""
 
     @property
     def folds(self) -> bool:
@@ -410,7 +412,7 @@ class ResolvedSpec:
 
     @property
     def postprocess_wire(self) -> list[Any] | None:
-        """The wire form of `postprocess`: [reduce, directions, compression, read_outs]."""
+        """The wire form of `postprocess`: [reduce, directions, compression, read_outs, kept]."""
         if self.postprocess is None:
             return None
         compression = self.postprocess.compression
@@ -419,6 +421,7 @@ class ResolvedSpec:
             list(self.postprocess.directions),
             None if compression is None else compression.to_json(),
             [read_out.to_wire() for read_out in self.postprocess.read_outs],
+            self.postprocess.kept,
         ]
 
     @classmethod
@@ -431,8 +434,7 @@ class ResolvedSpec:
         )
         if postprocess is None:
             return cls(site_requests)
-        reduce, directions, compression, read_outs = postprocess
+        reduce, directions, compression, read_outs, kept = postprocess
         parsed = None if compression is None else Compression.parse(compression, "compress")
-        return cls(
-            site_requests, Postprocess(reduce, tuple(directions), parsed, tuple(map(ReadOut.from_wire, read_outs)))
-        )
+        read = tuple(map(ReadOut.from_wire, read_outs))
+        return cls(site_requests, Postprocess(reduce, tuple(directions), parsed, read, kept))

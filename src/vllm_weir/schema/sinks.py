@@ -12,6 +12,8 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.json_text import dumps
 
 MEMORY = "memory"
+WORKERS = "workers"
+"""Stands for rows that stay on the workers, in the collection under the key ``rows``."""
 KEEPS = ("always", "marked")
 POLICIES = ("block", "spill", "drop")
 RAGGED_HOOKS = ("attn_scores", "pattern")
@@ -127,6 +129,13 @@ class Sink:
         """Whether the rows come back on the output."""
         return self.name == MEMORY and self.own is None
 
+    @property
+    def kept(self) -> str:
+        """Key of the workers' collection in which the rows stay; "" if they leave the workers."""
+        if self.own is None or self.own.consumer != WORKERS:
+            return ""
+        return json.loads(self.own.options)["rows"]
+
     @classmethod
     def parse(cls, data: object, path: str) -> Sink:
         """Parse a name or ``{consumer: options}``."""
@@ -139,6 +148,11 @@ class Sink:
             if own != SinkDefinition(MEMORY):
                 raise WeirError("'memory' has no options", f"{path}.{MEMORY}")
             return cls(path=path)
+        if own.consumer == WORKERS:
+            options = json.loads(own.options)
+            if set(options) != {"rows"} or own != SinkDefinition(WORKERS, own.options):
+                raise WeirError("'workers' has the one option 'rows'", f"{path}.{WORKERS}")
+            parse_name(options["rows"], f"{path}.{WORKERS}.rows", "collection of rows")
         return cls(own.consumer, own, path)
 
     def to_json(self) -> Any:

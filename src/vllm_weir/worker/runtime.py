@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_weir import messages
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_request import EngineRequest
@@ -23,6 +24,7 @@ from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.taps import STAGES, is_boundary, num_columns, num_taps, tap_of
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.discovery.site_map import UNTAPPED, SiteMap, chosen
+from vllm_weir.worker.kept_rows import KeptRows
 from vllm_weir.worker.lenses import Lenses, Unembedding
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.arena import Arena
@@ -103,6 +105,7 @@ class WorkerRuntime:
     Attributes:
         taps: numbers of this worker's taps.
         saes: the sparse autoencoders on the device.
+        kept_rows: rows that stay here.
         all_live: whether at least as many live requests capture or are steered as the coming step
             has; alike on all ranks.
     """
@@ -146,6 +149,8 @@ class WorkerRuntime:
         self.row_seqs = RowSequences(self.arena, settings.timeout if settings.overflow == "wait" else None)
         self.row_seqs.grant, self.row_seqs.reader_columns = self._grant, self.layout.reader_columns
         columns = frozenset(tap * STAGES + stage for tap in sent_taps for stage in range(STAGES))
+        self.kept_rows = KeptRows(columns, sites.shapes, d_model, model_info.dtype, device, self.notifier.settle)
+        self.notifier.keep = self.kept_rows.receive
         self.planner = Planner(
             columns, width, MAX_SITE_SETS, self.table, self.row_seqs, self.layout.ring_rows, self.probes, traits
         )
@@ -292,8 +297,11 @@ class WorkerRuntime:
     ) -> None:
         endpoint, postprocess = engine_request.reader_endpoint, spec.captures.postprocess
         if spec.captures.site_requests and self.planner.columns:
-            self.buffer_server.maps(endpoint)
-            codec, read_out_codec = -1, None
+            codec, read_out_codec, keeper = -1, None, ""
+            if postprocess is not None and postprocess.kept:
+                keeper = self.kept_rows.endpoint(postprocess.kept)
+            else:
+                self.buffer_server.maps(endpoint)
             if postprocess is not None and postprocess.directions:
                 codec = self._directions.hold(request_id, postprocess.directions, endpoint)
             elif postprocess is not None and postprocess.compression is not None:
@@ -309,6 +317,7 @@ class WorkerRuntime:
                 engine_request.max_tokens,
                 codec,
                 read_out_codec,
+                keeper,
             )
         if spec.moves or spec.probes:
             fetch = functools.partial(self._vectors.fetch, endpoint)
@@ -326,7 +335,8 @@ class WorkerRuntime:
 
     def _grant(self, endpoint: str, start: int, rows: int) -> None:
         self.host.prepare(start, rows)
-        self.buffer_server.grant(endpoint, start)
+        if not endpoint.startswith(messages.KEPT):
+            self.buffer_server.grant(endpoint, start)
 
     def begin_step(self, *groups: tuple[Sequence[str], Sequence[int]]) -> None:
         """Turn on the taps that the coming step needs, alike on all ranks.
@@ -557,9 +567,9 @@ class WorkerRuntime:
     def usage(self) -> dict[str, int]:
         """Return how much is in use; `host_rows` counts also what readers still hold."""
         live = self.planner.capturing.keys() | self.planner.steered.keys()
-        rows, sae_bytes = self.arena.used, self.saes.nbytes
         tables = self.table.usage() | self.probes.usage()
-        return {"requests": len(live), "host_rows": rows, "sae_bytes": sae_bytes, **tables}
+        memory = {"host_rows": self.arena.used, "sae_bytes": self.saes.nbytes, "kept_bytes": self.kept_rows.nbytes}
+        return {"requests": len(live), **memory, **tables}
 
 
 def _open(name: str, controller: SyncController, worker: WorkerInfo) -> None:

@@ -12,6 +12,7 @@ import torch
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.metrics import LogitDiff, OnLogits, function_name
 from vllm_weir.experiments.mode import DENOISE, parse_mode
+from vllm_weir.experiments.prompts import encode, parse_prompt
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only
 from vllm_weir.schema.positions import Positions
@@ -178,15 +179,5 @@ def parse_count(value: Any, field: str) -> int:
 
 
 def _token_ids(prompt: Any, tokenizer: Any, field: str) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise WeirError("there is no tokenizer for this model; give token ids", field)
-        ids = list(tokenizer.encode(prompt))
-    else:
-        listed = plain(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-        if not isinstance(listed, (list, tuple)) or not all(is_int(plain(token)) for token in listed):
-            raise WeirError(f"expected a text or token ids, got {brief(prompt)}", field)
-        ids = [int(plain(token)) for token in listed]
-    if not ids:
-        raise WeirError("the prompt has no tokens", field)
+    (ids,) = encode([parse_prompt(prompt, field)], lambda: tokenizer, None, [field])
     return tuple(ids)

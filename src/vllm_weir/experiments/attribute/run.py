@@ -61,8 +61,8 @@ def attribute(
     Args:
         model: an ``LLM``; the path or name of a checkpoint; or a causal language model of
             transformers in float32.
-        clean: text or token ids.
-        corrupt: text or token ids of the same length.
+        clean: text, chat (list of messages) or token ids.
+        corrupt: likewise, of the same length in tokens.
         metric: ``weir.logit_diff(a, b)``, or a function of the logits that follow the prompt: a
             torch tensor [vocabulary] to a tensor of one number.
         hooks: one or several of ``resid_pre``, ``attn_in``, ``q``, ``k``, ``v``, ``z``,

@@ -10,13 +10,10 @@ import numpy as np
 import vllm
 
 from vllm_weir.experiments.fit.engine import FitEngine, Question
-from vllm_weir.experiments.fit.layer import Direction
 from vllm_weir.experiments.metrics import bind_metric
+from vllm_weir.fitting.layer import Direction
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.interventions import Ablate, Add
-
-MAX_PROMPTS = 32
-"""Prompts of each class that are tried."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +25,14 @@ class HeldOut:
         direction: what is added and projected out.
         positive: tokens of the prompts.
         negative: likewise.
-        rows: float64 [n, d], the rows of all these prompts at the layer.
+        doses: as in `LayerFit`.
     """
 
     layer: int
     direction: Direction
     positive: Sequence[list[int]]
     negative: Sequence[list[int]]
-    rows: np.ndarray
+    doses: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,6 @@ def check(engine: FitEngine, held: HeldOut, readout: Readout) -> dict[str, Any]:
     questions = [Question(tokens, moves) for prompts, moves in groups.values() for tokens in prompts]
     numbers = iter(engine.ask(questions, readout.sampling, readout.capture, readout.read))
     means = {name: float(np.mean([next(numbers) for _ in prompts])) for name, (prompts, _) in groups.items()}
-    lengths = np.linalg.norm(held.rows, axis=1)
     span = means["plain_positive"] - means["plain_negative"]
     moved = means["added_negative"] - means["plain_negative"]
     lowered = means["plain_positive"] - means["subtracted_positive"]
@@ -112,17 +108,10 @@ def check(engine: FitEngine, held: HeldOut, readout: Readout) -> dict[str, Any]:
         "subtracted": _share(lowered, span),
         "left_after_ablation": _share(left, span),
         "dose": dose,
-        "relative_dose": {
-            "add": _mean_share(np.full(len(lengths), abs(dose)), lengths),
-            "ablate": _mean_share(np.abs(held.rows @ held.direction.unit), lengths),
-        },
+        "relative_dose": dict(zip(("add", "ablate"), held.doses, strict=True)),
     }
 
 
 def _share(value: float, of: float) -> float | None:
     """Return a change as a share of the difference between the classes; None where there is none."""
     return value / of if of else None
-
-
-def _mean_share(values: np.ndarray, of: np.ndarray) -> float:
-    return float(np.divide(values, of, out=np.zeros_like(of), where=of > 0).mean())

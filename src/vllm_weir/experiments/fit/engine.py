@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import vllm
 
 from vllm_weir.api import params
 from vllm_weir.errors import WeirError
+from vllm_weir.experiments.fit.rows import CallerRows, FitRows, WorkerRows, stays_on_workers
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.lookup import engine_of, frontend_of
 from vllm_weir.schema.capture import Capture
@@ -62,7 +62,8 @@ class FitEngine:
         engine = engine_of(llm)  # an LLM has one; an LLMEngine is its own
         if engine is llm or inspect.iscoroutinefunction(engine.collective_rpc):
             raise WeirError(f"fit runs on a vllm.LLM, not on {type(llm).__name__}", "llm")
-        self._llm, self.capabilities = llm, frontend.require_capabilities()
+        self._llm, self._engine, self._frontend = llm, engine, frontend
+        self.capabilities = frontend.require_capabilities()
         try:
             asked = Capture(hook, layers, positions, path=_PATH)
             self.layers = asked.resolve_layers(self.capabilities.num_layers)
@@ -75,27 +76,34 @@ class FitEngine:
         self.longest = llm.model_config.max_model_len - 1
 
     def tokenizer(self) -> Any:
-        """Return the engine's tokenizer."""
-        return self._llm.get_tokenizer()
+        """Return the engine's tokenizer; None if it has none."""
+        return None if self._llm.model_config.skip_tokenizer_init else self._llm.get_tokenizer()
 
     def encode_text(self, text: str) -> list[int]:
         """Return the tokens of a text, without special tokens."""
         return self.tokenizer().encode(text, add_special_tokens=False)
 
-    def rows(self, prompts: Sequence[list[int]], report: Report) -> torch.Tensor:
-        """Return a row of each prompt at each block, [prompts, layers, d] in the model's dtype."""
-        sampling = params(vllm.SamplingParams(max_tokens=1, temperature=0, detokenize=False), capture=self.capture)
-        found: torch.Tensor | None = None
+    def open_rows(self, prompts: int) -> FitRows:
+        """Return where rows of so many prompts will be; close it.
+
+        Raises:
+            WeirError: if the workers lack room for them.
+        """
+        sites = [Site(self.hook, layer) for layer in self.layers]
+        if not stays_on_workers(self._frontend, sites):
+            return CallerRows(self.capture, sites)
+        call = self._engine.collective_rpc
+        return WorkerRows(lambda method, *args: call(method, args=args), self.capture, sites, prompts)
+
+    def read(self, prompts: Sequence[list[int]], rows: FitRows, report: Report) -> list[str]:
+        """Read a row of each prompt at each block; return the prompts' names, for `FitRows.fit`."""
+        sampling = params(vllm.SamplingParams(max_tokens=1, temperature=0, detokenize=False), capture=rows.capture)
+        names: list[str] = []
         for start in range(0, len(prompts), WINDOW):
             window = [{"prompt_token_ids": tokens} for tokens in prompts[start : start + WINDOW]]
-            for i, out in enumerate(self._generate(window, sampling), start):
-                rows = torch.cat([out.activations[self.hook, layer] for layer in self.layers])
-                if found is None:
-                    found = torch.empty(len(prompts), *rows.shape, dtype=rows.dtype)
-                found[i] = rows
-            report(min(start + WINDOW, len(prompts)))
-        assert found is not None, "there is at least one prompt"
-        return found
+            names += map(rows.take, self._generate(window, sampling))
+            report(len(names))
+        return names
 
     def ask(
         self, questions: Sequence[Question], sampling: Any, capture: Capture | None, read: Callable[[Any], float]

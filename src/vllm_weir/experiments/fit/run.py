@@ -6,16 +6,16 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.directions import Directions
 from vllm_weir.experiments.fit import causal
 from vllm_weir.experiments.fit.engine import FitEngine
-from vllm_weir.experiments.fit.folds import Folds, split
-from vllm_weir.experiments.fit.layer import LayerFit, fit_layer
-from vllm_weir.experiments.fit.methods import Method, MethodOptions, method_of
-from vllm_weir.experiments.fit.prompts import encode, parse_prompts
+from vllm_weir.experiments.prompts import encode, parse_prompts
+from vllm_weir.fitting.collection import FitTask
+from vllm_weir.fitting.folds import Folds
+from vllm_weir.fitting.layer import LayerFit
+from vllm_weir.fitting.methods import Method, method_of
 from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.scalars import is_int, plain
@@ -80,47 +80,51 @@ def fit(
     texts = [parse_prompts(prompts, name) for prompts, name in ((positive, "positive"), (negative, "negative"))]
     counts = len(texts[0]), len(texts[1])
     chosen = method_of(method, *counts)
-    options = _options(folds, seed, C)
+    _check_options(folds, seed, C)
     if metric is None and sampling is not None:
         raise WeirError("it is for a metric; give one, or leave it out", "sampling")
     wants_check = parse_flag(check, "check", "fit") or metric is not None
     engine = FitEngine(llm, hook, layers, positions)
     readout = None if metric is None else causal.metric_readout(engine, metric, sampling)
     tokens = [
-        encode(prompts, engine.tokenizer, engine.longest, name)
+        encode(prompts, engine.tokenizer, engine.longest, [f"{name}[{i}]" for i in range(len(prompts))])
         for prompts, name in zip(texts, ("positive", "negative"), strict=True)
     ]
-    parts = split(*counts, counts[0] == counts[1], int(folds), options.seed, chosen.fewest)
+    task = FitTask(method, *counts, int(folds), int(seed), float(C))
     with progress_bar(not parse_flag(progress, "progress", "fit")) as bar:
-        task = bar.add_task("prompts", total=sum(counts), rate="")
-        rows = engine.rows(tokens[0] + tokens[1], lambda done: bar.update(task, completed=done))
-        task = bar.add_task("blocks", total=len(engine.layers), rate="")
-        found: dict[int, LayerFit] = {}
-        for i, layer in enumerate(engine.layers):
-            found[layer] = _fit_block(rows[:, i], counts[0], layer, chosen, parts, options)
-            bar.advance(task)
+        rows, found = _fitted(engine, tokens, task, bar)
     details: dict[str, Any] = {
         "prompts": {"positive": counts[0], "negative": counts[1], "paired": counts[0] == counts[1]},
         "positions": engine.positions.to_json(),
-        "folds": parts.number,
-        "seed": options.seed,
+        "folds": task.parts.number,
+        "seed": task.seed,
+        "rows": rows,
         "layers": {
             str(layer): {"gap": one.direction.gap, "norm": one.norm, "relative_dose": one.relative_dose}
             for layer, one in found.items()
         },
     }
     if wants_check:
-        details["causal"] = _checked(engine, found, parts, tokens, rows, readout)
+        details["causal"] = _checked(engine, found, task.parts, tokens, readout)
     return _directions(engine, method, chosen, found, details)
 
 
-def _fit_block(
-    rows: torch.Tensor, positive: int, layer: int, method: Method, folds: Folds, options: MethodOptions
-) -> LayerFit:
-    exact = rows.double().numpy()
-    if not np.isfinite(exact).all():
-        raise WeirError(f"rows of block {layer} hold NaN or infinite values; leave it out", "layers")
-    return fit_layer(exact[:positive], exact[positive:], method, folds, options)
+def _fitted(
+    engine: FitEngine, tokens: list[list[list[int]]], task: FitTask, bar: Any
+) -> tuple[str, dict[int, LayerFit]]:
+    """Read the prompts and fit every block; return where the rows were, and the fits."""
+    prompts = tokens[0] + tokens[1]
+    rows = engine.open_rows(len(prompts))
+    try:
+        shown = bar.add_task("prompts", total=len(prompts), rate="")
+        names = engine.read(prompts, rows, lambda done: bar.update(shown, completed=done))
+        shown, found = bar.add_task("blocks", total=len(engine.layers), rate=""), {}
+        for layer in engine.layers:
+            found[layer] = rows.fit(Site(engine.hook, layer), names, task)
+            bar.advance(shown)
+    finally:
+        rows.close()
+    return rows.place, found
 
 
 def _directions(
@@ -147,7 +151,6 @@ def _checked(
     found: dict[int, LayerFit],
     folds: Folds,
     tokens: list[list[list[int]]],
-    rows: torch.Tensor,
     readout: causal.Readout | None,
 ) -> dict[str, Any]:
     """Return the results of the check, or why there are none."""
@@ -160,17 +163,10 @@ def _checked(
     layer = max(usable, key=lambda one: found[one].auc or 0.0)
     if why := engine.capabilities.read_only.get(Site(engine.hook, layer)):
         return _skipped(f"{engine.hook} cannot be changed: {why}", readout)
-    first = [np.flatnonzero(part == 0)[: causal.MAX_PROMPTS] for part in (folds.positive, folds.negative)]
-    index = np.concatenate([first[0], first[1] + len(tokens[0])])
-    direction, further = found[layer].held, found[last].held
-    assert direction is not None and further is not None, "fold 0 was held out"
-    held = causal.HeldOut(
-        layer,
-        direction,
-        [tokens[0][k] for k in first[0]],
-        [tokens[1][k] for k in first[1]],
-        rows[torch.from_numpy(index), engine.layers.index(layer)].double().numpy(),
-    )
+    one, further = found[layer], found[last].held
+    assert one.held is not None and one.doses is not None and further is not None, "fold 0 was held out"
+    positive, negative = ([side[k] for k in tried] for side, tried in zip(tokens, folds.tried, strict=True))
+    held = causal.HeldOut(layer, one.held, positive, negative, one.doses)
     return causal.check(engine, held, readout or causal.score_readout(engine, last, further))
 
 
@@ -181,11 +177,10 @@ def _skipped(why: str, readout: causal.Readout | None) -> dict[str, Any]:
     return {"skipped": why}
 
 
-def _options(folds: Any, seed: Any, strength: Any) -> MethodOptions:
+def _check_options(folds: Any, seed: Any, strength: Any) -> None:
     """Check the numbers among the arguments."""
     for value, name, least in ((folds, "folds", 2), (seed, "seed", 0)):
         if not is_int(plain(value)) or plain(value) < least:
             raise WeirError(f"expected a whole number of at least {least}, got {brief(value)}", name)
     if not (strength := number(strength, "C")) > 0 or math.isinf(strength):
         raise WeirError(f"expected a number above 0, got {strength:g}", "C")
-    return MethodOptions(int(seed), strength)

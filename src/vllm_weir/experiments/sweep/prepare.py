@@ -9,6 +9,7 @@ from typing import Any
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.metrics import BoundMetric, OnLogits, bind_metric
 from vllm_weir.experiments.mode import DENOISE, parse_mode
+from vllm_weir.experiments.prompts import Prompt, encode, named, parse_one_or_more
 from vllm_weir.experiments.sweep.path import Receiver, parse_freeze, precedes
 from vllm_weir.experiments.sweep.places import parse_entries, place_entries
 from vllm_weir.experiments.sweep.plan import Pair, SweepPlan, token_labels
@@ -17,9 +18,6 @@ from vllm_weir.frontend.lookup import engine_of, frontend_of
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only
 from vllm_weir.schema.row_parts import RowPart
-from vllm_weir.schema.scalars import is_int, plain
-
-Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -45,19 +43,14 @@ class EngineFacts:
         self.model = engine_of(llm).vllm_config.model_config
         self.tokenizer: Any = None if self.model.skip_tokenizer_init else llm.get_tokenizer()
 
-    def encode(self, prompt: Prompt, field: str) -> tuple[int, ...]:
-        """Return the token ids of a prompt, with the tokenizer's special tokens if it is a text."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise WeirError("the engine has no tokenizer; give token ids", field)
-            prompt = tuple(self.tokenizer.encode(prompt))
-        if not prompt:
-            raise WeirError("the prompt has no tokens", field)
-        if len(prompt) >= self.model.max_model_len:
-            raise WeirError(f"{len(prompt)} tokens, the engine takes {self.model.max_model_len - 1}", field)
-        if max(prompt) >= (size := self.model.get_vocab_size()):
-            raise WeirError(f"token {max(prompt)} does not exist: the vocabulary has {size}", field)
-        return prompt
+    def encode(self, prompts: Sequence[Prompt], field: str) -> list[tuple[int, ...]]:
+        """Return the token ids of prompts, with the tokenizer's special tokens if they are texts."""
+        fields, size = named(prompts, field), self.model.get_vocab_size()
+        encoded = encode(prompts, lambda: self.tokenizer, self.model.max_model_len - 1, fields)
+        for tokens, name in zip(encoded, fields, strict=True):
+            if max(tokens) >= size:
+                raise WeirError(f"token {max(tokens)} does not exist: the vocabulary has {size}", name)
+        return list(map(tuple, encoded))
 
     def encode_token(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
@@ -84,7 +77,7 @@ def prepare(
     receiver = None if to is None else Receiver.parse(to)
     names, entries = _parse_hooks(hooks), parse_entries(positions)
     engine = EngineFacts(llm)
-    pairs = _encode_pairs(engine, parse_prompts(clean, "clean"), parse_prompts(corrupt, "corrupt"))
+    pairs = _encode_pairs(engine, parse_one_or_more(clean, "clean"), parse_one_or_more(corrupt, "corrupt"))
     bound = bind_metric(metric, sampling, None if engine.tokenizer is None else engine.encode_token, len(pairs))
     if isinstance(bound, OnLogits) and 0 <= engine.model.max_logprobs < engine.model.get_vocab_size():
         raise WeirError("a metric on all logits needs an engine that gives them: LLM(..., max_logprobs=-1)", "metric")
@@ -104,36 +97,10 @@ def prepare(
     return PreparedSweep(plan, bound, token_labels(labels, places[0], texts))
 
 
-def parse_prompts(value: Any, field: str) -> list[Prompt]:
-    """Parse one prompt, a text or token ids, or a list of these.
-
-    Raises:
-        WeirError: for anything else.
-    """
-    if isinstance(value, str):
-        return [value]
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(value, Sequence) or not len(value):
-        raise WeirError(f"expected a text, token ids, or a list of these, got {brief(value)}", field)
-    if all(is_int(plain(item)) for item in value):
-        return [_token_ids(value, field)]
-    return [item if isinstance(item, str) else _token_ids(item, f"{field}[{i}]") for i, item in enumerate(value)]
-
-
-def _token_ids(value: Any, field: str) -> tuple[int, ...]:
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(value, Sequence) or not all(is_int(plain(item)) and plain(item) >= 0 for item in value):
-        raise WeirError(f"expected a text or token ids, got {brief(value)}", field)
-    return tuple(int(plain(item)) for item in value)
-
-
 def _encode_pairs(engine: EngineFacts, clean: list[Prompt], corrupt: list[Prompt]) -> tuple[Pair, ...]:
     if len(clean) != len(corrupt):
         raise WeirError(f"{len(corrupt)} prompts for {len(clean)} clean ones; give one for each", "corrupt")
-    sides = [
-        [engine.encode(prompt, name if len(prompts) == 1 else f"{name}[{i}]") for i, prompt in enumerate(prompts)]
-        for name, prompts in (("clean", clean), ("corrupt", corrupt))
-    ]
+    sides = engine.encode(clean, "clean"), engine.encode(corrupt, "corrupt")
     return tuple(Pair(*pair) for pair in zip(*sides, strict=True))
 
 

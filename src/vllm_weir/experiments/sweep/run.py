@@ -47,7 +47,7 @@ def sweep(
     Args:
         llm: ``LLM`` or Weir's drop-in class. Its prefix cache, if on, saves what lies before each
             cell's first position.
-        clean: text or token ids, or a list of these, one for each pair.
+        clean: a text, a chat (list of messages) or token ids, or a list of these, one for each pair.
         corrupt: likewise; as many tokens as `clean`, unless `positions` lists what means the same in
             both.
         hooks: hook point, or a list of them.

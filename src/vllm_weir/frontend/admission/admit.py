@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,13 +33,14 @@ from vllm_weir.schema.compat.three_tier import scaled
 from vllm_weir.schema.compat.vllm_lens import in_lens_words, lens_capture, lens_interventions, refuse_lens
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.features import SetFeature
-from vllm_weir.schema.hooks import PART_HOOKS, Site
+from vllm_weir.schema.hooks import DERIVED_HOOKS, PART_HOOKS, Site
 from vllm_weir.schema.instructions import Instruction, LoweredIntervention, ResolvedIntervention, couples, reach
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
 from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
+from vllm_weir.schema.row_parts import WHOLE
 from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.row_shards import RowShard, ShardWidths
 from vllm_weir.schema.selectors import MAX_SELECTORS
@@ -317,6 +318,7 @@ def _admit(
             )
     of_everyone = (one for one in everyone if vocabulary.occurs(one.positions))
     captures = tuple(resolve_tokens(one, vocabulary) for one in (*captures, *of_everyone))
+    kept = _kept(captures, spec, scoring.probes, capabilities)
     expansion = DerivedPoints.expand(captures, capabilities, has_embeddings or has_media)
     captures = expansion.captures
     postprocesses = postprocesses_of(captures, capabilities, lookup)
@@ -343,7 +345,7 @@ def _admit(
         parts = with_read_outs(parts, read_outs, capabilities, has_token_ids, check, not read_on_device)
         if read_on_device:
             device = Postprocess(None, read_outs=tuple(dict.fromkeys(one.read_out for one in read_outs)))
-    resolved = ResolvedSpec(_site_requests(parts), device)
+    resolved, parts = _resolved(parts, device, kept)
     admitted = AdmittedRequest(
         resolved,
         parts,
@@ -371,6 +373,43 @@ def _admit(
             "probes",
         )
     return admitted
+
+
+def _resolved(
+    parts: tuple[CaptureGroup, ...], device: Postprocess | None, kept: str
+) -> tuple[ResolvedSpec, tuple[CaptureGroup, ...]]:
+    """Return what workers capture for a request, and the groups that get rows of it."""
+    if not kept:
+        return ResolvedSpec(_site_requests(parts), device), parts
+    return ResolvedSpec(_site_requests(parts), replace(device or Postprocess(None), kept=kept)), parts[:1]
+
+
+def _kept(
+    captures: Sequence[Capture],
+    spec: RequestSpec,
+    probes: Sequence[ResolvedProbe],
+    capabilities: EngineCapabilities,
+) -> str:
+    """Return the key of the workers' collection in which a request's rows stay; "" if they leave the workers.
+
+    Raises:
+        WeirError: if some stay and others leave, or no worker has them whole.
+    """
+    found = next((capture for capture in captures if capture.sink.kept), None)
+    if found is None:
+        return ""
+    why = ""
+    if len(captures) > 1 or spec.features or spec.lens or probes:
+        why = "something else of the request, or of all requests, is captured or scored"
+    elif found.project is not None or found.compress is not None or found.before or found.part != WHOLE:
+        why = "they stay whole, as they are after interventions"
+    elif found.hook in DERIVED_HOOKS:
+        why = f"{found.hook} is computed in the caller's process"
+    elif any(len(parts) > 1 for site, parts in capabilities.shards.items() if site.hook == found.hook):
+        why = f"tensor-parallel workers hold rows of {found.hook} in parts"
+    if why:
+        raise WeirError(f"these rows cannot stay on the workers: {why}", f"{found.path}.sink")
+    return found.sink.kept
 
 
 def _site_requests(parts: Sequence[CaptureGroup]) -> tuple[SiteRequest, ...]:

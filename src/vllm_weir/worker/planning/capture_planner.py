@@ -26,6 +26,7 @@ class CapturingRequest:
     A *code* is the set of the request's selectors that select a position, as bits.
 
     Attributes:
+        endpoint: where its rows go.
         columns: per selector, the columns it wants that this worker fills, as `CapturePlanner.places`
             returns them.
         max_generated: estimate of the tokens that the request generates, to size extents.
@@ -231,7 +232,7 @@ class CapturePlanner:
                 record_bytes = RecordLayout.of(postprocess.read_outs).record_bytes
                 size, codec = record_bytes * len(columns), request.read_out_codec(columns)
                 cell = ResultCell("read_outs", record_bytes, size, codec, self.row_bytes)
-            else:
+            elif postprocess.folds:
                 in_prompt, rows = 0, rows - in_prompt
         return self._row_seqs.open(request.request_id, request.endpoint, columns, in_prompt, max(rows, 1), cell)
 

@@ -105,6 +105,7 @@ class Planner:
         max_generated: int = MOST_EXPECTED,
         codec: int = -1,
         read_out_codec: ReadOutCodec | None = None,
+        keeper: str = "",
     ) -> None:
         """Start capturing for a request, if it wants anything of this worker.
 
@@ -117,6 +118,7 @@ class Planner:
             max_generated: tokens that it can generate.
             codec: number of the codec that makes records of its rows, -1 for none.
             read_out_codec: as in `CapturingRequest`.
+            keeper: where its rows go, if not to its reader.
         """
         self._end_repetition()
         selected = self._selected[spec]
@@ -125,7 +127,7 @@ class Planner:
             selectors = selector_set.of(prompt_len, prompt_ids)
             self.capturing[request_id] = CapturingRequest(
                 request_id,
-                endpoint,
+                keeper or endpoint,
                 selectors,
                 columns,
                 min(max_generated, MOST_EXPECTED),
@@ -362,11 +364,12 @@ class Planner:
         place = endpoint, first_token, start, count
         try:
             if capturing is not None:
+                to = self.steady_state.number_of(capturing.endpoint), *place[1:]
                 behind = self._behind(capturing.selectors.prompt_len, start)
                 if behind:
-                    self.capture_planner.plan_uncertain(builder, capturing, *place, behind)
+                    self.capture_planner.plan_uncertain(builder, capturing, *to, behind)
                 else:
-                    self.capture_planner.plan(builder, capturing, *place)
+                    self.capture_planner.plan(builder, capturing, *to)
             if steered is not None:
                 behind = self._behind(steered.selectors.prompt_len, start)
                 if behind:
@@ -397,6 +400,8 @@ class Planner:
             ready = max(ready, start)
             if position < start:
                 return self.steady_state.unsettle(slot)
+            if code and self.steady_state.endpoints[self.steady_state.endpoint[slot]] != capturing.endpoint:
+                return self.steady_state.unsettle(slot)  # one reader is told of rows, another of steering
             if code:
                 site_set = capturing.site_sets.get(code, -1)
                 if site_set not in capturing.row_seqs:

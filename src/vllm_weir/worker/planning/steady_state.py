@@ -60,11 +60,15 @@ class SteadyState:
         slot = self._free.pop()
         self._slot_of[request_id] = slot
         self.ready[slot] = NEVER
+        self.endpoint[slot] = self.number_of(endpoint)
+
+    def number_of(self, endpoint: str) -> int:
+        """Return the number of a reader's address."""
         number = self._endpoint_numbers.get(endpoint)
         if number is None:
             number = self._endpoint_numbers[endpoint] = len(self.endpoints)
             self.endpoints.append(endpoint)
-        self.endpoint[slot] = number
+        return number
 
     def remove_request(self, request_id: str) -> None:
         """Free a request's slot; unknown ids are ignored."""

@@ -21,6 +21,7 @@ from vllm_weir.worker.planning.step_plan import ScoreReads
 from vllm_weir.worker.transfer.buffer_server import BufferServer
 
 logger = logging.getLogger(__name__)
+Keep = Callable[[str, messages.LayoutUpdate, np.ndarray, bytes, dict[str, str]], None]
 SEND_TIMEOUT_MS = 60_000
 """How long a reader may keep a message waiting before it loses its rows."""
 
@@ -97,6 +98,8 @@ class Notifier:
     Attributes:
         waiting: requests of the engine that wait for table space, which readers are told along with
             rows.
+        keep: stands for the readers in this process (`messages.KEPT`): called with the endpoint, the
+            changes of its layout, its arrivals, the rows' bytes, and its failed requests.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Notifier:
     ) -> None:
         self._engine, self.waiting = engine, 0
         self._ledger = DraftLedger(uncertainty)
+        self.keep: Keep | None = None
         self._rows, self._arena, self._buffer_server, self._worker = rows, arena, buffer_server, worker
         self._bytes = rows.view(-1).view(torch.uint8)
         self._dtype = str(rows.dtype).removeprefix("torch.")
@@ -129,6 +133,12 @@ class Notifier:
     def fail(self, endpoint: str, request_id: str, reason: str) -> None:
         """Tell a reader that a request's rows will not come, and why."""
         self._notices.put(StepNotice(lambda: None, failures={endpoint: {request_id: reason}}))
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until what is queued has been sent; return whether it was within `timeout` seconds."""
+        done = threading.Event()
+        self._notices.put(StepNotice(done.set))
+        return done.wait(timeout)
 
     def close(self) -> None:
         """Send what is queued, then stop."""
@@ -156,7 +166,11 @@ class Notifier:
         layout_updates = notice.layout_updates.get(endpoint) or messages.LayoutUpdate()
         maps_buffer = True
         try:
-            maps_buffer = self._announce(endpoint, notice, layout_updates, broken, scores)
+            if endpoint.startswith(messages.KEPT):
+                maps_buffer = False
+                self._hand_over(endpoint, notice, layout_updates, broken)
+            else:
+                maps_buffer = self._announce(endpoint, notice, layout_updates, broken, scores)
         except Exception as e:  # noqa: BLE001 - as above
             self._report_loss(endpoint, layout_updates, _describe(e))
         for extent in layout_updates.retired:
@@ -165,6 +179,13 @@ class Notifier:
                 self._arena.release(extent.start)
         for row_seq in layout_updates.closed:
             self._remote.pop(row_seq, None)
+
+    def _hand_over(self, endpoint: str, notice: StepNotice, layout_updates: messages.LayoutUpdate, broken: str) -> None:
+        """Give a reader in this process its part of a notice."""
+        assert self.keep is not None, "whoever has such readers sets it"
+        arrivals = _NO_ARRIVALS if broken else notice.arrivals.get(endpoint, _NO_ARRIVALS)
+        failures = notice.failures.get(endpoint, {}) | ({"": broken} if broken else {})
+        self.keep(endpoint, layout_updates, arrivals, self._fetch(layout_updates, arrivals), failures)
 
     def _announce(
         self,

@@ -116,7 +116,7 @@ def test_pictures(result, tmp_path):
         (dict(metric=weir.logit_diff(" happy sad", " sad")), "metric.a", "tokens"),
         (dict(clean="Tom"), "corrupt", "so their positions do not correspond"),
         (dict(clean=[]), "clean", "no tokens"),
-        (dict(clean={"a": 1}), "clean", "expected a text or token ids"),
+        (dict(clean={"a": 1}), "clean", "a prompt is a text, a list of messages"),
         (dict(model=3), "model", "expected a vllm.LLM, the path"),
         (dict(llm=3), "llm", "expected a vllm.LLM, got int"),
     ],

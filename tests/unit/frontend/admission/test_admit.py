@@ -18,7 +18,7 @@ from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.engine_traits import EngineTraits
 from vllm_weir.schema.hooks import HOOKS, STREAM_HOOKS, place_of
 from vllm_weir.schema.keys import carries_keys
-from vllm_weir.schema.request import RequestSpec
+from vllm_weir.schema.request import Postprocess, RequestSpec
 from vllm_weir.schema.table_sizes import TableSizes
 
 LAYERS = 4
@@ -220,6 +220,43 @@ def test_what_is_made_of_rows_may_differ_by_where_they_go():
         assert all(
             part.spec.postprocess == admitted.spec.postprocess for part in admitted.parts if device and part.dtypes
         )
+
+
+STAYS = {"workers": {"rows": "k1"}}
+
+
+def test_rows_that_stay_on_the_workers_come_back_nowhere():
+    for reduce in (None, "mean"):
+        own = {"layers": [1, 2], "positions": "prompt", "reduce": reduce, "sink": STAYS}
+        admitted = admit(
+            {"weir": {"v": 1, "capture": [own], "interventions": [dict(op="add", vector=[1.0] * 128)]}}, FACTS
+        )
+        assert admitted.spec.postprocess == Postprocess(reduce, kept="k1")
+        assert [part.has_rows for part in admitted.parts] == [False]
+        assert EngineSpec.from_wire(admitted.wire).captures.postprocess == admitted.spec.postprocess
+
+
+@pytest.mark.parametrize(
+    ("captures", "more", "message"),
+    [
+        ([{"layers": [1]}, {"sink": STAYS}], {}, "something else of the request"),
+        ([{"sink": STAYS}], {"everyone": (Capture(sink="norms"),)}, "something else of the request"),
+        ([{"sink": STAYS, "compress": "rp8"}], {}, "they stay whole"),
+        ([{"sink": STAYS, "project": [1.0] * 128}], {}, "they stay whole"),
+        ([{"sink": STAYS, "before": True}], {}, "as they are after interventions"),
+    ],
+)
+def test_rows_that_cannot_stay_on_the_workers(captures, more, message):
+    with pytest.raises(WeirError, match=message) as e:
+        admit({"weir": {"v": 1, "capture": captures}}, FACTS, sinks=("norms",), **more)
+    assert e.value.field == f"capture[{len(captures) - 1}].sink"
+
+
+@pytest.mark.parametrize("options", [{}, {"rows": 3}, {"rows": "k/1"}, {"rows": "k", "more": 1}])
+def test_the_collection_that_keeps_rows_has_a_name(options):
+    with pytest.raises(WeirError) as e:
+        admit(weir(sink={"workers": options}), FACTS)
+    assert e.value.field.startswith("capture[0].sink.workers")
 
 
 def test_token_ids_need_tokens():

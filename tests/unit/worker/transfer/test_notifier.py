@@ -107,6 +107,32 @@ def test_an_address_that_nobody_can_read_stops_nothing(reader):
     assert reader.hear()[0].failures == {"r": "because"}
 
 
+def test_a_reader_in_the_process_is_handed_its_rows_and_holds_nothing(reader):
+    """It gets bytes, and the failures that others are told; `settle` waits for all of it."""
+    got = []
+    reader.drain.keep = lambda *part: got.append(part)
+    outside, reader.reply = reader.reply, messages.KEPT + "key"
+    start = reader.arena.allocate(4)
+    reader.drain.send(reader.parcel(**opening(start), retired=[messages.ExtentRetired(1, 0, 2, start)]))
+    reader.drain.send(reader.parcel(fail))
+    reader.drain.fail(reader.reply, "r", "because")
+    assert reader.drain.settle(10)
+    endpoint, layout, arrivals, payload, failures = got[0]
+    assert endpoint == reader.reply and layout.opened[0].request_id == "r" and not failures
+    assert arrivals.tolist() == [(1, 0, 0, 1, 1)]
+    assert np.frombuffer(payload, np.float32).tolist() == reader.rows[start : start + 2].flatten().tolist()
+    assert "the device is lost" in got[1][4][""] and not len(got[1][2]) and got[2][4] == {"r": "because"}
+    assert reader.arena.used == 0
+
+    def broken(*_):
+        raise RuntimeError("no room")
+
+    reader.drain.keep = broken
+    reader.drain.fail(reader.reply, "r", "because")
+    reader.drain.fail(outside, "s", "then")
+    assert reader.hear()[0].failures == {"s": "then"}
+
+
 def test_the_reader_fails_every_request_that_it_waits_for():
     class Waiting:
         failure = None

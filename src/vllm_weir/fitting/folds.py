@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+MOST_TRIED = 32
+"""Held-out prompts of each class on which a direction is tried."""
+
 
 class Folds(NamedTuple):
     """The fold of each prompt.
@@ -20,9 +23,11 @@ class Folds(NamedTuple):
     positive: np.ndarray
     negative: np.ndarray
 
-    def kept(self, fold: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which positive and negative prompts a direction is fitted on while `fold` is held out; bool."""
-        return self.positive != fold, self.negative != fold
+    @property
+    def tried(self) -> tuple[np.ndarray, np.ndarray]:
+        """The positive and the negative prompts of fold 0 on which a direction is tried; int [<= MOST_TRIED]."""
+        first, second = (np.flatnonzero(part == 0)[:MOST_TRIED] for part in (self.positive, self.negative))
+        return first, second
 
 
 def split(positive: int, negative: int, paired: bool, folds: int, seed: int, fewest: int = 1) -> Folds:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.fit.prompts import encode, parse_prompts
+from vllm_weir.experiments.prompts import encode, named, parse_one_or_more, parse_prompts
 
 
 class Tokenizer:
@@ -25,7 +25,7 @@ def test_every_form_of_prompt():
     chat = [{"role": "user", "content": "tell me"}]
     told = [*chat, {"role": "assistant", "content": "no"}]
     prompts = parse_prompts(["a bc", chat, told, [7, 8], {"prompt_token_ids": (9,)}, np.array([5, 6])], "positive")
-    tokens = encode(prompts, Tokenizer, 10, "positive")
+    tokens = encode(prompts, Tokenizer, 10, named(prompts, "positive"))
     assert tokens == [[0, 1, 2], [4, 2, 1], [4, 2, 2], [7, 8], [9], [5, 6]]
 
 
@@ -33,7 +33,7 @@ def test_token_ids_need_no_tokenizer():
     def missing():
         raise AssertionError("there is no tokenizer")
 
-    assert encode([[1, 2]], missing, 10, "positive") == [[1, 2]]
+    assert encode([[1, 2]], missing, 10, ["positive"]) == [[1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,8 @@ def test_token_ids_need_no_tokenizer():
         (None, "positive", "got NoneType"),
         ([], "positive", "give at least one"),
         (["a", ""], "positive[1]", "the text is empty"),
-        (["a", []], "positive[1]", "a prompt is a text, a list of messages"),
+        (["a", []], "positive[1]", "the prompt has no tokens"),
+        (["a", {"b": 1}], "positive[1]", "a prompt is a text, a list of messages"),
         ([[1, -1]], "positive[0]", "a prompt is a text"),
         ([[{"role": "user"}]], "positive[0]", "messages with role and content"),
         ([3], "positive[0]", "a prompt is a text"),
@@ -65,5 +66,46 @@ def test_refusals(prompts, field, message):
 )
 def test_prompts_that_the_engine_cannot_take(prompt, message):
     with pytest.raises(WeirError, match=message) as e:
-        encode(["a", prompt], Tokenizer, 5, "negative")
+        encode(["a", prompt], Tokenizer, 5, ["negative[0]", "negative[1]"])
     assert e.value.field == "negative[1]"
+
+
+def test_texts_need_a_tokenizer():
+    with pytest.raises(WeirError, match="there is no tokenizer; give token ids") as e:
+        encode([[1], "a"], lambda: None, None, ["x", "y"])
+    assert e.value.field == "y"
+
+
+CHAT = [{"role": "user", "content": "tell me"}]
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        ("a b", ["a b"]),
+        (["a"], ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([3, 4], [[3, 4]]),
+        (np.array([3, 4]), [[3, 4]]),
+        ([[3, 4], "b", np.array([5])], [[3, 4], "b", [5]]),
+        (((1, 2), (3,)), [[1, 2], [3]]),
+        (CHAT, [CHAT]),
+        ([CHAT, "a"], [CHAT, "a"]),
+        ({"prompt_token_ids": [5]}, [[5]]),
+    ],
+)
+def test_one_or_more(value, wanted):
+    assert parse_one_or_more(value, "clean") == wanted
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ([], "clean"), (None, "clean"), (5, "clean"), ({"a": 1}, "clean"), ([-1, 2], "clean"), (["a", 5], "clean[1]"),
+        ([[1], [2.5]], "clean[1]"), ([[1], {"b": 2}], "clean[1]"), ([[]], "clean"),
+    ],
+)  # fmt: skip
+def test_none_of_one_or_more(value, field):
+    with pytest.raises(WeirError) as error:
+        parse_one_or_more(value, "clean")
+    assert error.value.field == field

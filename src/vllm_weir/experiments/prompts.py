@@ -1,4 +1,4 @@
-"""The prompts of the two classes, and their tokens."""
+"""Prompts, as experiments take them, and their tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Prompt = str | list[dict[str, Any]] | list[int]
 
 
 def parse_prompts(prompts: Any, field: str) -> list[Prompt]:
-    """Parse the prompts of one class.
+    """Parse a list of prompts.
 
     Args:
-        prompts: a list of texts, chats, lists of token ids, or ``{"prompt_token_ids": [...]}``.
+        prompts: texts, chats, lists of token ids, or ``{"prompt_token_ids": [...]}``.
         field: named by errors.
 
     Raises:
@@ -26,11 +26,23 @@ def parse_prompts(prompts: Any, field: str) -> list[Prompt]:
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Sequence):
         raise WeirError(f"expected a list of prompts, got {type(prompts).__name__}", field)
     if not prompts:
-        raise WeirError("an empty list of prompts has no mean; give at least one", field)
-    return [_parse_prompt(prompt, f"{field}[{i}]") for i, prompt in enumerate(prompts)]
+        raise WeirError("the list of prompts is empty; give at least one", field)
+    return [parse_prompt(prompt, f"{field}[{i}]") for i, prompt in enumerate(prompts)]
 
 
-def _parse_prompt(prompt: Any, field: str) -> Prompt:
+def parse_one_or_more(prompts: Any, field: str) -> list[Prompt]:
+    """Parse a prompt, or a list of prompts; arguments and errors as for `parse_prompts`."""
+    prompts = _listed(prompts)
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str) and len(prompts):
+        items = [plain(item) for item in prompts]
+        one = all(map(is_int, items)) or all(isinstance(item, Mapping) and "role" in item for item in items)
+        if not one:
+            return [parse_prompt(items[0], field)] if len(items) == 1 else parse_prompts(items, field)
+    return [parse_prompt(prompts, field)]
+
+
+def parse_prompt(prompt: Any, field: str) -> Prompt:
+    """Parse a prompt; arguments and errors as for `parse_prompts`."""
     prompt = _listed(prompt)
     if isinstance(prompt, Mapping) and set(prompt) == {"prompt_token_ids"}:
         prompt = _listed(prompt["prompt_token_ids"])
@@ -38,8 +50,10 @@ def _parse_prompt(prompt: Any, field: str) -> Prompt:
         if not prompt:
             raise WeirError("the text is empty", field)
         return prompt
-    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and len(prompt):
-        items = list(prompt)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+        items = [plain(item) for item in prompt]
+        if not items:
+            raise WeirError("the prompt has no tokens", field)
         if all(is_int(token) and token >= 0 for token in items):
             return [int(token) for token in items]
         if all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m for m in items):
@@ -52,38 +66,54 @@ def _listed(value: Any) -> Any:
     return value.tolist() if getattr(value, "ndim", 0) > 0 else plain(value)
 
 
-def encode(prompts: Sequence[Prompt], tokenizer: Callable[[], Any], longest: int, field: str) -> list[list[int]]:
+def named(prompts: Sequence[Any], field: str) -> list[str]:
+    """Return how errors name the prompts of a list; the only one has the name of the argument."""
+    return [field] if len(prompts) == 1 else [f"{field}[{i}]" for i in range(len(prompts))]
+
+
+def encode(
+    prompts: Sequence[Prompt], tokenizer: Callable[[], Any], longest: int | None, fields: Sequence[str]
+) -> list[list[int]]:
     """Return the tokens of prompts.
 
     A text gets the special tokens that the tokenizer adds to a prompt, a chat those of its template.
 
     Args:
-        prompts: as `parse_prompts` returns them.
-        tokenizer: returns the engine's; called only if it is needed.
-        longest: tokens that the engine takes.
-        field: named by errors.
+        prompts: as they were parsed.
+        tokenizer: returns the model's, or None if it has none; called only if it is needed.
+        longest: tokens that the engine takes; None if no engine is asked.
+        fields: how errors name the prompts.
 
     Raises:
         WeirError: naming the prompt, if it has no tokens, too many, or its template refuses it.
     """
     encoded: list[list[int]] = [[] for _ in prompts]
     texts: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
-    for i, prompt in enumerate(prompts):
+    for i, (prompt, field) in enumerate(zip(prompts, fields, strict=True)):
         if isinstance(prompt, str):
             texts[True].append((i, prompt))
         elif isinstance(prompt[0], dict):
-            texts[False].append((i, _chat_text(tokenizer(), prompt, f"{field}[{i}]")))
+            texts[False].append((i, _chat_text(_present(tokenizer(), field), prompt, field)))
         else:
             encoded[i] = list(prompt)  # type: ignore[arg-type]
     for special, group in texts.items():
         if group:
-            ids = tokenizer()([text for _, text in group], add_special_tokens=special)["input_ids"]
+            called = _present(tokenizer(), fields[group[0][0]])
+            ids = called([text for _, text in group], add_special_tokens=special)["input_ids"]
             for (i, _), tokens in zip(group, ids, strict=True):
                 encoded[i] = list(tokens)
-    for i, tokens in enumerate(encoded):
-        if not 0 < len(tokens) <= longest:
-            raise WeirError(f"{len(tokens)} tokens, and the engine takes 1 to {longest}", f"{field}[{i}]")
+    for tokens, field in zip(encoded, fields, strict=True):
+        if not tokens:
+            raise WeirError("the prompt has no tokens", field)
+        if longest is not None and len(tokens) > longest:
+            raise WeirError(f"{len(tokens)} tokens, and the engine takes 1 to {longest}", field)
     return encoded
+
+
+def _present(tokenizer: Any, field: str) -> Any:
+    if tokenizer is None:
+        raise WeirError("there is no tokenizer; give token ids", field)
+    return tokenizer
 
 
 def _chat_text(tokenizer: Any, messages: Any, field: str) -> str:

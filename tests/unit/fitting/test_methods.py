@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.machine import module, needs
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.fit.auc import auc
-from vllm_weir.experiments.fit.folds import split
-from vllm_weir.experiments.fit.layer import fit_layer, unit
-from vllm_weir.experiments.fit.logistic import fit_logistic
-from vllm_weir.experiments.fit.methods import METHODS, MethodOptions, method_of
-from vllm_weir.experiments.fit.pairs import PairMoments, top_eigenvector
+from vllm_weir.fitting.auc import auc
+from vllm_weir.fitting.components import first_components
+from vllm_weir.fitting.folds import split
+from vllm_weir.fitting.layer import fit_layer, unit
+from vllm_weir.fitting.logistic import fit_logistic
+from vllm_weir.fitting.methods import METHODS, MethodOptions, method_of
 
 OPTIONS = MethodOptions()
 SHAPES = ((40, 12), (24, 90), (9, 9))
@@ -34,7 +35,18 @@ def classes(seed: int, n: int, d: int) -> tuple[np.ndarray, np.ndarray]:
 def fitted(positive: np.ndarray, negative: np.ndarray, name: str, folds: int = 3, seed: int = 0):
     method = METHODS[name]
     parts = split(len(positive), len(negative), len(positive) == len(negative), folds, seed, method.fewest)
-    return fit_layer(positive, negative, method, parts, OPTIONS)
+    return fit_layer(torch.from_numpy(positive), torch.from_numpy(negative), method, parts, OPTIONS)
+
+
+def regression(rows: np.ndarray, labels: np.ndarray, kept: np.ndarray, strength: float, intercept: bool = True):
+    """`fit_logistic` of arrays."""
+    weights, biases = fit_logistic(*map(torch.from_numpy, (rows, labels, kept)), strength, intercept)
+    return weights.numpy(), biases.numpy()
+
+
+def component(differences: np.ndarray, kept: np.ndarray, centred: bool) -> np.ndarray:
+    """`first_components` of one subset of an array."""
+    return first_components(torch.from_numpy(differences), torch.from_numpy(kept)[None], centred)[0].numpy()
 
 
 def rotation(seed: int, d: int) -> np.ndarray:
@@ -76,7 +88,7 @@ def test_logistic_regression_is_scikit_learns(n, d, strength):
     rows, labels = np.concatenate([positive, negative]), np.arange(2 * n) < n
     kept = np.stack([np.ones(2 * n, bool), np.arange(2 * n) % 3 > 0])
     for intercept in (True, False):
-        weights, biases = fit_logistic(rows, labels, kept, strength, intercept)
+        weights, biases = regression(rows, labels, kept, strength, intercept)
         for weight, bias, some in zip(weights, biases, kept, strict=True):
             theirs = LogisticRegression(C=strength, fit_intercept=intercept, tol=1e-10, max_iter=100_000)
             theirs.fit(rows[some], labels[some])
@@ -90,7 +102,7 @@ def test_logistic_regression_is_scikit_learns(n, d, strength):
 def test_logistic_regression_is_at_its_minimum(n, d):
     positive, negative = classes(4, n, d)
     rows, labels = np.concatenate([positive, negative]), np.arange(2 * n) < n
-    (weight,), (bias,) = fit_logistic(rows, labels, np.ones((1, 2 * n), bool), 1.0)
+    (weight,), (bias,) = regression(rows, labels, np.ones((1, 2 * n), bool), 1.0)
     wrong = labels - 1 / (1 + np.exp(-(rows @ weight + bias)))
     scale = np.abs(rows.T @ (labels - labels.mean())).max()
     assert np.abs(weight - rows.T @ wrong).max() < 1e-6 * scale and abs(wrong.sum()) < 1e-6 * n
@@ -104,29 +116,33 @@ def test_moments_of_a_subset_are_computed_from_those_of_all(n, d, centred):
     kept = np.arange(n) % 4 > 0
     some = differences[kept]
     expected = np.linalg.eigh(np.cov(some.T, bias=True) if centred else some.T @ some / len(some))[1][:, -1]
-    found = PairMoments(differences).component(kept, centred)
+    found = component(differences, kept, centred)
     assert np.linalg.norm(found - np.sign(found @ expected) * expected) < 1e-6
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 300])
-def test_the_top_eigenvector(size):
-    rng = np.random.default_rng(size)
-    basis = np.linalg.qr(rng.normal(size=(size, size)))[0]
-    values = np.sort(rng.uniform(0, 1, size))
-    values[-1] = values[-2:].sum() * (1 + 1e-3) if size > 1 else 1.0
-    matrix = basis * values @ basis.T
-    assert abs(top_eigenvector(matrix) @ basis[:, -1]) == pytest.approx(1, abs=1e-8)
-    assert not top_eigenvector(np.zeros((size, size))).any()
-
-
-def test_lanczos_gives_way_to_a_full_decomposition():
-    """Two hundred thousandths between the largest eigenvalues: too close for so few steps."""
+def test_components_of_several_subsets_are_found_together():
+    """Of different sizes and spreads; one of them has nothing that varies."""
     rng = np.random.default_rng(0)
-    basis = np.linalg.qr(rng.normal(size=(600, 600)))[0]
-    values = np.linspace(0, 1, 600)
+    differences = rng.normal(size=(60, 200)) + 3 * rng.normal(size=200) * rng.normal(size=(60, 1))
+    differences[50:] = differences[50]
+    index = np.arange(60)
+    kept = np.stack([index >= 0, index % 2 > 0, index < 7, index >= 50])
+    found = first_components(torch.from_numpy(differences), torch.from_numpy(kept), True).numpy()
+    for vector, some in zip(found[:3], kept, strict=False):
+        rows = differences[some] - differences[some].mean(0)
+        assert abs(vector @ np.linalg.svd(rows)[2][0]) == pytest.approx(1, abs=1e-9)
+    assert not first_components(torch.zeros(4, 9, dtype=torch.float64), torch.ones(2, 4, dtype=torch.bool), True).any()
+
+
+@pytest.mark.parametrize("shape", [(600, 600), (900, 300)])
+def test_lanczos_gives_way_to_a_full_decomposition(shape):
+    """A thousand-millionth between the largest singular values: too close for so few steps."""
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.normal(size=(size, min(shape))))[0] for size in shape)
+    values = np.sqrt(np.linspace(0, 1, min(shape)))
     values[-1] = values[-2] * (1 + 1e-9)
-    found = top_eigenvector(basis * values @ basis.T)
-    assert np.linalg.norm(basis[:, -2:].T @ found) == pytest.approx(1, abs=1e-6)
+    found = component(left * values @ right.T, np.ones(shape[0], bool), False)
+    assert np.linalg.norm(right[:, -2:].T @ found) == pytest.approx(1, abs=1e-6)
 
 
 @settings(deadline=None, max_examples=25)

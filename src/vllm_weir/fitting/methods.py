@@ -1,18 +1,33 @@
-"""The methods of `weir.fit`: from the rows of two classes at one block to a direction and a bias."""
+"""The methods of `weir.fit`: from the rows of two classes at one block to directions and biases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.experiments.fit.logistic import fit_logistic
-from vllm_weir.experiments.fit.pairs import PairMoments
+from vllm_weir.fitting.components import first_components
+from vllm_weir.fitting.logistic import fit_logistic
 
-Kept = tuple[np.ndarray, np.ndarray]
-"""Which rows of the two classes, bool [n] and [m]."""
+
+@dataclass(frozen=True)
+class Classes:
+    """The rows of two classes at one block, and subsets of them.
+
+    Attributes:
+        positive: float64 [n, d].
+        negative: float64 [k, d].
+        first: bool [m, n], which positive rows each subset has.
+        second: bool [m, k], which negative rows.
+    """
+
+    positive: torch.Tensor
+    negative: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -28,8 +43,8 @@ class MethodOptions:
     strength: float = 1.0
 
 
-Finder = Callable[[np.ndarray, np.ndarray, Sequence[Kept], MethodOptions], list[tuple[np.ndarray, float | None]]]
-"""(positive rows, negative rows, subsets, options) -> of each subset a direction, and the bias of a method with one."""
+Finder = Callable[[Classes, MethodOptions], tuple[torch.Tensor, torch.Tensor | None]]
+"""Returns a direction of each subset, [m, d], and the biases [m] of a method that has one."""
 
 
 @dataclass(frozen=True)
@@ -49,46 +64,49 @@ class Method:
     fewest: int = 1
 
 
-def _diff(positive: np.ndarray, negative: np.ndarray, subsets: Sequence[Kept], _: MethodOptions) -> list:
-    return [(positive[first].mean(0) - negative[second].mean(0), None) for first, second in subsets]
+def mean_of(values: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return the means [m, ...] over the chosen ones, bool [m, n], of values [n, ...]."""
+    return (chosen.to(values) @ values) / chosen.sum(1, keepdim=values.ndim > 1)
+
+
+def _diff(classes: Classes, _: MethodOptions) -> tuple[torch.Tensor, None]:
+    return mean_of(classes.positive, classes.first) - mean_of(classes.negative, classes.second), None
 
 
 def _component(centred: bool, flipped: bool = False) -> Finder:
-    """Return the finder of the first principal component of differences, of random sign if `flipped`."""
+    """Return the finder of the first principal component of differences, half of them turned round if `flipped`."""
 
-    def find(positive: np.ndarray, negative: np.ndarray, subsets: Sequence[Kept], options: MethodOptions) -> list:
-        differences = positive - negative
+    def find(classes: Classes, options: MethodOptions) -> tuple[torch.Tensor, None]:
+        differences = classes.positive - classes.negative
         signs = np.ones(len(differences))
         if flipped:
             signs[np.random.default_rng(options.seed).permutation(len(signs))[: len(signs) // 2]] = -1.0
-        moments = PairMoments(differences * signs[:, None])
-        return [(_towards(moments.component(first, centred), differences[first]), None) for first, _ in subsets]
+        turned = differences * torch.from_numpy(signs).to(differences)[:, None] if flipped else differences
+        vectors = first_components(turned, classes.first, centred)
+        return _towards(vectors, differences, classes.first), None
 
     return find
 
 
-def _towards(vector: np.ndarray, differences: np.ndarray) -> np.ndarray:
-    """Return the vector with the sign that most pairs vote for; in a tie, their mean decides."""
-    along = differences @ vector
-    votes = float(np.sign(along).sum()) or float(along.mean())
-    return -vector if votes < 0 else vector
+def _towards(vectors: torch.Tensor, differences: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return vectors [m, d] with the signs that most of the kept pairs vote for; in a tie, their mean decides."""
+    along = (vectors @ differences.T) * kept
+    votes = along.sign().sum(1)
+    votes = torch.where(votes == 0, along.sum(1), votes)
+    return torch.where(votes < 0, -1.0, 1.0)[:, None] * vectors
 
 
-def _logistic(positive: np.ndarray, negative: np.ndarray, subsets: Sequence[Kept], options: MethodOptions) -> list:
-    labels = np.arange(len(positive) + len(negative)) < len(positive)
-    kept = np.stack([np.concatenate(subset) for subset in subsets])
-    weights, biases = fit_logistic(np.concatenate([positive, negative]), labels, kept, options.strength)
-    return list(zip(weights, biases.tolist(), strict=True))
+def _logistic(classes: Classes, options: MethodOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = torch.cat([classes.positive, classes.negative])
+    labels = torch.arange(len(rows), device=rows.device) < len(classes.positive)
+    return fit_logistic(rows, labels, torch.cat([classes.first, classes.second], 1), options.strength)
 
 
-def _logistic_pairs(
-    positive: np.ndarray, negative: np.ndarray, subsets: Sequence[Kept], options: MethodOptions
-) -> list:
-    half = (positive - negative) / 2
-    labels = np.arange(2 * len(half)) < len(half)
-    kept = np.stack([np.concatenate([first, first]) for first, _ in subsets])
-    weights, _ = fit_logistic(np.concatenate([half, -half]), labels, kept, options.strength, intercept=False)
-    return [(weight, None) for weight in weights]
+def _logistic_pairs(classes: Classes, options: MethodOptions) -> tuple[torch.Tensor, None]:
+    """Fit on halves of differences: the loss of a row's partner, which is its negative, equals its own."""
+    half = (classes.positive - classes.negative) / 2
+    labels = torch.ones(len(half), dtype=torch.bool, device=half.device)
+    return fit_logistic(half, labels, classes.first, 2 * options.strength, intercept=False)[0], None
 
 
 METHODS: dict[str, Method] = {

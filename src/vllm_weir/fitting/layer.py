@@ -1,0 +1,164 @@
+"""One block: its direction, its probe, and how well directions fitted on some rows separate the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.fitting.auc import auc
+from vllm_weir.fitting.folds import Folds
+from vllm_weir.fitting.methods import Classes, Method, MethodOptions, mean_of
+
+
+@dataclass(frozen=True)
+class Direction:
+    """A direction and how rows are scored along it.
+
+    Attributes:
+        vector: float64 [d], at the method's scale.
+        weight: float64 [d], what the probe multiplies rows by: the unit vector, or the weights of a
+            regression that has a bias.
+        bias: of the probe; a score of 0 lies between the classes.
+        gap: how far apart the means of the classes are along the unit vector.
+    """
+
+    vector: np.ndarray
+    weight: np.ndarray
+    bias: float
+    gap: float
+
+    @property
+    def unit(self) -> np.ndarray:
+        """The unit vector [d]."""
+        return unit(self.vector)
+
+    def score(self, rows: np.ndarray) -> np.ndarray:
+        """Return the probe's scores [n] of rows [n, d]."""
+        return rows @ self.weight + self.bias
+
+    def to_wire(self) -> list[Any]:
+        """Return the form in which a worker sends it."""
+        return [self.vector.tobytes(), self.weight.tobytes(), self.bias, self.gap]
+
+    @classmethod
+    def from_wire(cls, data: list[Any]) -> Direction:
+        """Parse what `to_wire` returns."""
+        return cls(np.frombuffer(data[0]), np.frombuffer(data[1]), *data[2:])
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """What was fitted at one block.
+
+    Attributes:
+        direction: fitted on all rows.
+        held: fitted without the rows of fold 0; None if nothing was held out.
+        auc: mean over the folds of the AUC of a direction fitted without it; None likewise.
+        norm: mean length of a row.
+        doses: of the prompts that `Folds.tried` chooses, the mean share of a row's length that
+            `held`'s gap has, and that the row's part along `held` has; None likewise.
+    """
+
+    direction: Direction
+    held: Direction | None
+    auc: float | None
+    norm: float
+    doses: tuple[float, float] | None
+
+    @property
+    def relative_dose(self) -> float:
+        """The gap between the classes as a share of a row's length."""
+        return self.direction.gap / self.norm if self.norm else 0.0
+
+    def to_wire(self) -> list[Any]:
+        """Return the form in which a worker sends it."""
+        held = None if self.held is None else self.held.to_wire()
+        return [self.direction.to_wire(), held, self.auc, self.norm, None if self.doses is None else list(self.doses)]
+
+    @classmethod
+    def from_wire(cls, data: list[Any]) -> LayerFit:
+        """Parse what `to_wire` returns."""
+        direction, held, area, norm, doses = data
+        return cls(
+            Direction.from_wire(direction),
+            None if held is None else Direction.from_wire(held),
+            area,
+            norm,
+            None if doses is None else tuple(doses),
+        )
+
+
+def fit_layer(
+    positive: torch.Tensor, negative: torch.Tensor, method: Method, folds: Folds, options: MethodOptions
+) -> LayerFit:
+    """Fit a block, on the device of its rows.
+
+    Args:
+        positive: float64 [n, d].
+        negative: float64 [k, d].
+        method: how.
+        folds: of the rows.
+        options: of the method.
+
+    Raises:
+        WeirError: if rows hold values that are not finite.
+    """
+    if not (positive.isfinite().all() and negative.isfinite().all()):
+        raise WeirError("rows hold NaN or infinite values; leave the block out", "layers")
+    first, second = (_subsets(side, folds.number).to(positive.device) for side in (folds.positive, folds.negative))
+    vectors, biases = method.find(Classes(positive, negative, first, second), options)
+    lengths = torch.linalg.vector_norm(vectors, dim=1)
+    units = torch.where(lengths[:, None] > 0, vectors / lengths[:, None], 0.0)
+    along = [(rows @ units.T) for rows in (positive, negative)]
+    high, low = (torch.diagonal(mean_of(side, kept)) for side, kept in zip(along, (first, second), strict=True))
+    if biases is None:
+        weights, biases = units, -(high + low) / 2
+    else:
+        weights, along = vectors, [side * lengths for side in along]
+    scores = [(side + biases).T.cpu().numpy() for side in along]
+    directions = [
+        Direction(vectors[k].cpu().numpy(), weights[k].cpu().numpy(), float(biases[k]), float(high[k] - low[k]))
+        for k in range(min(len(vectors), 2))
+    ]
+    return LayerFit(
+        directions[0],
+        directions[1] if folds.number else None,
+        _mean_auc(scores[0], scores[1], folds),
+        float(torch.cat([torch.linalg.vector_norm(rows, dim=1) for rows in (positive, negative)]).mean()),
+        _doses(positive, negative, directions[1], folds) if folds.number else None,
+    )
+
+
+def _subsets(folds: np.ndarray, number: int) -> torch.Tensor:
+    """Return which rows are fitted on, bool [1 + number, n]: all, and then without each fold."""
+    return torch.from_numpy(np.stack([folds >= 0, *(folds != fold for fold in range(number))]))
+
+
+def _mean_auc(positive: np.ndarray, negative: np.ndarray, folds: Folds) -> float | None:
+    """Return the mean AUC of the folds, by scores [1 + folds, n] and [1 + folds, k]."""
+    areas = [
+        auc(positive[1 + fold][folds.positive == fold], negative[1 + fold][folds.negative == fold])
+        for fold in range(folds.number)
+    ]
+    return float(np.mean(areas)) if areas else None
+
+
+def _doses(positive: torch.Tensor, negative: torch.Tensor, direction: Direction, folds: Folds) -> tuple[float, float]:
+    rows = torch.cat([side[torch.from_numpy(k)] for side, k in zip((positive, negative), folds.tried, strict=True)])
+    lengths = torch.linalg.vector_norm(rows, dim=1).cpu().numpy()
+    along = np.abs((rows @ torch.from_numpy(direction.unit).to(rows.device)).cpu().numpy())
+    return _mean_share(np.full(len(lengths), abs(direction.gap)), lengths), _mean_share(along, lengths)
+
+
+def _mean_share(values: np.ndarray, of: np.ndarray) -> float:
+    return float(np.divide(values, of, out=np.zeros_like(of), where=of > 0).mean())
+
+
+def unit(vector: np.ndarray) -> np.ndarray:
+    """Return the unit vector along a vector, or zeros."""
+    length = np.linalg.norm(vector)
+    return vector / length if length > 0 else vector
