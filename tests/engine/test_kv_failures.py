@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -181,3 +183,19 @@ def test_a_connector_of_made_up_numbers(tmp_path):
     llm.generate(prompt(P, 1), sampling(2), use_tqdm=False)
     with pytest.raises(WeirError, match="DecodeBenchConnector fills the KV cache with made-up numbers"):
         run(llm, [], tokens(P, 1))
+
+
+def test_a_request_whose_load_fails_for_good(tmp_path, oracle, monkeypatch):
+    """vLLM ends it with an error; reading its rows says so at once."""
+    llm = start(BY_KEYS, tmp_path)
+    run(llm, [], tokens(P, 8))
+    with monkeypatch.context() as patch:
+        failing = Failing(patch)
+        out = run(llm, [], tokens(P, 8))
+        assert failing.failures == 1
+    assert out.outputs[0].finish_reason == "error" and not out.outputs[0].token_ids
+    began = time.monotonic()
+    with pytest.raises(WeirError):
+        _ = out.activations
+    assert time.monotonic() - began < 5
+    assert quiet(llm)
