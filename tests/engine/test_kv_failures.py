@@ -185,17 +185,21 @@ def test_a_connector_of_made_up_numbers(tmp_path):
         run(llm, [], tokens(P, 1))
 
 
-def test_a_request_whose_load_fails_for_good(tmp_path, oracle, monkeypatch):
-    """vLLM ends it with an error; reading its rows says so at once."""
-    llm = start(BY_KEYS, tmp_path)
+@pytest.mark.parametrize("kind", [BY_TOKENS, BY_KEYS])
+def test_a_request_whose_load_fails_for_good(kind, tmp_path, oracle, monkeypatch):
+    """vLLM ends it with an error. Rows of a step that ran without the blocks are not handed out."""
+    llm = start(kind, tmp_path)
     run(llm, [], tokens(P, 8))
     with monkeypatch.context() as patch:
         failing = Failing(patch)
-        out = run(llm, [], tokens(P, 8))
-        assert failing.failures == 1
+        began = time.monotonic()
+        with pytest.raises(WeirError, match="keys and values that could not be loaded; send it again") as caught:
+            run(llm, [], tokens(P, 8))
+        assert failing.failures == 1 and time.monotonic() - began < 5
+    (out,) = caught.value.outputs
     assert out.outputs[0].finish_reason == "error" and not out.outputs[0].token_ids
-    began = time.monotonic()
-    with pytest.raises(WeirError):
+    with pytest.raises(WeirError, match="could not be loaded"):
         _ = out.activations
-    assert time.monotonic() - began < 5
+    del out, caught
+    check(run(llm, [], tokens(P, 8)), [], oracle)
     assert quiet(llm)
