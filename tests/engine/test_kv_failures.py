@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -181,3 +183,23 @@ def test_a_connector_of_made_up_numbers(tmp_path):
     llm.generate(prompt(P, 1), sampling(2), use_tqdm=False)
     with pytest.raises(WeirError, match="DecodeBenchConnector fills the KV cache with made-up numbers"):
         run(llm, [], tokens(P, 1))
+
+
+@pytest.mark.parametrize("kind", [BY_TOKENS, BY_KEYS])
+def test_a_request_whose_load_fails_for_good(kind, tmp_path, oracle, monkeypatch):
+    """vLLM ends it with an error. Rows of a step that ran without the blocks are not handed out."""
+    llm = start(kind, tmp_path)
+    run(llm, [], tokens(P, 8))
+    with monkeypatch.context() as patch:
+        failing = Failing(patch)
+        began = time.monotonic()
+        with pytest.raises(WeirError, match="keys and values that could not be loaded; send it again") as caught:
+            run(llm, [], tokens(P, 8))
+        assert failing.failures == 1 and time.monotonic() - began < 5
+    (out,) = caught.value.outputs
+    assert out.outputs[0].finish_reason == "error" and not out.outputs[0].token_ids
+    with pytest.raises(WeirError, match="could not be loaded"):
+        _ = out.activations
+    del out, caught
+    check(run(llm, [], tokens(P, 8)), [], oracle)
+    assert quiet(llm)

@@ -71,6 +71,9 @@ class Tracker:
             reason: why the sequence finished; None if it has not.
             cached_tokens: prompt tokens that came from the prefix cache.
         """
+        if reason == "error":  # what was computed for it may be wrong
+            why = "the engine ended it with an error, such as keys and values that could not be loaded; send it again"
+            self.pending.failure = self.pending.failure or why
         memory, *others = self.pending.admitted.parts
         if self._continuation:
             generated = [*self._continuation, *generated]
