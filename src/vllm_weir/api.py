@@ -30,10 +30,10 @@ from vllm_weir.schema.stop_rules import parse_stop_when
 
 if TYPE_CHECKING:
     from vllm import PoolingParams, SamplingParams
-    from vllm.sampling_params import BeamSearchParams
 
     from vllm_weir.controllers.async_controller import AsyncController
     from vllm_weir.frontend.outputs.ticket import Ticket
+    from vllm_weir.guard.beam_params import BeamSearchParams
     from vllm_weir.sae.autoencoder import SAE
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import msgspec
-from vllm.sampling_params import BeamSearchParams
+from vllm.sampling_params import BeamSearchParams as BeamSearchParams
 
 
 class CarryingBeamSearchParams(BeamSearchParams, omit_defaults=True, dict=True, kw_only=True):  # type: ignore[call-arg]
@@ -23,5 +22,5 @@ def carrying(params: BeamSearchParams) -> CarryingBeamSearchParams:
     """Return a copy of `params` that can carry keys."""
     if isinstance(params, CarryingBeamSearchParams):
         return copy.copy(params)
-    values = {field.name: getattr(params, field.name) for field in msgspec.structs.fields(params)}
+    values = {name: getattr(params, name) for name in params.__struct_fields__}
     return CarryingBeamSearchParams(**values)

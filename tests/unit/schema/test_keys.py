@@ -208,7 +208,7 @@ def test_a_plain_request_is_not_looked_at(monkeypatch):
     for make in (engine.add_request, refuse.add_request):
         wrapper = make(lambda self, request: seen.append(request), SimpleNamespace(refusal="off"))
         for params in (None, SimpleNamespace(extra_args=None), SimpleNamespace(extra_args={})):
-            wrapper(SimpleNamespace(), SimpleNamespace(sampling_params=params, request_id="r"))
+            wrapper(SimpleNamespace(), SimpleNamespace(sampling_params=params, pooling_params=None, request_id="r"))
     assert len(seen) == 6
 
 
