@@ -82,31 +82,6 @@ def _idefics3_processor(tokenizer: Any, config: Any) -> Any:
     return Idefics3Processor(images, tokenizer, image_seq_len=4)
 
 
-def _paligemma(ids: Ids) -> dict[str, Any]:
-    text = {k: v for k, v in TEXT.items() if k != "tie_word_embeddings"}
-    return dict(
-        text_config=dict(text, model_type="gemma"),
-        vision_config=dict(
-            TOWER,
-            model_type="siglip_vision_model",
-            image_size=56,
-            patch_size=14,
-            vision_use_head=False,
-            projection_dim=128,
-        ),
-        image_token_index=ids["<image>"],
-        projection_dim=128,
-    )
-
-
-def _paligemma_processor(tokenizer: Any, config: Any) -> Any:
-    from transformers import PaliGemmaProcessor, SiglipImageProcessor
-
-    images = SiglipImageProcessor(size=SIDE)
-    images.image_seq_length = 16
-    return PaliGemmaProcessor(images, tokenizer)
-
-
 def _internvl(ids: Ids) -> dict[str, Any]:
     vision = dict(TOWER, model_type="internvl_vision", image_size=[56, 56], patch_size=[14, 14])
     return dict(
@@ -122,21 +97,6 @@ def _internvl_processor(tokenizer: Any, config: Any) -> Any:
 
     images = GotOcr2ImageProcessor(size=SIDE, crop_to_patches=False)
     return InternVLProcessor(images, tokenizer, InternVLVideoProcessor(size=SIDE), image_seq_length=4)
-
-
-def _qwen2_audio(ids: Ids) -> dict[str, Any]:
-    audio = dict(d_model=64, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=96, max_source_positions=1500)
-    return dict(
-        text_config=dict(TEXT, model_type="qwen2"),
-        audio_config=dict(audio, model_type="qwen2_audio_encoder", num_mel_bins=32),
-        audio_token_index=ids["<|AUDIO|>"],
-    )
-
-
-def _qwen2_audio_processor(tokenizer: Any, config: Any) -> Any:
-    from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
-
-    return Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=32), tokenizer)
 
 
 IDEFICS = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
@@ -171,16 +131,6 @@ _RECIPES = (
         {"image": "<image>"},
     ),
     Recipe(
-        "PaliGemmaForConditionalGeneration",
-        "paligemma",
-        ("<image>", "\n"),
-        _paligemma,
-        _paligemma_processor,
-        {"image": "<image>"},
-        rename=SIGLIP,
-        mutual=("token_type_ids",),
-    ),
-    Recipe(
         "InternVLForConditionalGeneration",
         "internvl",
         INTERN,
@@ -193,15 +143,6 @@ _RECIPES = (
             "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<video>",
         },
-    ),
-    Recipe(
-        "Qwen2AudioForConditionalGeneration",
-        "qwen2_audio",
-        ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
-        _qwen2_audio,
-        _qwen2_audio_processor,
-        {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"},
-        rename={"language_model.model.model.": "language_model.model."},
     ),
 )
 ALL_RECIPES = RECIPES | {recipe.architecture: recipe for recipe in _RECIPES}
