@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.conformance.multimodal.finding import Finding, load, save
+from tests.conformance.multimodal.finding import RESULTS, Finding, load, save
 from tests.conformance.multimodal.more_recipes import ALL_RECIPES
 
 
@@ -17,7 +17,9 @@ def main() -> int:
     """The command; 1 if anything is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance.multimodal", description=__doc__)
     parser.add_argument("architectures", nargs="*", metavar="ARCH", help=f"default: {', '.join(ALL_RECIPES)}")
-    names = parser.parse_args().architectures or list(ALL_RECIPES)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where findings are written; another on a GPU")
+    arguments = parser.parse_args()
+    names = arguments.architectures or list(ALL_RECIPES)
     with tempfile.TemporaryDirectory(prefix="weir-multimodal-") as scratch:
         for name in names:
             out = Path(scratch) / f"{name}.json"
@@ -25,9 +27,9 @@ def main() -> int:
             finding = (
                 Finding(**json.loads(out.read_text())) if out.exists() else Finding(name, "?", failed="it crashed")
             )
-            save([finding], keep=ALL_RECIPES)
+            save([finding], arguments.results, keep=ALL_RECIPES)
             print(finding, flush=True)
-    return int(any(bad(one) for one in load().values()))
+    return int(any(bad(one) for one in load(arguments.results).values()))
 
 
 def bad(finding: Finding) -> bool:

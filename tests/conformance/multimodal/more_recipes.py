@@ -6,14 +6,8 @@ from typing import Any
 
 from tests.conformance.multimodal.recipe import TEXT, TOWER, Ids, Recipe
 from tests.conformance.multimodal.recipes import (
-    QWEN,
-    QWEN_MEDIA,
-    QWEN_SIZES,
     RECIPES,
     SIGLIP,
-    qwen3_processor,
-    qwen_tokens,
-    rope,
 )
 
 SIDE = {"height": 56, "width": 56}
@@ -88,31 +82,6 @@ def _idefics3_processor(tokenizer: Any, config: Any) -> Any:
     return Idefics3Processor(images, tokenizer, image_seq_len=4)
 
 
-def _paligemma(ids: Ids) -> dict[str, Any]:
-    text = {k: v for k, v in TEXT.items() if k != "tie_word_embeddings"}
-    return dict(
-        text_config=dict(text, model_type="gemma"),
-        vision_config=dict(
-            TOWER,
-            model_type="siglip_vision_model",
-            image_size=56,
-            patch_size=14,
-            vision_use_head=False,
-            projection_dim=128,
-        ),
-        image_token_index=ids["<image>"],
-        projection_dim=128,
-    )
-
-
-def _paligemma_processor(tokenizer: Any, config: Any) -> Any:
-    from transformers import PaliGemmaProcessor, SiglipImageProcessor
-
-    images = SiglipImageProcessor(size=SIDE)
-    images.image_seq_length = 16
-    return PaliGemmaProcessor(images, tokenizer)
-
-
 def _internvl(ids: Ids) -> dict[str, Any]:
     vision = dict(TOWER, model_type="internvl_vision", image_size=[56, 56], patch_size=[14, 14])
     return dict(
@@ -130,69 +99,9 @@ def _internvl_processor(tokenizer: Any, config: Any) -> Any:
     return InternVLProcessor(images, tokenizer, InternVLVideoProcessor(size=SIDE), image_seq_length=4)
 
 
-def _glm4v(ids: Ids) -> dict[str, Any]:
-    vision = dict(hidden_size=64, out_hidden_size=128, depth=2, num_heads=2, intermediate_size=128, patch_size=14)
-    return dict(
-        text_config=dict(
-            TEXT, model_type="glm4v_text", rope_parameters=rope([2, 3, 3]) | {"partial_rotary_factor": 0.5}
-        ),
-        vision_config=dict(vision, image_size=56),
-        image_token_id=ids["<|image|>"],
-        video_token_id=ids["<|video|>"],
-        image_start_token_id=ids["<|begin_of_image|>"],
-        image_end_token_id=ids["<|end_of_image|>"],
-        video_start_token_id=ids["<|begin_of_video|>"],
-        video_end_token_id=ids["<|end_of_video|>"],
-    )
-
-
-def _glm4v_processor(tokenizer: Any, config: Any) -> Any:
-    from transformers import Glm4vImageProcessor, Glm4vProcessor, Glm4vVideoProcessor
-
-    pixels = dict(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 32}, patch_size=14, merge_size=2)
-    return Glm4vProcessor(Glm4vImageProcessor(**pixels), tokenizer, Glm4vVideoProcessor(**pixels))
-
-
-def _qwen3_vl_moe(ids: Ids) -> dict[str, Any]:
-    vision = dict(hidden_size=64, out_hidden_size=128, depth=2, num_heads=2, intermediate_size=96, patch_size=14)
-    return dict(
-        text_config=dict(
-            TEXT,
-            model_type="qwen3_vl_moe_text",
-            num_hidden_layers=5,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            norm_topk_prob=True,
-            rope_parameters=rope([4, 6, 6]) | {"mrope_interleaved": True},
-        ),
-        vision_config=dict(vision, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
-        **qwen_tokens(ids),
-    )
-
-
-def _qwen2_audio(ids: Ids) -> dict[str, Any]:
-    audio = dict(d_model=64, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=96, max_source_positions=50)
-    return dict(
-        text_config=dict(TEXT, model_type="qwen2"),
-        audio_config=dict(audio, model_type="qwen2_audio_encoder", num_mel_bins=32),
-        audio_token_index=ids["<|AUDIO|>"],
-    )
-
-
-def _qwen2_audio_processor(tokenizer: Any, config: Any) -> Any:
-    from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
-
-    return Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=32, chunk_length=1), tokenizer)
-
-
-GLM = (
-    "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"
-)  # fmt: skip
 IDEFICS = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
 IDEFICS += tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 INTERN = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
-LOCATIONS = tuple(f"<loc{i:04d}>" for i in range(4))
 
 _RECIPES = (
     Recipe(
@@ -222,16 +131,6 @@ _RECIPES = (
         {"image": "<image>"},
     ),
     Recipe(
-        "PaliGemmaForConditionalGeneration",
-        "paligemma",
-        ("<image>", "\n"),
-        _paligemma,
-        _paligemma_processor,
-        {"image": "<image>"},
-        rename=SIGLIP,
-        mutual=("token_type_ids",),
-    ),
-    Recipe(
         "InternVLForConditionalGeneration",
         "internvl",
         INTERN,
@@ -244,33 +143,6 @@ _RECIPES = (
             "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<video>",
         },
-    ),
-    Recipe(
-        "Glm4vForConditionalGeneration",
-        "glm4v",
-        GLM,
-        _glm4v,
-        _glm4v_processor,
-        {"image": "<|begin_of_image|><|image|><|end_of_image|>"},
-        sizes=QWEN_SIZES,
-    ),
-    Recipe(
-        "Qwen3VLMoeForConditionalGeneration",
-        "qwen3_vl_moe",
-        QWEN,
-        _qwen3_vl_moe,
-        qwen3_processor,
-        QWEN_MEDIA,
-        sizes=QWEN_SIZES,
-    ),
-    Recipe(
-        "Qwen2AudioForConditionalGeneration",
-        "qwen2_audio",
-        ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
-        _qwen2_audio,
-        _qwen2_audio_processor,
-        {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"},
-        rename={"language_model.model.model.": "language_model.model."},
     ),
 )
 ALL_RECIPES = RECIPES | {recipe.architecture: recipe for recipe in _RECIPES}

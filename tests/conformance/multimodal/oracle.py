@@ -34,7 +34,8 @@ class MediaOracle(Oracle):
 
     def prompt(self, text: str, **media: Any) -> list[int]:
         """Take up a prompt and its media (as the processor is given them); return its token ids, expanded."""
-        made = self.processor(text=text, **media, return_tensors="pt") if media else self.processor(text=text)
+        tokenizer = self.processor.tokenizer  # a processor may insist on an item
+        made = self.processor(text=text, **media, return_tensors="pt") if media else tokenizer(text)
         ids = torch.as_tensor(made["input_ids"]).flatten().tolist()
         self.given = {k: _float32(v) for k, v in made.items() if k not in self._left_out} if media else {}
         return ids

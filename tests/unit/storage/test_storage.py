@@ -111,6 +111,9 @@ def test_rows_chosen_by_token_need_tokens(tmp_path: Path) -> None:
         with pytest.raises(WeirError, match="request 'unknown' was stored without token ids") as e:
             dataset.rows(("resid_post", 3), positions=selector)
         assert e.value.field == f"positions.{next(iter(selector))}"
+    with pytest.raises(WeirError, match="does not say where a prompt's images are") as e:
+        dataset.rows(("resid_post", 3), positions={"modality": "image"})
+    assert e.value.field == "positions.modality"
     for special, key in ((True, "'token_ids'"), (False, "'not_token_ids'")):
         with pytest.raises(WeirError, match=f"{key}: tokenizer.all_special_ids") as e:
             dataset.rows(("resid_post", 3), positions={"special": special})

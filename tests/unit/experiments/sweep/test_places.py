@@ -60,6 +60,7 @@ def test_prompts_that_differ_in_length() -> None:
         ([3, 3], None, "positions[1]"),
         (["2:", "2:"], None, "positions[1]"),
         (["generated"], None, "positions[0]"),
+        ([{"modality": "image"}], None, "positions[0]"),
         (["nowhere"], None, "positions[0]"),
         (2.5, None, "positions"),
         (None, None, "positions"),

@@ -390,6 +390,14 @@ def scores(frontend, extra_args):
     return frontend._admitted(extra_args, True)
 
 
+def test_a_probe_of_every_request_is_not_about_images(frontend):
+    at_images = Probe("seen", np.ones(D), layer=1, positions={"modality": "image"})
+    with pytest.raises(WeirError, match="not every prompt has image; ") as e:
+        frontend.register_probe(at_images, everyone=True)
+    assert e.value.field == "probe.positions"
+    frontend.register_probe(at_images)
+
+
 def test_a_name_means_what_is_registered_when_a_request_comes(frontend):
     frontend.registry.put("v", np.ones((2, D)))
     frontend.register_probe(Probe("a", "v", layer=1))

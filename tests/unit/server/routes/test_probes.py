@@ -197,6 +197,7 @@ def test_a_file_scores_everyone_by_the_query(pair, tmp_path):
         (LINEAR | {"everyone": True, "buckets": [0.5, None]}, "buckets[1]"),
         (LINEAR | {"everyone": True, "buckets": [k / 65 for k in range(65)]}, "buckets"),
         (LINEAR | {"everyone": True, "positions": {"token_ids": [1]}}, "positions"),
+        (LINEAR | {"everyone": True, "positions": {"modality": "image"}}, "positions"),
         (LINEAR | {"everyone": True, "hook": "embed", "layer": 0}, "hook"),
     ],
 )
