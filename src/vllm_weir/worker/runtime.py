@@ -344,7 +344,6 @@ class WorkerRuntime:
         Args:
             groups: as in `ActiveTaps.taps_in`.
         """
-        self.note_sampled(_never_sampled)
         self.switch.turn(self._active_taps.taps_in(*groups))
         self.all_live = len(self._active_taps) >= sum(len(request_ids) for request_ids, _ in groups)
 
@@ -461,6 +460,7 @@ class WorkerRuntime:
     def end_step(self) -> None:
         """Send the rows of the forward pass that was issued, and tell what was steered."""
         self.switch.turn(0)  # what is called between steps (by users, through `apply_model`) belongs to no request
+        self.note_sampled(_never_sampled)  # does nothing if the last step was sampled, as usual
         step, self._step = self._step, None
         if self.switch.pinned and self.model_info.traits.speculative:
             # A draft model that runs now may share tapped modules.

@@ -186,10 +186,12 @@ class CapturePlanner:
         codes: np.ndarray,
     ) -> None:
         """Plan any positions with these codes, which are tokens ``offset + positions``."""
+        by_site_set: dict[int, list[int]] = {}
         for code in map(int, distinct(codes)):
-            site_set = self._site_set(request, code)
-            wanted = positions[codes == code]
-            row_seq = self._row_seq(request, code, site_set, int(wanted[0]))
+            by_site_set.setdefault(self._site_set(request, code), []).append(code)
+        for site_set, alike in by_site_set.items():
+            wanted = positions[codes == alike[0] if len(alike) == 1 else np.isin(codes, alike)]
+            row_seq = self._row_seq(request, alike[0], site_set, int(wanted[0]))
             placed = 0
             for rank, place, count in self._row_seqs.place(row_seq, len(wanted)):
                 some = wanted[placed : placed + count]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.support.check import expected_positions
 from tests.unit.delivery_harness import D, Post
 from tests.unit.request_strategies import sensible_captures, served
-from vllm_weir import Capture, Site
+from tests.unit.schema.test_lowering import Bench
+from vllm_weir import Add, Capture, Site
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
@@ -20,10 +21,13 @@ from vllm_weir.schema.engine_traits import EngineTraits
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.selectors import joined_codes
 from vllm_weir.schema.taps import column_of
-from vllm_weir.worker.planning.columns import ARRIVAL, SCORED
+from vllm_weir.worker.planning.columns import ARRIVAL, SCORED, STEERED
 from vllm_weir.worker.planning.drafts import DraftedStep, DraftLedger, VerifiedTokens
+from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.step_plan import ProgramsByPosition, StepPlan
 from vllm_weir.worker.tap.device_tables import PlanWriter
+from vllm_weir.worker.transfer.copy_out import no_wait
+from vllm_weir.worker.transfer.notifier import StepNotice
 
 LAYERS, DRAFTS = 2, 3
 FACTS = EngineCapabilities(served(LAYERS), LAYERS, D, "float32", 1000)
@@ -166,3 +170,47 @@ def test_programs_are_chosen_by_the_position_that_the_device_knows():
     for start, expected in ((12, [7, 8, 9]), (10, [5, 6, 7]), (11, [6, 7, 8])):
         writer.write(plan, 0, torch.zeros(4), torch.tensor([99, start, start + 1, start + 2]))
         assert device[:, 2].tolist() == [-1, *expected]
+
+
+POSITIONS = ["all", "prompt", "generated", "sampled", [0, -1, 7, 8, 11], "6:9", "7:20:2", "9:"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(ahead=st.booleans(), chosen=st.lists(st.sampled_from(POSITIONS), min_size=1, max_size=3), data=st.data())
+def test_every_token_is_steered_by_its_true_position(ahead, chosen, data):
+    """Whatever is accepted: also by vectors of their own for some positions."""
+    generator = torch.Generator().manual_seed(len(chosen))
+    items = [Add(torch.randn(8, generator=generator), [k % 2], 1.0, positions=at) for k, at in enumerate(chosen)]
+    if data.draw(st.booleans()):
+        items.append(Add(torch.randn(4, 8, generator=generator), [1], 1.0, positions=[4, 7, 8, 11]))
+    bench, prompt_len = Bench(), 5
+    bench.planner = Planner(frozenset(), 1, 1, bench.table, traits=EngineTraits(DRAFTS, ahead))
+    bench.join("a", items, prompt_len)
+    device = torch.full((8, 4), -1, dtype=torch.int32)
+    writer, ledger = PlanWriter(device), DraftLedger(DRAFTS if ahead else 0)
+    request, true, behind = bench.planner.steered["a"], 0, 0
+    steered: set[int] = set()
+    while true < 24:
+        count = data.draw(st.integers(1, min(4, prompt_len - true) if true < prompt_len else 4))
+        drafts = 0 if true < prompt_len else count - 1
+        accepted = data.draw(st.integers(0, drafts))
+        plan = bench.planner.plan(["a"], [count], [true + (behind if ahead else 0)], [drafts])
+        if plan is None:
+            writer.silence()
+        else:
+            writer.write(plan, 0, torch.zeros(8), torch.arange(true, true + 8))
+        positions = np.arange(true, true + count)
+        codes = request.selectors.codes(positions).tolist()
+        expected = [
+            bench.planner.steering_planner.program(request, code, position) if code else -1
+            for position, code in zip(positions.tolist(), codes, strict=True)
+        ]
+        assert device[:count, 2].tolist() == expected
+        notice = StepNotice(no_wait, steered={} if plan is None else plan.steered, drafted=bench.planner.drafted)
+        notice.sampled = lambda accepted=accepted: {"a": accepted + 1}
+        notice.drop_rejected(ledger)
+        for _, first, number, stride in np.concatenate([*notice.steered.values(), np.empty(0, STEERED)]).tolist():
+            steered.update(range(first, first + number * stride, stride))
+        true, behind = true + count - drafts + accepted, drafts - accepted
+        wanted = request.selectors.codes(np.arange(true)) > 0
+        assert set(np.flatnonzero(wanted).tolist()) <= steered, "a receipt would wait for ever"
