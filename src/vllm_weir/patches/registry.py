@@ -43,7 +43,7 @@ class Patch:
             refused.
         variant: the model runner it belongs to, of which an engine uses one; empty for patches that
             every engine needs.
-        recent: whether it belongs to a route whose module older versions of vLLM lack.
+        recent: whether it belongs to a route or method whose module older versions of vLLM lack.
         cuda: whether its module can only be imported with vLLM's CUDA kernels.
     """
 
