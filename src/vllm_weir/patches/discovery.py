@@ -18,6 +18,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.patches.model_facts import read_facts
 from vllm_weir.patches.part_modules import part_modules
 from vllm_weir.patches.speculation import without_drafter
+from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.block_stack import find_tree
 from vllm_weir.worker.discovery.descriptions import description_of
 from vllm_weir.worker.discovery.site_map import SiteMap
@@ -88,9 +89,30 @@ def find_sites(runner: Any, config: Any, model_info: ModelInfo, settings: Settin
     except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError, KeyError) as e:
         name = type(model).__name__
         raise WeirError(f"the probe pass through {name} failed ({type(e).__name__}: {str(e)[:300]})", "model") from e
+    _refuse_unclear_queries(site_map, model)
     on_cpu = model_info.device.type == "cpu"
     site_map.read_facts = functools.partial(read_facts, model, tree.blocks, model_info.dtype, on_cpu, site_map.shards)
     return site_map
+
+
+def _refuse_unclear_queries(site_map: SiteMap, model: torch.nn.Module) -> None:
+    """Refuse queries and keys that are not the projections' outputs in the checkpoint's order of columns.
+
+    The positions of a probe pass may be alike, and rotary changes nothing there. So where a model
+    rotates inside attention's own code, what attention is given looks like the projection's output.
+    """
+    layers = range(site_map.num_layers)
+    if hasattr(model, "permute_qk_weight_for_rotary"):
+        why = "vLLM reorders the columns of this model's queries and keys when it loads them"
+        return site_map.refuse(("q", "k", "q_rot", "k_rot"), layers, why)
+    if not any("rotary" in type(module).__name__.lower() for module in model.modules()):
+        return
+    for hook, rotated in (("q", "q_rot"), ("k", "k_rot")):
+        anchors = site_map.anchors
+        same = [
+            n for n in layers if (a := anchors.get(Site(hook, n))) is not None and a == anchors.get(Site(rotated, n))
+        ]
+        site_map.refuse((hook,), same, f"the model rotates it before any module has it, so there is only {rotated}")
 
 
 def _beside_stream(given: Mapping[str, Any]) -> list[torch.Tensor]:
