@@ -286,7 +286,7 @@ MOE = [
             add_swa_attention_sink_bias=True,
         ),
     ),
-    _moe("OlmoeForCausalLM", "olmoe", dict(num_experts=8, num_experts_per_tok=2, intermediate_size=64, clip_qkv=6.0)),
+    _moe("OlmoeForCausalLM", "olmoe", dict(num_experts=8, num_experts_per_tok=2, intermediate_size=64)),
     _moe(
         "Qwen2MoeForCausalLM",
         "qwen2_moe",

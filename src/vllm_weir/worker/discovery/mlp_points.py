@@ -76,6 +76,8 @@ def _find_experts(
         return
     readers = [reader for reader in (of_router, of_experts) if reader is not None]
     scope = common_module([call.path for call, _ in readers]) if len(readers) > 1 else ""
+    if router is None:  # it reads the same rows, in a module that is not known
+        scope = experts.path.rpartition(".")[0]
     for linear in linears:
         inside = experts.start < linear.call.start < experts.end or linear.call.path.startswith(f"{scope or '?'}.")
         if inside and linear.call is not first[0] and _same(linear.value_in, value):
