@@ -263,7 +263,7 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
             self.request_states = {}
             self._weir_frontend = SimpleNamespace(universal=False, observer=None, admit=self.admit, pacing=Pacing())
 
-        def admit(self, request_id, extra_args, ids, length, max_tokens, streams, has_embeddings, media):
+        def admit(self, request_id, extra_args, *_):
             seen.append((request_id, copy.deepcopy(extra_args)))
             tracker = SimpleNamespace(name=lambda caller, index: names.append((request_id, caller, index)), held=None)
             return tracker, {"reply": request_id}
@@ -483,7 +483,7 @@ def test_trap_17_plain_requests_that_end_at_the_same_time_go_out_first():
     from vllm_weir.patches.frontend import _VIEW, async_llm_generate
 
     order = []
-    view = SimpleNamespace(concluded=lambda: True, verify=list, settle=lambda: None)
+    view = SimpleNamespace(finished=True, concluded=lambda: True, verify=list, settle=lambda: None)
 
     async def outputs(self, view):
         yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="length", **{_VIEW: view})])

@@ -321,7 +321,7 @@ def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Ca
         frontend: EngineFrontend | None = getattr(self.output_processor, FRONTEND, None)
         outputs = original(self, *args, **kwargs)
         async for output in outputs if held is None else _held(held, outputs):
-            for completion in output.outputs if isinstance(output, RequestOutput) else (output.outputs,):
+            for completion in output.outputs if isinstance(output.outputs, list) else (output.outputs,):
                 view = getattr(completion, _VIEW, None)
                 if view is not None and view.finished:
                     observer = None if frontend is None else frontend.observer

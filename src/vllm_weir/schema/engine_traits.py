@@ -10,17 +10,17 @@ class EngineTraits:
     """How an engine is configured, as far as it decides what a request may ask.
 
     Attributes:
-        kv_connector: the KV connector, if it is one of which Weir does not know how it tells a
-            steered request's keys and values from a plain one's; "" if there is none.
         draft_tokens: tokens that speculative decoding drafts for a sequence in a step, at most; 0
             without it.
         drafts_ahead: whether a step is planned before it is known which drafts of the one before it
             are accepted (asynchronous scheduling).
+        kv_connector: the KV connector, if it is one of which Weir does not know how it tells a
+            steered request's keys and values from a plain one's; "" if there is none.
     """
 
-    kv_connector: str = ""
     draft_tokens: int = 0
     drafts_ahead: bool = False
+    kv_connector: str = ""
 
     @property
     def speculative(self) -> bool:

@@ -201,7 +201,11 @@ def test_which_requests_in_the_engine_are_plain():
 
     config = SimpleNamespace(
         additional_config={"weir": {}},
-        parallel_config=SimpleNamespace(nnodes=1, data_parallel_size=1, data_parallel_size_local=1),
+        parallel_config=SimpleNamespace(
+            nnodes=1, data_parallel_size=1, data_parallel_size_local=1, distributed_executor_backend=None
+        ),
+        speculative_config=None,
+        kv_transfer_config=None,
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
         model_config=SimpleNamespace(model="m", get_vocab_size=lambda: 9, max_model_len=8),
     )

@@ -218,7 +218,8 @@ def test_a_slip_does_not_reach_the_engine(module):
 
     make = importlib.import_module(module).add_request
     wrapper = make(lambda self, request: pytest.fail("entered"), SimpleNamespace(refusal=None))
-    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"wier": WISH}), request_id="r")
+    params = SimpleNamespace(extra_args={"wier": WISH})
+    request = SimpleNamespace(sampling_params=params, request_id="r", mm_features=[])
     with pytest.raises(WeirError, match="did you mean 'weir'") as e:
         wrapper(SimpleNamespace(), request)
     assert e.value.field == "wier"
