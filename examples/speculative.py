@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from vllm import LLM, SamplingParams
 
 import vllm_weir as weir
@@ -23,15 +24,15 @@ def main() -> None:
     prompt, made = len(out.prompt_token_ids), len(out.outputs[0].token_ids)
     print(f"{prompt} + {made} - 1 tokens, {len(out.activations['resid_post', 3])} rows")
 
-    # Ablate the direction of one row from the second generated token on: no draft escapes it.
-    row = out.activations["resid_post", 3][-1].float()
-    ablate = weir.Ablate(row, [3], positions=f"{prompt + 1}:")
+    # Ablate a direction from the second generated token on: no draft escapes it.
+    direction = torch.randn(256, generator=torch.Generator().manual_seed(0))
+    ablate = weir.Ablate(direction, [3], positions=f"{prompt + 1}:")
     (steered,) = llm.generate(
         "Anna found a small", weir.params(sampling, interventions=ablate, capture=weir.Capture("resid_post", [3]))
     )
     rows = steered.activations["resid_post", 3].float()
-    along = (rows @ row / row.norm()).abs() / rows.norm(dim=1)
-    print(f"along the direction: before {along[: prompt + 1].max():.2f}, after {along[prompt + 1 :].max():.5f}")
+    along = (rows @ direction / direction.norm()).abs() / rows.norm(dim=1)
+    print(f"along the direction: before {along[: prompt + 1].max():.2f}, after {along[prompt + 1 :].max():.4f}")
 
 
 if __name__ == "__main__":

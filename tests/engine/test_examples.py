@@ -41,7 +41,7 @@ SAYS = {
         "| (declined)",
         "the other 60 stories are bit-identical to plain ones: True",
     ),
-    "speculative.py": ("+ 24 - 1 tokens, ", " rows", "along the direction: before 0.", ", after 0.0000"),
+    "speculative.py": ("+ 24 - 1 tokens, ", " rows", "along the direction: before 0.", ", after 0.00"),
     "patch.py": ("words, at [", "last token", "\n5 "),
     "sweep.py": (
         "Sweep(denoise, hook: 1, layer: 6, position: ",
@@ -56,7 +56,7 @@ SAYS = {
         "['attribution.resid_pre.png', 'attribution.attn_out.png', 'attribution.mlp_out.png']",
     ),
     "images.py": (
-        "the image has 16, from 2 to 17: rows (16, 128)",
+        "the image has 16, from 1 to 16: rows (16, 128)",
         "; steered: '",
         "rows changed: {Site(hook='resid_post', layer=1): 16}",
         "refused: capture[0].positions.modality: the prompt has no image; ",
