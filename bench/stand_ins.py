@@ -84,7 +84,7 @@ class Line:
         _, _, (state, *_), _ = self._frontend._receiver.close.peek()
         for parcel in self.parcels:
             replies = sorted(parcel.layout_updates.keys() | parcel.arrivals.keys() | parcel.steered.keys())
-            scores = parcel.scores()
+            scores = parcel.scores(parcel.score_reads)
             for reply in replies:
                 with clock.part(f"worker: drain thread, {kind} message"):
                     self._drain._tell(reply, parcel, "", scores.get(reply, NO_SCORES))
@@ -105,9 +105,10 @@ class Scheduler:
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
         self.max_num_scheduled_tokens = 8192
+        self.connector = None
         model = SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.bfloat16)
         device = SimpleNamespace(device_type="cpu")
-        limits = SimpleNamespace(max_num_seqs=256, long_prefill_token_threshold=0)
+        limits = SimpleNamespace(max_num_seqs=256, long_prefill_token_threshold=0, policy="fcfs")
         self.vllm_config = SimpleNamespace(
             additional_config={"weir": SETTINGS}, model_config=model, device_config=device, scheduler_config=limits
         )
