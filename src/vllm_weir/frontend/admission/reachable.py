@@ -32,6 +32,29 @@ class Tokenizer(Protocol):
     def max_token_id(self) -> int: ...
 
 
+class _TokenIds:
+    """What is looked up once in an engine's tokenizer; arguments as of `Vocabulary`."""
+
+    def __init__(self, size: int, tokenizer: Tokenizer | None) -> None:
+        self._size, self._tokenizer = size, tokenizer
+
+    @functools.cached_property
+    def size(self) -> int:
+        """As of `Vocabulary`.
+
+        The tokenizer's may be larger than the model's: placeholders of images are not embedded.
+        """
+        tokenizer_size = self._tokenizer.max_token_id + 1 if self._tokenizer is not None else 0
+        return max(self._size, tokenizer_size) if self._size else 0
+
+    @functools.cached_property
+    def special(self) -> tuple[int, ...] | None:
+        """`Vocabulary.special_ids`."""
+        if self._tokenizer is None:
+            return None
+        return tuple(sorted({i for i in self._tokenizer.all_special_ids if isinstance(i, int) and i >= 0}))
+
+
 class Vocabulary:
     """The tokens that an engine's requests can have.
 
@@ -42,29 +65,23 @@ class Vocabulary:
     """
 
     def __init__(self, size: int = 0, tokenizer: Tokenizer | None = None, media: Media | None = None) -> None:
-        self._size, self._tokenizer, self._media = size, tokenizer, media
+        self._ids, self._media = _TokenIds(size, tokenizer), media
 
     def of_request(self, media: Media) -> Vocabulary:
-        """Return the same for a request's prompt; its sizes and special ids are looked up once."""
+        """Return the same for a request's prompt; all requests share what is looked up."""
         made = copy.copy(self)
         made._media = media
         return made
 
-    @functools.cached_property
+    @property
     def size(self) -> int:
-        """One more than the largest token id; 0 if that is not known.
+        """One more than the largest token id; 0 if that is not known."""
+        return self._ids.size
 
-        The tokenizer's may be larger than the model's: placeholders of images are not embedded.
-        """
-        tokenizer_size = self._tokenizer.max_token_id + 1 if self._tokenizer is not None else 0
-        return max(self._size, tokenizer_size) if self._size else 0
-
-    @functools.cached_property
+    @property
     def special_ids(self) -> tuple[int, ...] | None:
         """Ids of the tokenizer's special tokens, ascending; None if there is no tokenizer."""
-        if self._tokenizer is None:
-            return None
-        return tuple(sorted({i for i in self._tokenizer.all_special_ids if isinstance(i, int) and i >= 0}))
+        return self._ids.special
 
     def occurs(self, positions: Positions) -> bool:
         """Return whether a selector is none by modality, or the prompt has some of that modality."""

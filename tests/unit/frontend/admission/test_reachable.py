@@ -22,6 +22,7 @@ from vllm_weir.frontend.admission.engine_wire import MAX_TOKEN_SELECTORS
 from vllm_weir.frontend.admission.reachable import Vocabulary, max_generated
 from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.frontend.engine_frontend import EngineFrontend
+from vllm_weir.schema.media import Media
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec
 
@@ -280,3 +281,19 @@ def test_rows_by_position_for_everyone_refuse_nobody(frontend, selector, P):
     frontend.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
     _, wire = ask(frontend, P=P, max_tokens=1)
     assert wire is not None and wire.table_needs is not None
+
+
+def test_requests_share_what_is_looked_up_in_the_tokenizer():
+    looked_up = []
+
+    class Counting:
+        max_token_id = 98
+
+        @property
+        def all_special_ids(self):
+            looked_up.append(1)
+            return [2]
+
+    words = Vocabulary(100, Counting())
+    assert [words.of_request(Media()).special_ids for _ in range(3)] == [(2,)] * 3
+    assert len(looked_up) == 1
