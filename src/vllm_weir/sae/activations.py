@@ -13,16 +13,9 @@ Tensors = Mapping[str, torch.Tensor]
 LAYER_NORM_EPS = 1e-5
 
 
-def project(config: SAEConfig, tensors: Tensors, rows: torch.Tensor) -> torch.Tensor:
-    """Return the products [n, d_sae] of rows [n, d_in] with the encoder, float32, without its bias."""
-    x = normalised(config, rows)
-    if config.apply_b_dec_to_input:
-        x = x - tensors["b_dec"].float()
-    return x @ tensors["W_enc"].float()
-
-
-def activate(config: SAEConfig, tensors: Tensors, projected: torch.Tensor) -> torch.Tensor:
-    """Return the activations [n, d_sae] of what `project` returns, float32."""
+def encode(config: SAEConfig, tensors: Tensors, rows: torch.Tensor) -> torch.Tensor:
+    """Return the activations [n, d_sae] of rows [n, d_in], float32."""
+    projected = _projected(config, tensors, rows)
     if config.architecture == "gated":
         return _gated(tensors, projected)
     pre = projected + tensors["b_enc"].float()
@@ -31,6 +24,23 @@ def activate(config: SAEConfig, tensors: Tensors, projected: torch.Tensor) -> to
     if config.has_threshold:
         return pre.relu() * (pre > tensors["threshold"].float())
     return pre.relu()
+
+
+def _projected(config: SAEConfig, tensors: Tensors, rows: torch.Tensor) -> torch.Tensor:
+    """Return the products [n, d_sae] of rows [n, d_in] with the encoder, float32, without its bias."""
+    w_enc, b_dec = tensors["W_enc"], tensors["b_dec"]
+    alike = rows.dtype == w_enc.dtype == b_dec.dtype != torch.float32
+    if rows.is_cuda and alike and config.normalize_activations == "none":
+        # Tensor cores add up exact products in float32, and read the weights as they are. The
+        # difference of a row and b_dec would be rounded, so the products are subtracted.
+        if not config.apply_b_dec_to_input:
+            return torch.mm(rows, w_enc, out_dtype=torch.float32)
+        products = torch.mm(torch.cat([rows, b_dec[None]]), w_enc, out_dtype=torch.float32)
+        return products[:-1] - products[-1:]
+    x = normalised(config, rows.float())
+    if config.apply_b_dec_to_input:
+        x = x - b_dec.float()
+    return x @ w_enc.float()
 
 
 def decode(config: SAEConfig, tensors: Tensors, features: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -198,19 +197,7 @@ class SAE:
         Args:
             rows: [n, d_in] or [n, heads, d_head]; with `head` set also those of all heads.
         """
-        flat = self._flat(rows)
-        if flat.is_cuda and flat.dtype == self.dtype != torch.float32 and self.config.normalize_activations == "none":
-            # Tensor cores add up exact products in float32, and read the weights as they are.
-            products = torch.mm(flat, self.tensors["W_enc"], out_dtype=torch.float32)
-            projected = products - self.projected_b_dec if self.config.apply_b_dec_to_input else products
-        else:
-            projected = activations.project(self.config, self.tensors, flat.float())
-        return activations.activate(self.config, self.tensors, projected)
-
-    @functools.cached_property
-    def projected_b_dec(self) -> torch.Tensor:
-        """b_dec times the encoder, float32 [d_sae]."""
-        return self.tensors["b_dec"].float() @ self.tensors["W_enc"].float()
+        return activations.encode(self.config, self.tensors, self._flat(rows))
 
     @torch.no_grad()
     def decode(self, features: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:

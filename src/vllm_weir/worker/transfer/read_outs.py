@@ -58,7 +58,7 @@ class FeatureReader:
         """Return the records of rows."""
         if rows.is_cuda:
             # The request may leave, and the weights be freed, before the device has used them.
-            for tensor in (*self.sae.tensors.values(), self.sae.projected_b_dec):
+            for tensor in self.sae.tensors.values():
                 tensor.record_stream(torch.cuda.current_stream())
         if self.sae.head is not None:
             rows = rows.unflatten(1, (-1, self.sae.d_in))
