@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.util.chat_text import chat_text
 
 Prompt = str | list[dict[str, Any]] | list[int]
 """A text, a chat (a list of messages), or token ids."""
@@ -93,7 +94,7 @@ def encode(
         if isinstance(prompt, str):
             texts[True].append((i, prompt))
         elif isinstance(prompt[0], dict):
-            texts[False].append((i, _chat_text(_present(tokenizer(), field), prompt, field)))
+            texts[False].append((i, chat_text(_present(tokenizer(), field), prompt, field)))
         else:
             encoded[i] = list(prompt)  # type: ignore[arg-type]
     for special, group in texts.items():
@@ -114,14 +115,3 @@ def _present(tokenizer: Any, field: str) -> Any:
     if tokenizer is None:
         raise WeirError("there is no tokenizer; give token ids", field)
     return tokenizer
-
-
-def _chat_text(tokenizer: Any, messages: Any, field: str) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=messages[-1]["role"] != "assistant"
-        )
-    except (TemplateError, ValueError, TypeError, KeyError) as e:
-        raise WeirError(f"the chat template refuses it: {str(e)[:160]}", field) from None

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.readings import CaptureReading, FeatureReading, Reading
 from vllm_weir.extraction.run_spec import RunSpec
+from vllm_weir.util.chat_text import chat_text
 from vllm_weir.util.parent_death import children_that_end_with_us
 
 
@@ -98,14 +99,10 @@ class VllmEngine:
         return encoded
 
     def _chat_text(self, messages: list[dict[str, Any]]) -> str | WeirError:
-        from jinja2 import TemplateError
-
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=messages[-1]["role"] != "assistant"
-            )
-        except (TemplateError, ValueError, TypeError, KeyError) as e:
-            return WeirError(f"the chat template refuses it: {str(e)[:160]}")
+            return chat_text(self.tokenizer, messages)
+        except WeirError as e:
+            return e
 
     def read(self, prompts: Sequence[list[int]]) -> list[PromptRows]:
         """Return the rows of each prompt."""
