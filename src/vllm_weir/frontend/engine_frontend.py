@@ -239,11 +239,8 @@ class EngineFrontend:
         if pools and admitted.stops:
             raise WeirError("a pooling request generates nothing that could be stopped; leave it out", "stop_when")
         generated = max_generated(prompt_len, max_tokens, self._max_model_len)
-        if continuation is None:
-            check_reached(admitted.asked, prompt_len, generated, max_tokens)
-        else:
-            most = continuation.max_tokens
-            check_reached(admitted.asked, prompt_len, max_generated(prompt_len, most, self._max_model_len), most)
+        most = max_tokens if continuation is None else continuation.max_tokens
+        check_reached(admitted.asked, prompt_len, max_generated(prompt_len, most, self._max_model_len), most)
         if self._max_rows is not None:
             check_rows(admitted, prompt_len, generated, capabilities.d_model, self._max_rows)
         check_drafts_ahead(admitted, prompt_len, self.traits)

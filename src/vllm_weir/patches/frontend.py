@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-from vllm.outputs import RequestOutput
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
@@ -145,8 +143,7 @@ def run_engine(original: Callable[..., Any], _status: PatchStatus) -> Callable[.
         # Raising between two steps would leave the rest of the batch in the engine.
         try:
             for output in outputs:
-                parts = output.outputs if isinstance(output, RequestOutput) else (output.outputs,)
-                for completion in parts:
+                for completion in _parts(output):
                     view = getattr(completion, _VIEW, None)
                     if view is not None:
                         _verify(view)
@@ -156,6 +153,11 @@ def run_engine(original: Callable[..., Any], _status: PatchStatus) -> Callable[.
         return outputs
 
     return wrapper
+
+
+def _parts(output: Any) -> Sequence[Any]:
+    """Return what a request's output has of each sequence; a pooling request's has one part."""
+    return output.outputs if isinstance(output.outputs, list) else (output.outputs,)
 
 
 def new_pooling_output(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
@@ -321,7 +323,7 @@ def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Ca
         frontend: EngineFrontend | None = getattr(self.output_processor, FRONTEND, None)
         outputs = original(self, *args, **kwargs)
         async for output in outputs if held is None else _held(held, outputs):
-            for completion in output.outputs if isinstance(output.outputs, list) else (output.outputs,):
+            for completion in _parts(output):
                 view = getattr(completion, _VIEW, None)
                 if view is not None and view.finished:
                     observer = None if frontend is None else frontend.observer

@@ -103,7 +103,7 @@ class Scorer:
 
         Returns:
             A function that waits for the copy, and returns endpoint -> float32 [n]. It may be given
-            reads of fewer tokens and as many columns, if some turn out not to hold.
+            reads of fewer tokens or columns, if some turn out not to hold.
         """
         cells = self.tensors.cells[: reads.tokens, : reads.columns]
         if self._device.type != "cuda":
