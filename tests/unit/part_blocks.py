@@ -319,6 +319,25 @@ class WithShared(Routed):
         return self.shared(x) + super().forward(x)
 
 
+class Chosen(Experts):
+    """Is given the chosen experts and their weights, and never sees logits."""
+
+    def forward(self, hidden_states, weights, ids):
+        return torch.einsum("tk,td,tkdf->tf", weights, hidden_states, self.weight[ids])
+
+
+class WithUnseenRouter(nn.Module):
+    """A shared expert runs first, and a router chooses on its own, as in Hunyuan's MoE on the Transformers backend."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.gate, self.experts = GatedMLP(), nn.Linear(D, EXPERTS), Chosen()
+
+    def forward(self, x):
+        beside = self.shared(x)
+        return beside + self.experts(x, *self.gate(x).softmax(-1).topk(2))
+
+
 def block(attention=Attention, mlp=GatedMLP, base: type[Block] = Sequential):
     """Return a function that makes such a block."""
 

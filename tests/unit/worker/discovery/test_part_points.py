@@ -156,6 +156,14 @@ def test_experts(mlp):
         assert "fused kernel" in sites.refused[Site(hook, 1)]
 
 
+def test_experts_whose_router_is_not_seen():
+    """mlp_in stands where the first of all that read it does, so that an edit reaches the router too."""
+    sites = find(block(mlp=toys.WithUnseenRouter))
+    assert found(sites) == {*ATTENTION_HOOKS, "mlp_in"}
+    assert where(sites, "mlp_in")[:2] == (where(find(block()), "mlp_in")[0].replace("mlp.", "mlp.shared."), "before")
+    assert "no linear module returns the logits" in sites.refused[Site("router_logits", 1)]
+
+
 def test_in_a_parallel_block_the_first_reader_is_not_written():
     """What is added to the one tensor before attention reads it, the MLP would read too."""
     sites = find(block(base=Parallel), fused=True)
