@@ -45,6 +45,14 @@ def grammar(**structure):
     return sampling(8, structured_outputs=StructuredOutputsParams(**structure))
 
 
+def check_steered(out, n, truth):
+    """Compare the rows of the n-th request, whose generated tokens are steered, with transformers'."""
+    ids = [*tokens(9, n), *out.outputs[0].token_ids][:-1]
+    rows, _ = truth.points.steer(ids, "resid_post", 1, vector(n), list(range(9, len(ids))))
+    for site in out.outputs[0].activations.sites:
+        assert rel_err(out.outputs[0].activations[site], rows[tuple(site)]) <= BOUND, (out.request_id, site)
+
+
 @pytest.mark.parametrize(
     ("structure", "pattern"),
     [
@@ -109,11 +117,7 @@ def test_priorities(root):
     assert [out.request_id for out in done] == ["first", "second", "a", "c", "b", "d", "e"]
     truth = oracle(directory(root))
     for out in done:
-        n = list(given).index(out.request_id)
-        ids = [*tokens(9, n), *out.outputs[0].token_ids][:-1]
-        rows, _ = truth.points.steer(ids, "resid_post", 1, vector(n), list(range(9, len(ids))))
-        for site in out.outputs[0].activations.sites:
-            assert rel_err(out.outputs[0].activations[site], rows[tuple(site)]) <= BOUND, (out.request_id, site)
+        check_steered(out, list(given).index(out.request_id), truth)
     del done, out
     assert_nothing_is_held(llm)
 
@@ -226,11 +230,7 @@ def test_a_sleep_keeps_what_is_under_way(root):
     done = finished(llm)
     assert len(done) == 7
     for out in done:
-        n = int(out.request_id[1:])
-        ids = [*tokens(9, n), *out.outputs[0].token_ids][:-1]
-        rows, _ = truth.points.steer(ids, "resid_post", 1, vector(n), list(range(9, len(ids))))
-        for site in out.outputs[0].activations.sites:
-            assert rel_err(out.outputs[0].activations[site], rows[tuple(site)]) <= BOUND, (out.request_id, site)
+        check_steered(out, int(out.request_id[1:]), truth)
     del done, out
     assert_nothing_is_held(llm)
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 import vllm_weir as weir
+from tests.engine.test_steer_cache import shared
 from tests.support.engines import close_all, get_llm
 from tests.support.offloading import BOUNDED, CONFIG
 from tests.support.steered import check, directory, idle, prompt, sampling, scheduler, tokens, truth, vectors
@@ -70,15 +71,6 @@ def run(llm, interventions, ids, capture=CAPTURE, max_tokens=6):
     return out
 
 
-def common(first, second):
-    same = 0
-    for one, other in zip(first, second, strict=True):
-        if one != other:
-            break
-        same += 32
-    return same
-
-
 def quiet(llm):
     """Whether Weir keeps nothing of any request, in the engine core and in the worker."""
     return idle(llm) and not core._states[scheduler(llm)].connectors._requests
@@ -96,7 +88,7 @@ def test_every_condition_after_every_other(engine):
         plain = not every[first][0] and not every[second][0]
         loaded = 96 if plain else 0
         if kind != BY_TOKENS:
-            loaded = max(loaded, common(every[first][1], every[second][1]))
+            loaded = max(loaded, shared(every[first][1], every[second][1]))
         assert out.num_cached_tokens == loaded, (first, second)
         assert out.receipt.cached_tokens == loaded
     assert quiet(llm)
