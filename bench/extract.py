@@ -22,30 +22,23 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
-SMALL = LLAMA_8B | {
+SMALL = {
     "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2000, "torch_dtype": "float32",
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2000, "torch_dtype": "float32", "rope_scaling": None,
+    "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+"""What differs from the 8B shapes."""
 WORDS = 1000
 
 
-def make_model(folder: Path, config: dict[str, Any]) -> str:
-    """Write a configuration, and a tokenizer that knows the words w0, w1, ..."""
+def add_tokenizer(folder: str) -> None:
+    """Give a model a tokenizer that knows the words w0, w1, ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0").save_pretrained(folder)
-    return str(folder)
 
 
 def engine_of(llm: Any) -> Any:
@@ -69,9 +62,11 @@ def run(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     import vllm_weir as weir
+    from vllm_weir.bench.weights import LLAMA_8B, make_model
 
-    config = SMALL if given.small else LLAMA_8B
+    config = LLAMA_8B | (SMALL if given.small else {})
     model = make_model(work / "model", config)
+    add_tokenizer(model)
     options: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20} if given.small else {}
     llm = LLM(model, load_format="dummy", max_model_len=1024, enable_prefix_caching=False, seed=0, **options)
     draw = random.Random(0)
