@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from vllm_weir.storage import ActivationDataset, Batch, Writer, open_writer
 SITES = (("resid_pre", 0), ("resid_post", 0), ("resid_post", 3))
 D = 48
 PROMPT = 5
+
+WORKERS = multiprocessing.get_context("forkserver")
+"""Starts a DataLoader's workers from a process without threads: a fork of a test's may inherit a lock that is held."""
+WORKERS.set_forkserver_preload(["torch", "vllm_weir.storage"])
 
 
 SHAPES = {

@@ -108,8 +108,11 @@ def test_top_in_parts_is_the_same(monkeypatch):
     sae, _ = pair("jumprelu")
     whole = sae.top(rows(), 5)
     monkeypatch.setattr("vllm_weir.sae.autoencoder.MAX_DENSE", 7 * D_SAE)
-    for a, b in zip(whole, sae.top(rows(), 5), strict=True):
-        assert torch.equal(a, b)
+    (ids, values), (ids_of_parts, values_of_parts) = whole, sae.top(rows(), 5)
+    assert torch.equal(ids, ids_of_parts)
+    torch.testing.assert_close(
+        values_of_parts, values, rtol=1e-5, atol=1e-6
+    )  # a product's last bits vary with its shape
 
 
 @settings(max_examples=150, deadline=None)

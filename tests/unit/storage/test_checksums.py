@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
-from tests.unit.stored import SITES, check, length_of, make, rows_of, write
+from tests.unit.stored import SITES, WORKERS, check, length_of, make, rows_of, write
 from vllm_weir import analysis
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
@@ -120,7 +120,11 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(
         for name in ("a", "c"):
             assert torch.equal(dataset[name][SITE], good[name])
         others = [p for p in range(length_of("b")) if p != position]
-        assert torch.equal(dataset.rows(SITE, "b", others).rows, good["b"][others])
+        undamaged = dataset.rows(SITE, "b", others).rows
+        if compress is None:
+            assert torch.equal(undamaged, good["b"][others])
+        else:  # decoded by a product, whose last bits may depend on how many rows it has
+            torch.testing.assert_close(undamaged, good["b"][others], rtol=1e-5, atol=1e-6)
         assert len(dataset["b"][SITES[0]]) == length_of("b")
         fsspec.filesystem("memory" if remote else "file").rm(url, recursive=True)
         make(url, layout, NAMES, compress=compress)
@@ -201,7 +205,11 @@ def test_datasets_of_earlier_versions_are_read_and_continued(layout: str, tmp_pa
     [
         lambda ds, out: list(ds.torch(SITE, batch_size=4)),
         lambda ds, out: list(ds.torch(SITE, shuffle=False)),
-        lambda ds, out: list(DataLoader(ds.torch(SITE, batch_size=4), batch_size=None, num_workers=1)),
+        lambda ds, out: list(
+            DataLoader(
+                ds.torch(SITE, batch_size=4), batch_size=None, num_workers=1, multiprocessing_context=WORKERS
+            )
+        ),
         lambda ds, out: convert(ds, out, "npz"),
         lambda ds, out: convert(ds, out, "sharded", compress="full8"),
         lambda ds, out: inspect(ds),

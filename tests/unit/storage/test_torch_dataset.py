@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.unit.stored import WORKERS
 from vllm_weir.errors import WeirError
 from vllm_weir.storage import ActivationDataset, Batch, load, open_writer
 
@@ -75,9 +76,10 @@ def test_labels_belong_to_their_rows(dataset: ActivationDataset) -> None:
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_share_the_rows(dataset: ActivationDataset, workers: int) -> None:
     stream = dataset.torch(SITE, batch_size=16, buffer_rows=100, epochs=2)
-    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    loader = DataLoader(stream, batch_size=None, num_workers=workers, multiprocessing_context=WORKERS)
     assert sorted(ids(loader)) == sorted([*range(TOTAL), *range(TOTAL)])
-    singles = DataLoader(dataset.torch(SITE, buffer_rows=100), batch_size=10, num_workers=workers)
+    stream = dataset.torch(SITE, buffer_rows=100)
+    singles = DataLoader(stream, batch_size=10, num_workers=workers, multiprocessing_context=WORKERS)
     assert sorted(ids(singles)) == list(range(TOTAL))
 
 
@@ -97,7 +99,9 @@ def test_the_length_is_what_a_pass_yields(
     dataset: ActivationDataset, workers: int, batch_size: int | None, shard: tuple[int, int], drop_last: bool
 ) -> None:
     stream = dataset.torch(SITE, batch_size=batch_size, buffer_rows=100, epochs=2, shard=shard, drop_last=drop_last)
-    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    loader = DataLoader(
+        stream, batch_size=None, num_workers=workers, multiprocessing_context=WORKERS if workers else None
+    )
     said = len(loader)  # and torch warns of more than that
     batches = list(loader)
     assert len(batches) == said == len(stream)
