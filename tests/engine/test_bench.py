@@ -107,7 +107,16 @@ def test_workloads(tmp_path: Path) -> None:
         "--cases",
         "workloads",
     ]
-    command += ["--systems", "stock,weir,native,nnsight", "--repeats", "1", "--warmups", "1", "--out", str(out)]
+    command += [
+        "--systems",
+        "stock,weir,native,nnsight,transformers",
+        "--repeats",
+        "1",
+        "--warmups",
+        "1",
+        "--out",
+        str(out),
+    ]
     command += ["--texts", "5", "--lengths", "6-20", "--blocks", "2", "--long", "70", "--chats", "8", "--tokens", "4"]
     command += ["--system-prompt", "40", "--ablated", "3"]
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -122,7 +131,9 @@ def test_workloads(tmp_path: Path) -> None:
     for case in of_weir.values():
         assert case["median_ms"] > 0 and case["ratio_to_stock"] > 0 and case["checked"] is True
         assert case["first"] > 0 and case["first_ratio"] > 0 and case["repeats"] == 1
-    assert len(found["checks"]) == 7 and all(c["passed"] and c["rows"] for c in found["checks"])
+    read = {case for system, case, _ in figures if system == "transformers"}
+    assert read == {"extract", "mean", "last_mixed", "long", "long_one"}
+    assert len(found["checks"]) == 7 + len(read) and all(c["passed"] and c["rows"] for c in found["checks"])
     assert {found["systems"][name]["status"] for name in ("native", "nnsight")} == {"skipped"}
     text = out.with_suffix(".md").read_text()
     assert "| workload | system | s a call | over stock | first call, s | over stock's first |" in text

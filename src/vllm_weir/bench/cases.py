@@ -6,7 +6,7 @@ from typing import Literal
 
 SizeKind = Literal["decode", "prefill", "texts", "long", "chats", "requests"]
 
-SYSTEMS = ("stock", "weir", "vllm-lens", "native", "nnsight", "interp-engine")
+SYSTEMS = ("stock", "weir", "vllm-lens", "native", "nnsight", "interp-engine", "hotwire", "transformers")
 INSTRUMENTS = (
     "z_all",
     "mlp_post_one",
@@ -92,6 +92,7 @@ _UNCOMPRESSED = "it does not compress rows on the device"
 _NO_ABLATION = "its steering vectors are added; none projects a direction out at a chosen hook point"
 _WORKLOADS_ONLY = "its adapter here has the workloads in which prompts are read, and no others"
 
+_STEERS_ONLY = "it adds vectors, and returns no activations"
 _NO_INSTRUMENTS = "its adapter here has the stream between blocks only"
 
 CANNOT: dict[str, dict[str, str]] = {
@@ -111,6 +112,11 @@ CANNOT: dict[str, dict[str, str]] = {
     },
     "nnsight": dict.fromkeys((*STEP_CASES, "chat_mix", "ablate_everywhere", "startup"), _WORKLOADS_ONLY),
     "interp-engine": dict.fromkeys((*STEP_CASES, "chat_mix", "ablate_everywhere", "startup"), _WORKLOADS_ONLY),
+    "hotwire": {
+        **dict.fromkeys((*CAPTURES, "capture_rp8", *INSTRUMENTS), _STEERS_ONLY),
+        **dict.fromkeys(("chat_mix", "ablate_everywhere"), _NO_ABLATION),
+    },
+    "transformers": dict.fromkeys((*STEP_CASES, "chat_mix", "ablate_everywhere", "startup"), _WORKLOADS_ONLY),
 }
 """System -> case -> why it cannot run that case, in one sentence."""
 

@@ -16,6 +16,8 @@ COLOURS = {
     "native": "#5e3c99",
     "nnsight": "#1b7837",
     "interp-engine": "#c51b7d",
+    "hotwire": "#b2182b",
+    "transformers": "#35978f",
 }
 WORKLOADS_PANEL = "workloads, a call"
 INK, FAINT = "#222222", "#8a8a8a"
@@ -44,12 +46,14 @@ def draw_chart(result: BenchResult, path: Path) -> list[Path]:
         1, max(1, len(sizes)), figsize=(2.4 + 2.3 * max(1, len(sizes)), 1.5 + 0.62 * len(cases)), sharey=True,
         squeeze=False, layout="constrained",
     )  # fmt: skip
+    names = [s for s in SYSTEMS if any(c.system == s for c in shown)]
+    step = min(0.15, 0.8 / max(1, len(names)))
+    offsets = {name: step * (i - (len(names) - 1) / 2) for i, name in enumerate(names)}
     for axis, size in zip(axes[0], sizes, strict=False):
         panel = [c for c in shown if (WORKLOADS_PANEL if c.workload is not None else c.label) == size]
-        _panel(axis, size, cases if size != "start" else cases[:1], panel, limits)
+        _panel(axis, size, cases if size != "start" else cases[:1], panel, limits, offsets)
     axes[0][0].set_yticks(range(len(cases)), [TITLES[c].replace(", ", ",\n") for c in cases], fontsize=8)
     axes[0][0].set_ylim(len(cases) - 0.4, -0.6)
-    names = [s for s in SYSTEMS if any(c.system == s for c in shown)]
     marks = [plt.Line2D([], [], marker="o", linestyle="", color=COLOURS[n], label=n) for n in names]
     figure.legend(handles=marks, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
     title = f"Time over stock vLLM {result.vllm}'s in the same run: {result.model}, {result.device}"
@@ -62,7 +66,14 @@ def draw_chart(result: BenchResult, path: Path) -> list[Path]:
     return files
 
 
-def _panel(axis: Any, size: str, cases: list[str], values: list[CaseResult], limits: tuple[float, float]) -> None:
+def _panel(
+    axis: Any,
+    size: str,
+    cases: list[str],
+    values: list[CaseResult],
+    limits: tuple[float, float],
+    offsets: dict[str, float],
+) -> None:
     left, right = limits
     axis.axvline(1.0, color=FAINT, linewidth=0.9)
     axis.set_xscale("log")
@@ -76,7 +87,7 @@ def _panel(axis: Any, size: str, cases: list[str], values: list[CaseResult], lim
         case = "idle" if c.case == "startup" else c.case
         if case not in cases:
             continue
-        place = cases.index(case) + 0.15 * (SYSTEMS.index(c.system) - 2)
+        place = cases.index(case) + offsets[c.system]
         colour = COLOURS[c.system]
         if c.ratio_to_stock is None:
             axis.text(0.98, place, c.absent, fontsize=7, color=colour, va="center",

@@ -69,7 +69,7 @@ def bench(
     eager: Annotated[bool | None, typer.Option("--eager/--compile", help="enforce_eager. [CPU: eager]")] = None,
     lens_path: Annotated[str | None, typer.Option(help="PYTHONPATH with vllm-lens, if it is not installed.")] = None,
     rivals_path: Annotated[
-        str | None, typer.Option(help="PYTHONPATH with nnsight or interp-engine, if they are not installed.")
+        str | None, typer.Option(help="PYTHONPATH with nnsight, interp-engine or hotwire, if they are not installed.")
     ] = None,
     smoke: Annotated[bool, typer.Option(help="The smallest run that uses everything; proves no speed.")] = False,
 ) -> None:

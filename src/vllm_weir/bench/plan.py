@@ -148,7 +148,7 @@ class BenchPlan(BaseModel):
         startups: fresh processes in which the start is timed.
         cold: each of them compiles everything, into caches of its own.
         memory_share: ``gpu_memory_utilization`` of each engine.
-        lens_path: put before `PYTHONPATH` for vllm-lens; `rivals_path` for nnsight and interp-engine.
+        lens_path: put before `PYTHONPATH` for vllm-lens; `rivals_path` for the other rivals.
     """
 
     model: str

@@ -13,6 +13,7 @@ import torch
 from vllm_weir.bench.cases import CASES
 from vllm_weir.bench.plan import BenchPlan
 from vllm_weir.bench.result import RowCheck
+from vllm_weir.bench.weights import transformers_model
 from vllm_weir.util.transformers_reference import TransformersReference
 
 LIMIT = 900.0
@@ -45,20 +46,8 @@ class Reference:
     """transformers' blocks, first in the engine's dtype and then in fp32."""
 
     def __init__(self, plan: BenchPlan) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        device = torch.device("cuda" if plan.cuda else "cpu")
-        dtype = getattr(torch, plan.dtype)
-        if plan.dummy:
-            from vllm_weir.bench.weights import fill_reference
-
-            with device:
-                net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(plan.model), dtype=dtype)
-            fill_reference(net)
-        else:
-            net = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype).to(device)
-        self.net = net
-        self._reference = TransformersReference(net, plan.layers)
+        self.net = transformers_model(plan)
+        self._reference = TransformersReference(self.net, plan.layers)
 
     def rows(self, ids: torch.Tensor, positions: torch.Tensor, mean: bool = False) -> torch.Tensor:
         """Return what leaves each block at some positions, or its mean over them: [layers, rows, d], fp32, CPU."""

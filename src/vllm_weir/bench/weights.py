@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from vllm_weir.bench.plan import BenchPlan
+
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -78,6 +80,20 @@ def fill_engine(model: torch.nn.Module) -> int:
         parameter.copy_(draw(name, tuple(parameter.shape), parameter.device, parameter.dtype))
         count += 1
     return count
+
+
+def transformers_model(plan: BenchPlan) -> Any:
+    """Return transformers' model of a run, in its dtype and on its device, with the weights that the engines have."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    device = torch.device("cuda" if plan.cuda else "cpu")
+    dtype = getattr(torch, plan.dtype)
+    if not plan.dummy:
+        return AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype).to(device)
+    with device:
+        net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(plan.model), dtype=dtype)
+    fill_reference(net)
+    return net
 
 
 @torch.no_grad()

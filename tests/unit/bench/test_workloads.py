@@ -14,7 +14,7 @@ from tests.support.machine import module, needs
 from tests.unit.bench.test_figures import Fake, plan, result, run_fake
 from vllm_weir.bench import cli, reference
 from vllm_weir.bench.cases import CANNOT, CASES, CHAT_ROLES, SYSTEMS, TITLES, WORKLOADS, can_run
-from vllm_weir.bench.chart import draw_chart
+from vllm_weir.bench.chart import COLOURS, draw_chart
 from vllm_weir.bench.plan import BatchSize, BenchPlan, BenchTask, EngineChoice, WorkloadSizes
 from vllm_weir.bench.report import as_markdown, columns
 from vllm_weir.bench.result import pool, summarise
@@ -46,7 +46,7 @@ def test_the_defaults_are_the_ones_that_the_documentation_names() -> None:
 
 
 def test_every_case_has_a_title_and_every_system_a_sentence_for_what_it_cannot_do() -> None:
-    assert set(TITLES) == set(CASES) and set(CANNOT) == set(SYSTEMS) == set(BY_NAME)
+    assert set(TITLES) == set(CASES) and set(CANNOT) == set(SYSTEMS) == set(BY_NAME) == set(COLOURS)
     for reasons in CANNOT.values():
         assert set(reasons) <= set(CASES) and all(len(reason) > 20 for reason in reasons.values())
     assert can_run("weir", "chat_mix") and not can_run("native", "chat_mix")

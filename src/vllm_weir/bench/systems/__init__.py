@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from vllm_weir.bench.systems.hotwire import HotwireSystem
 from vllm_weir.bench.systems.interp_engine import InterpEngineSystem
 from vllm_weir.bench.systems.native import ExtractHiddenStatesSystem
 from vllm_weir.bench.systems.nnsight import NnsightSystem
 from vllm_weir.bench.systems.stock import StockSystem
+from vllm_weir.bench.systems.transformers_hooks import TransformersSystem
 from vllm_weir.bench.systems.vllm_lens import VllmLensSystem
 from vllm_weir.bench.systems.weir import WeirSystem
 
@@ -20,5 +22,7 @@ BY_NAME: dict[str, type[StockSystem]] = {
         ExtractHiddenStatesSystem,
         NnsightSystem,
         InterpEngineSystem,
+        HotwireSystem,
+        TransformersSystem,
     )
 }

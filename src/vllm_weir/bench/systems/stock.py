@@ -20,12 +20,14 @@ class StockSystem:
         name: as in `--systems`.
         plugin: entry point of `vllm.general_plugins` that its process loads; empty for none.
         one_pass: whether `steered_pair` compares rows of one pass through the model.
+        compares_steering: whether it has a `steered_pair`.
         environment: variables of its process.
     """
 
     name = "stock"
     plugin = ""
     one_pass = True
+    compares_steering = True
     environment: ClassVar[dict[str, str]] = {"WEIR_DISABLE": "1"}
 
     def __init__(self, plan: BenchPlan, scratch: Path) -> None:
