@@ -9,16 +9,28 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.fields import set_fields
-from vllm_weir.schema.instructions import CONST, FEATURE, Instruction, LoweredIntervention, VectorCollector
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.instructions import (
+    ACTIVATE,
+    CONST,
+    FEATURE,
+    HELD,
+    Instruction,
+    LoweredIntervention,
+    Source,
+    VectorCollector,
+)
 from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.row_shapes import RowShape
 
 
 @dataclass(frozen=True)
 class SetActivation(Intervention):
-    """Set the activation of a unit that reads and writes one hook point.
+    """Set the activation of a unit.
 
     The activation of a row h is ``a = p if p > threshold else 0`` with ``p = w . h + bias``, and
-    the row becomes ``h + (target - a) * u``.
+    the row becomes ``h + (target - a) * u``. With `read`, the activation is that of another hook
+    point's row, after all interventions there.
 
     Args:
         w: what the unit reads, [width]; with `heads`, [d_head].
@@ -28,6 +40,9 @@ class SetActivation(Intervention):
         value: the target, unless one of the following is given.
         scale: the target is ``scale * a``.
         add: the target is ``a + add``.
+        read: (hook point, block) of the row that has the activation, which a token meets earlier;
+            None for the row that is changed.
+        unit: names the unit among those that read elsewhere.
     """
 
     op: ClassVar[str] = "set_activation"
@@ -42,6 +57,8 @@ class SetActivation(Intervention):
     value: float | None = field(default=None, kw_only=True)
     scale: float | None = field(default=None, kw_only=True)
     add: float | None = field(default=None, kw_only=True)
+    read: Any = field(default=None, kw_only=True)
+    unit: str | None = field(default=None, kw_only=True)
     positions: Any = field(default="all", kw_only=True)
     per_layer: bool = field(default=False, kw_only=True)
     heads: Any = field(default=None, kw_only=True)
@@ -57,6 +74,18 @@ class SetActivation(Intervention):
             raise WeirError("give one of value, scale and add", f"{self.path}.value")
         self._parse_number(targets[0])
         set_fields(self, factor=targets[0])  # what errors name is the field that was given
+        if self.read is not None:
+            set_fields(self, read=Site(*self.read))
+
+    @property
+    def source_site(self) -> Site | None:
+        """The other hook point that it reads; None if there is none."""
+        return self.read if self.add is None else None
+
+    def _read(self, name: str, array: np.ndarray, shape: RowShape, field: str) -> list[np.ndarray]:
+        if name == "w" and self.read is not None:  # of another hook point's width
+            return [array]
+        return super()._read(name, array, shape, field)
 
     def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
         w, u = arrays
@@ -69,5 +98,9 @@ class SetActivation(Intervention):
         else:
             slope, offset = (-1.0, self.value) if self.value is not None else ((self.scale or 0.0) - 1.0, 0.0)
             reads = collector.add(w)
+            if self.read is not None:
+                source = Source(*self.read, Instruction(ACTIVATE, "", reads, b=self.bias, hi=self.threshold))
+                held = Instruction(HELD, direction, a=slope, b=offset)
+                return LoweredIntervention((held,), collector.rows, source=source)
             instruction = Instruction(FEATURE, direction, reads, a=slope, b=offset, lo=self.bias, hi=self.threshold)
         return LoweredIntervention((instruction,), collector.rows)

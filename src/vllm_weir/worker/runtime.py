@@ -331,6 +331,7 @@ class WorkerRuntime:
                 engine_request.cache_salt,
                 spec.scoring,
                 spec.gated_from(prompt_len),
+                spec.steps,
             )
 
     def _grant(self, endpoint: str, start: int, rows: int) -> None:

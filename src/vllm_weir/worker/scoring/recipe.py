@@ -70,7 +70,7 @@ class ScoringRecipe:
 
     def _gates_of(self, step: ResolvedIntervention) -> set[int]:
         """Return the indices of the gates that decide on a step."""
-        if step.scores:
+        if step.only_writes:
             return set()
         return {self.layout.gate_of(one) for one in step.instructions if one.cell}
 

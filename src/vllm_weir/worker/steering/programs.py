@@ -21,7 +21,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import BLEND, CONST, DOSE, Instruction, ResolvedIntervention
+from vllm_weir.schema.instructions import BY_COLUMN, DOSE, Instruction, ResolvedIntervention
 from vllm_weir.schema.row_shapes import Shard, ring_rows
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import tap_of
@@ -34,8 +34,6 @@ resid_pre. Above them, from bit `CELL_BIT` on, stands the instruction's cell."""
 CELL_BIT = 8
 INT_FIELDS = ("kind", "u", "w", "next", "flags", "lo", "hi", "shift")
 FLOAT_FIELDS = ("a", "b", "lo", "hi")
-BY_COLUMN = (CONST, BLEND)
-"""Instructions that need none of a row's other columns to change one."""
 MOST_PLACES = 1024
 """Pairs of hook point and blocks whose taps are cached."""
 

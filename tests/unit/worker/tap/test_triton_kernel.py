@@ -16,7 +16,9 @@ import sys
 import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
-from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, DOSE, FEATURE, KEEP_NORM, NORM, SCORE
+from vllm_weir.schema.instructions import (
+    ACTIVATE, AFFINE, BLEND, CLAMP, CONST, DOSE, FEATURE, HELD, KEEP_NORM, NORM, SCORE,
+)
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.worker.planning.columns import JOIN, as_integers
 from vllm_weir.worker.tap import reduction_kernel, reductions
@@ -42,7 +44,8 @@ def masked_load(self, pointers, mask, *more, **kwargs):
 
 InterpreterBuilder.create_masked_store, InterpreterBuilder.create_masked_load = masked_store, masked_load
 TAPS, PROFILES, PROGRAMS, VECTORS = 3, 3, 6, 5
-KINDS = (CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE)
+KINDS = (CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, ACTIVATE, HELD)
+WRITES = (SCORE, ACTIVATE, DOSE)
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -50,7 +53,7 @@ def programs(draw, d, width):
     '''Chains of one to four instructions; a group ends with LAST, and those after the post stage come last.
 
     Half of the instructions act on all columns. A vector has as many table rows as a row has ring rows.
-    Cells 1 and 2 of a token hold factors, and scores and doses are written into 3 to 5.
+    Cells 1 and 2 of a token hold factors, and scores, activations and doses are written into 3 to 5.
     '''
     times = -(-width // d)
     heads, ints, floats = np.full((PROGRAMS, TAPS), -1, np.int32), [], []
@@ -60,7 +63,7 @@ def programs(draw, d, width):
             post = int(draw.integers(0, length + 1))
             for k in range(length):
                 kind = KINDS[draw.integers(len(KINDS))]
-                w = times * int(draw.integers(VECTORS)) if kind in (AFFINE, CLAMP, FEATURE, SCORE) else -1
+                w = times * int(draw.integers(VECTORS)) if kind in (AFFINE, CLAMP, FEATURE, SCORE, ACTIVATE) else -1
                 lo, hi, shift = 0, width, 0
                 if draw.random() < 0.5:
                     lo, hi = sorted(draw.choice(width + 1, 2, replace=False).tolist())
@@ -69,12 +72,13 @@ def programs(draw, d, width):
                     kind, w = DOSE, -1
                 ends = k in (length - 1, post - 1) or draw.random() < 0.4
                 flags = (LAST if ends else 0) | (AFTER_POST if k >= post else 0)
-                flags |= int(draw.integers(3, 6) if kind in (SCORE, DOSE) else draw.integers(0, 3)) << CELL_BIT
+                flags |= int(draw.integers(3, 6) if kind in WRITES else draw.integers(0, 3)) << CELL_BIT
                 follows = len(ints) + 1 if k < length - 1 else -1
                 if k == 0:
                     heads[program, tap] = len(ints)
                 ints.append((kind, times * int(draw.integers(VECTORS)), w, follows, flags, lo, hi, shift))
-                floats.append((draw.normal(), draw.normal(), -0.5, 0.5))
+                low = float(draw.integers(5)) if kind == HELD else -0.5  # the cell that it reads
+                floats.append((draw.normal(), draw.normal(), low, 0.5))
     vectors = draw.standard_normal((VECTORS * times, d)) / width**0.5
     of = lambda x, t: torch.from_numpy(np.asarray(x)).to(t)
     return of(heads, torch.int32), of(ints, torch.int32), of(floats, torch.float32), of(vectors, torch.float32)
@@ -85,7 +89,7 @@ def acts_on(tables, program, tap, cells):
     while node >= 0:
         kind, _, _, following, flags, *_ = tables[1][node].tolist()
         cell = flags >> CELL_BIT
-        if kind not in (SCORE, DOSE) and (not cell or cells[cell - 1] != 0):
+        if kind not in WRITES and (not cell or cells[cell - 1] != 0):
             return True
         node = following
     return False
