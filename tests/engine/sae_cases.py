@@ -25,13 +25,13 @@ def random_sae(architecture, site, seed=0, d_in=0, **options):
     return weir.SAE.from_tensors(architecture, site, **tensors, **options)
 
 
-def transcoder(architecture, seed=0, d_out=D):
+def transcoder(architecture, seed=0, d_out=D, **options):
     tensors = weights(architecture, seed, D, FEATURES)
     generator = torch.Generator().manual_seed(seed)
     tensors |= {"W_dec": torch.randn(FEATURES, d_out, generator=generator) / 9, "b_dec": torch.zeros(d_out)}
     if "W_skip" in tensors:
         tensors["W_skip"] = torch.randn(d_out, D, generator=generator) / 9
-    return weir.SAE.from_tensors(architecture, ("mlp_in", 1), **tensors)
+    return weir.SAE.from_tensors(architecture, ("mlp_in", 1), **tensors, **options)
 
 
 @contextlib.contextmanager
@@ -91,7 +91,8 @@ class Elsewhere:
     """
 
     def __init__(self, sae: weir.SAE, asked: weir.SetFeature) -> None:
-        reference = Reference(sae.architecture, dict(sae.tensors))
+        normalized = sae.config.normalize_activations
+        reference = Reference(sae.architecture, dict(sae.tensors), normalize_activations=normalized)
         direction = sae.tensors["W_dec"][asked.feature].double()
         self.activations = torch.zeros(0, dtype=torch.float64)
 

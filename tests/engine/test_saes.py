@@ -268,8 +268,6 @@ def test_what_cannot_be_set_is_refused_by_field(engine, loaded):
     fine["W_dec"] *= 1e3
     loaded("fine", weir.SAE.from_tensors("standard", ("resid_post", 1), **fine))
     for asked, error, at in (
-        (weir.SetFeature("topk", 1, value=1), "TopK SAE, in which .* give add", "value"),
-        (weir.SetFeature("topk", 1, scale=0), "TopK SAE, in which .* give add", "scale"),
         (weir.SetFeature("length", 1, value=1), "layer_norm", "name"),
         (weir.SetFeature("transcoder", FEATURES, add=1), "count from 0 to 95", "feature"),
         (weir.SetFeature("fine", FEATURES, value=1), "count from 0 to 95", "feature"),

@@ -99,6 +99,11 @@ class EngineSpec:
         return (*places, *((probe.hook, (probe.layer,)) for probe in self.probes))
 
     @functools.cached_property
+    def encoders(self) -> tuple[str, ...]:
+        """Keys of the autoencoders that encode rows whole inside taps, each once."""
+        return tuple(dict.fromkeys(key for move in self.moves for key in move.encoders))
+
+    @functools.cached_property
     def layout(self) -> CellLayout:
         """Where its numbers stand among the cells of a token."""
         doses = count_doses(self.moves) if self.dose else 0

@@ -12,6 +12,7 @@ same h:
     FEATURE    c = a * act + b, where act = p if p > hi, else 0, and p = w . h + lo
     SCORE      adds nothing; writes w . h + b into a cell of the token (`resolved_probes`)
     ACTIVATE   likewise, and writes 0 unless that is above hi: act, as of FEATURE, for a HELD elsewhere
+    ENCODE     likewise, and writes the activation of feature `a` of the autoencoder `sae`, given the whole row
     HELD       c = a * act + b, act being the number in the cell `lo` of the token, counted from 0
     DOSE       adds nothing; writes |d| / |h| into a cell, d being the sum of the terms before it, which is the
                whole change of its intervention; NO_NORM if |h| = 0
@@ -37,9 +38,11 @@ from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.vectors import digest_of
 
-CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, DOSE, ACTIVATE, HELD = range(11)
+CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, DOSE, ACTIVATE, HELD, ENCODE = range(12)
 NO_NORM = -1.0
 """What a DOSE writes for a row of zeros."""
+WRITES = (SCORE, ACTIVATE, ENCODE)
+"""Instructions that change nothing, but write a number of the row into a cell."""
 BY_COLUMN = (CONST, BLEND, HELD)
 """Instructions that need none of a row's other columns to change one."""
 INFINITE = float(np.float32(3.4e38))
@@ -60,7 +63,9 @@ class Instruction(NamedTuple):
     stop: int = 0
     """0 for the whole row."""
     cell: int = 0
-    """One more than the number of the cell that is written (SCORE, DOSE, ACTIVATE) or holds the factor; 0 for none."""
+    """One more than the number of the cell that is written (WRITES, DOSE) or holds the factor; 0 for none."""
+    sae: str = ""
+    """Key of an autoencoder on the workers."""
 
 
 _WHOLE_ROW = Instruction._fields.index("start")
@@ -199,7 +204,13 @@ class ResolvedIntervention:
     @property
     def only_writes(self) -> bool:
         """Whether it changes nothing, but writes numbers into cells."""
-        return bool(self.instructions) and self.instructions[0].kind in (SCORE, ACTIVATE)
+        return bool(self.instructions) and all(one.kind in WRITES for one in self.instructions)
+
+    @property
+    def encoders(self) -> list[str]:
+        """Keys of the autoencoders that encode rows for it."""
+        instructions = self.instructions if self.source is None else (*self.instructions, self.source.instruction)
+        return [one.sae for one in instructions if one.sae]
 
     @functools.cached_property
     def digest(self) -> str:
@@ -221,7 +232,7 @@ class ResolvedIntervention:
 
     def to_wire(self) -> list[Any]:
         """Return the form that travels to the scheduler and the workers, which work out `dose_cell` themselves."""
-        instructions = [one if one.stop or one.cell else one[:_WHOLE_ROW] for one in self.instructions]
+        instructions = [one if one.stop or one.cell or one.sae else one[:_WHOLE_ROW] for one in self.instructions]
         source = [] if self.source is None else [self.source]
         return [self.hook, list(self.layers), self.positions.to_json(), self.per_position, instructions, *source]
 

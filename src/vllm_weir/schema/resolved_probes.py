@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import HELD, SCORE, Instruction, ResolvedIntervention
+from vllm_weir.schema.instructions import ENCODE, HELD, SCORE, Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 
 LINEAR, MLP, ATTENTION = range(3)
@@ -238,32 +238,36 @@ def with_doses(moves: Sequence[ResolvedIntervention], layout: CellLayout) -> tup
 
 
 def count_activations(moves: Iterable[ResolvedIntervention]) -> int:
-    """Return how many activations of a token interventions use at another place than that of their reading."""
-    return sum(move.source is not None for move in moves)
+    """Return how many activations of a token stand in cells between their reading and their use."""
+    return sum((move.source is not None) + sum(one.kind == ENCODE for one in move.instructions) for move in moves)
 
 
 def with_activations(
     moves: Sequence[ResolvedIntervention], first: int
 ) -> tuple[tuple[ResolvedIntervention, ...], tuple[ResolvedIntervention, ...]]:
-    """Return interventions with the cells of their activations, and the steps that write these.
+    """Return interventions with the cells of their activations, and the steps that write those of other sites.
 
-    The latter come after all interventions: they read a row as the model goes on with it.
+    The steps come after all interventions: they read a row as the model goes on with it.
 
     Args:
         moves: in order.
         first: cell of the first activation.
     """
-    placed, steps = [], []
+    placed, steps, cell = [], [], first - 1
     for move in moves:
-        if move.source is None:
-            placed.append(move)
-            continue
-        hook, layer, instruction = move.source
-        cell = first + len(steps)
-        writes = instruction._replace(cell=cell + 1)
-        steps.append(ResolvedIntervention(hook, (layer,), move.positions, 0, (writes,)))
-        held = tuple(one._replace(lo=float(cell)) if one.kind == HELD else one for one in move.instructions)
-        placed.append(replace(move, instructions=held, source=None))
+        if move.source is not None:
+            cell += 1
+            hook, layer, instruction = move.source
+            writes = instruction._replace(cell=cell + 1)
+            steps.append(ResolvedIntervention(hook, (layer,), move.positions, 0, (writes,)))
+        instructions = []
+        for one in move.instructions:
+            if one.kind == ENCODE:  # for the HELD that follows it
+                cell += 1
+                instructions.append(one._replace(cell=cell + 1))
+            else:
+                instructions.append(one._replace(lo=float(cell)) if one.kind == HELD else one)
+        placed.append(replace(move, instructions=tuple(instructions), source=None))
     return tuple(placed), tuple(steps)
 
 

@@ -13,6 +13,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import (
     ACTIVATE,
     CONST,
+    ENCODE,
     FEATURE,
     HELD,
     Instruction,
@@ -43,6 +44,9 @@ class SetActivation(Intervention):
         read: (hook point, block) of the row that has the activation, which a token meets earlier;
             None for the row that is changed.
         unit: names the unit among those that read elsewhere.
+        sae: key of an autoencoder on the workers, which encodes the row whole to find the activation
+            of its feature `feature`, in place of `w`, `bias` and `threshold`.
+        feature: of `sae`.
     """
 
     op: ClassVar[str] = "set_activation"
@@ -59,6 +63,8 @@ class SetActivation(Intervention):
     add: float | None = field(default=None, kw_only=True)
     read: Any = field(default=None, kw_only=True)
     unit: str | None = field(default=None, kw_only=True)
+    sae: str | None = field(default=None, kw_only=True)
+    feature: int | None = field(default=None, kw_only=True)
     positions: Any = field(default="all", kw_only=True)
     per_layer: bool = field(default=False, kw_only=True)
     heads: Any = field(default=None, kw_only=True)
@@ -97,10 +103,18 @@ class SetActivation(Intervention):
             instruction = Instruction(CONST, direction, a=self.add)
         else:
             slope, offset = (-1.0, self.value) if self.value is not None else ((self.scale or 0.0) - 1.0, 0.0)
+            if self.read is not None or self.sae is not None:
+                return self._lower_held(collector, w, Instruction(HELD, direction, a=slope, b=offset))
             reads = collector.add(w)
-            if self.read is not None:
-                source = Source(*self.read, Instruction(ACTIVATE, "", reads, b=self.bias, hi=self.threshold))
-                held = Instruction(HELD, direction, a=slope, b=offset)
-                return LoweredIntervention((held,), collector.rows, source=source)
             instruction = Instruction(FEATURE, direction, reads, a=slope, b=offset, lo=self.bias, hi=self.threshold)
         return LoweredIntervention((instruction,), collector.rows)
+
+    def _lower_held(self, collector: VectorCollector, w: np.ndarray, held: Instruction) -> LoweredIntervention:
+        """Return the instructions where the activation is written into a cell before it is used."""
+        if self.sae is not None:
+            writes = Instruction(ENCODE, "", a=float(self.feature or 0), sae=self.sae)
+        else:
+            writes = Instruction(ACTIVATE, "", collector.add(w), b=self.bias, hi=self.threshold)
+        if self.read is None:
+            return LoweredIntervention((writes, held), collector.rows)
+        return LoweredIntervention((held,), collector.rows, source=Source(*self.read, writes))

@@ -131,8 +131,6 @@ class SAERegistry:
         """
         name_field = f"{asked.path}.name"
         loaded = self.find(asked.name, name_field)
-        if asked.add is None:
-            _check_settable(loaded.sae, asked)
         try:
             return _added(loaded, asked) if asked.add is not None else _set(loaded, asked)
         except WeirError as e:
@@ -167,22 +165,25 @@ def _added(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
     )
 
 
-def _check_settable(sae: SAE, asked: SetFeature) -> None:
-    """Raise WeirError if one row of one hook point does not tell the activation that is to be replaced."""
-    field = "value" if asked.value is not None else "scale"
-    instead = f"give add, which is the same whatever the activation is, in place of {field}"
-    if sae.architecture == "topk":
-        raise WeirError(
-            f"{asked.name!r} is a TopK SAE, in which a feature is active or not by its {sae.d_sae - 1} others: every "
-            f"row would have to be encoded whole inside the model, {sae.d_in} x {sae.d_sae} products; {instead}, or "
-            "use an SAE whose features have thresholds, as those of BatchTopK",
-            f"{asked.path}.{field}",
-        )
-
-
 def _set(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
     """Return how an activation is replaced, or multiplied."""
     sae = loaded.sae
+    if sae.config.encodes_rows:
+        direction = sae.decoder_direction(asked.feature)
+        return SetActivation(
+            direction,
+            direction,
+            sae.out_site.layer,
+            sae.out_site.hook,
+            sae=loaded.key,
+            feature=asked.feature,
+            value=asked.value,
+            scale=asked.scale,
+            positions=asked.positions,
+            when=asked.when,
+            path=asked.path,
+            **_unit(loaded, asked),
+        )
     response = sae.feature_response(asked.feature)
     return SetActivation(
         response.w,

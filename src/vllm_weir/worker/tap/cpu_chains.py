@@ -19,6 +19,7 @@ from vllm_weir.schema.instructions import (
     CLAMP,
     CONST,
     DOSE,
+    ENCODE,
     FEATURE,
     HELD,
     KEEP_NORM,
@@ -121,13 +122,17 @@ class Chains:
             rows[at] = own_rows
         return nodes, rows
 
+    def rows_at(self, node: int, stop: int, members: np.ndarray, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a chain's members as they are where it reaches the node `stop`."""
+        return self._follow_one(node, members, rows, True, stop)[0]
+
     def _follow_one(
-        self, node: int, members: np.ndarray, rows: torch.Tensor, past_post: bool
+        self, node: int, members: np.ndarray, rows: torch.Tensor, past_post: bool, stop: int = -1
     ) -> tuple[torch.Tensor, int]:
         """Follow the chain that begins at `node`; return the new rows of its members, and where it stopped."""
         d_model, width, values = self._vectors.shape[1], rows.shape[1], self._vectors.view(-1)
         delta = None
-        while node >= 0:
+        while node not in (-1, stop):
             kind, u, w, following, flags, lo, hi, shift = self._ints[node].tolist()
             if flags & AFTER_POST and not past_post:
                 break
@@ -141,7 +146,7 @@ class Chains:
             elif kind == DOSE:
                 change = rows.new_zeros(()) if delta is None else delta
                 self._cells.measure(torch.from_numpy(members), cell, rows, change)
-            else:
+            elif kind != ENCODE:  # its cell was written before
                 u_values = values[u * d_model + lo + shift : u * d_model + hi + shift]
                 coefficients = self._floats[node].tolist()
                 if kind == HELD:
@@ -200,6 +205,8 @@ class Chains:
                 continue
             if kind == DOSE:
                 self._cells.measure(members, as_index(own_cells), rows[members], delta[members])
+                continue
+            if kind == ENCODE:
                 continue
             into = read_rows(self._vectors, u[of_group], hi + shift)[:, lo + shift :]
             if kind == HELD:

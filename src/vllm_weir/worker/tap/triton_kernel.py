@@ -38,6 +38,7 @@ _SCORE = tl.constexpr(kinds.SCORE)
 _DOSE = tl.constexpr(kinds.DOSE)
 _ACTIVATE = tl.constexpr(kinds.ACTIVATE)
 _HELD = tl.constexpr(kinds.HELD)
+_ENCODE = tl.constexpr(kinds.ENCODE)
 _NO_NORM = tl.constexpr(kinds.NO_NORM)
 _CELL_BIT = tl.constexpr(programs.CELL_BIT)
 _LAST = tl.constexpr(programs.LAST)
@@ -169,16 +170,19 @@ def _write(
 
 
 @triton.jit
-def _follow(node, h, past_post, cells, ints, floats, vectors, width, d_model, offsets, inside, DTYPE: tl.constexpr):
+def _follow(
+    node, h, past_post, cells, ints, floats, vectors, width, d_model, offsets, inside, DTYPE: tl.constexpr, stop=-1
+):
     """Follow a chain of nodes; return where it stopped, the new row, and whether something was added.
 
-    Unless `past_post`, stop also at the first node that acts after resid_post was recorded. `cells`
-    points to the token's. Probes see the row as it is recorded, in DTYPE.
+    Stop at the node `stop` and, unless `past_post`, at the first one that acts after resid_post was
+    recorded. `cells` points to the token's; what an ENCODE writes is there already. Probes see the
+    row as it is recorded, in DTYPE.
     """
     delta = _nothing(h)
     changed = 0
     flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
-    while (node >= 0) & (past_post | ((flags & _AFTER_POST) == 0)):
+    while (node >= 0) & (node != stop) & (past_post | ((flags & _AFTER_POST) == 0)):
         cell = flags >> _CELL_BIT
         kind = tl.load(ints + node * _INTS)
         if (kind == _SCORE) | (kind == _ACTIVATE):
@@ -189,7 +193,7 @@ def _follow(node, h, past_post, cells, ints, floats, vectors, width, d_model, of
             tl.store(cells + cell - 1, raw)
         elif kind == _DOSE:
             tl.store(cells + cell - 1, _relative_dose(delta, h))
-        else:
+        elif kind != _ENCODE:
             share = tl.load(cells + cell - 1, mask=cell > 0, other=1.0)
             if share != 0.0:
                 delta += share * _term(node, h, cells, ints, floats, vectors, width, d_model, offsets, inside)

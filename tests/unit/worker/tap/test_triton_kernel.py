@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm_weir.schema.instructions import (
-    ACTIVATE, AFFINE, BLEND, CLAMP, CONST, DOSE, FEATURE, HELD, KEEP_NORM, NORM, SCORE,
+    ACTIVATE, AFFINE, BLEND, CLAMP, CONST, DOSE, ENCODE, FEATURE, HELD, KEEP_NORM, NORM, SCORE,
 )
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.worker.planning.columns import JOIN, as_integers
@@ -25,7 +25,7 @@ from vllm_weir.worker.tap import reduction_kernel, reductions
 from vllm_weir.worker.transfer import direction_kernel
 from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, LAST
 from vllm_weir.schema.taps import STAGES
-from vllm_weir.worker.tap import cpu_kernel
+from vllm_weir.worker.tap import cpu_kernel, peek_kernel
 from vllm_weir.worker.tap.op import numbered
 from vllm_weir.worker.tap.triton_kernel import launch
 
@@ -44,8 +44,8 @@ def masked_load(self, pointers, mask, *more, **kwargs):
 
 InterpreterBuilder.create_masked_store, InterpreterBuilder.create_masked_load = masked_store, masked_load
 TAPS, PROFILES, PROGRAMS, VECTORS = 3, 3, 6, 5
-KINDS = (CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, ACTIVATE, HELD)
-WRITES = (SCORE, ACTIVATE, DOSE)
+KINDS = (CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, ACTIVATE, HELD, ENCODE)
+WRITES = (SCORE, ACTIVATE, DOSE, ENCODE)
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -76,12 +76,23 @@ def programs(draw, d, width):
                 follows = len(ints) + 1 if k < length - 1 else -1
                 if k == 0:
                     heads[program, tap] = len(ints)
-                ints.append((kind, times * int(draw.integers(VECTORS)), w, follows, flags, lo, hi, shift))
+                u = -1 if kind in WRITES else times * int(draw.integers(VECTORS))
+                ints.append((kind, u, w, follows, flags, lo, hi, shift))
                 low = float(draw.integers(5)) if kind == HELD else -0.5  # the cell that it reads
                 floats.append((draw.normal(), draw.normal(), low, 0.5))
     vectors = draw.standard_normal((VECTORS * times, d)) / width**0.5
     of = lambda x, t: torch.from_numpy(np.asarray(x)).to(t)
     return of(heads, torch.int32), of(ints, torch.int32), of(floats, torch.float32), of(vectors, torch.float32)
+
+
+def chain_of(tables, node):
+    '''The nodes of a chain before which an intervention begins: the first, and those after a LAST.'''
+    begins, after_last = [], True
+    while node >= 0:
+        _, _, _, following, flags, *_ = tables[1][node].tolist()
+        begins += [node] * after_last
+        node, after_last = following, bool(flags & LAST)
+    return begins
 
 
 def acts_on(tables, program, tap, cells):
@@ -95,7 +106,7 @@ def acts_on(tables, program, tap, cells):
     return False
 
 
-recorded = steered = turned = folded = wide = narrow = scored = kept = measured = 0
+recorded = steered = turned = folded = wide = narrow = scored = kept = measured = peeked = 0
 for seed in range(60):
     draw = np.random.default_rng(seed)
     dtype = [*DTYPES][seed % 3]
@@ -142,12 +153,23 @@ for seed in range(60):
         number = numbered(tap, scale, scale * ratio, form == "offset")
         numbers = torch.from_numpy(draw.choice([0.0, 1.0, 0.5], (tokens, 5))).float()
         given = [hidden, other, ring, numbers]
+        own = slice(around[0], around[0] + width)
+        held = plan[:tokens, 2].numpy()
+        starts = np.where(held >= 0, tables[0].numpy()[held, tap], -1).astype(np.int64)
+        at = np.flatnonzero(starts >= 0)
+        chains = [chain_of(tables, start) for start in starts[at].tolist()]
+        stops = np.array([chain[draw.integers(len(chain))] for chain in chains], np.int64)
+        if len(at):
+            chosen = hidden[:, own], other, number, at, starts[at], stops, *tables[1:]
+            got, want = (rows_at(*chosen, numbers.clone()) for rows_at in (peek_kernel.rows_at, cpu_kernel.rows_at))
+            error = (got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1)
+            assert got.dtype == want.dtype == dtype and error <= DTYPES[dtype], (seed, tap, form, float(error))
+            peeked += int((want != hidden[at][:, own]).any(1).sum())
         ours, theirs = ([None if x is None else x.clone() for x in given] for _ in range(2))
         if form == "offset":
             ours[1] = theirs[1] = other
         acts = (plan[:tokens, 2] >= 0) | ((plan[:tokens, 0] >= 0) & (plan[:tokens, 3] >= 0))
         listed = acts.nonzero()[:, 0].int().flip(0) if seed % 4 > 1 else None
-        own = slice(around[0], around[0] + width)
         launch(ours[0][:, own], ours[1], number, plan, ranks, ours[2], *tables, ours[3], listed=listed)
         cpu_kernel.launch(theirs[0][:, own], theirs[1], number, plan, ranks, theirs[2], *tables, theirs[3])
         for got, want in zip(ours, theirs):
@@ -195,14 +217,14 @@ for seed in range(12):
     got, want = direction_kernel.products(rows, matrix), rows.double() @ matrix.double().T
     assert got.shape == want.shape and (got - want).abs().max() <= 1e-5 * want.abs().max(), seed
 counts = (recorded > 300, steered > 200, turned > 300, folded > 50, wide > 9, narrow > 3, scored > 50, kept > 9)
-print("same", *counts, measured > 100)
+print("same", *counts, measured > 100, peeked > 50)
 """
 
 
 def test_the_kernel_does_what_the_cpu_s_tap_does():
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", CASES], capture_output=True, text=True, env=env, timeout=500)
-    assert done.stdout == "same" + " True" * 9 + "\n", done.stdout + done.stderr[-3000:]
+    assert done.stdout == "same" + " True" * 10 + "\n", done.stdout + done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
