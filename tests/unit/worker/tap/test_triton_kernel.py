@@ -245,3 +245,20 @@ def test_the_kernel_compiles_for_hopper(dtype):
     places = {(_tap.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=_tap, signature=signature, constexprs=places)
     assert compiled(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 96}).asm["cubin"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_kernel_that_peeks_compiles_for_hopper(dtype):
+    from triton import compile as compiled
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vllm_weir.worker.tap.peek_kernel import _peek
+
+    types = dict.fromkeys(("hidden", "other", "out"), f"*{dtype}")
+    types |= dict.fromkeys(("floats", "vectors", "cells"), "*fp32") | dict.fromkeys(("tap", "places", "ints"), "*i32")
+    constants = {"HAS_OTHER": True, "BLOCK": 1024}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in _peek.arg_names}
+    places = {(_peek.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=_peek, signature=signature, constexprs=places)
+    assert compiled(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["cubin"]
