@@ -117,4 +117,4 @@ class SetActivation(Intervention):
             writes = Instruction(ACTIVATE, "", collector.add(w), b=self.bias, hi=self.threshold)
         if self.read is None:
             return LoweredIntervention((writes, held), collector.rows)
-        return LoweredIntervention((held,), collector.rows, source=Source(*self.read, writes))
+        return LoweredIntervention((held,), collector.rows, source=Source(self.read.hook, self.read.layer, writes))
