@@ -216,11 +216,12 @@ async def load_sae_async(engine: Any, name: str, sae: SAE | str | os.PathLike) -
 def unload_sae(llm: Any, name: str) -> None:
     """Remove a sparse autoencoder from the engine's workers.
 
-    Requests that were admitted with a `SetFeature` keep what it does; those that read features of
-    it on the workers go on, too, and its memory is free once they have ended.
+    Requests that were admitted with a `SetFeature` keep what it does; those for which the workers
+    encode rows go on, too, and its memory is free once they have ended.
 
     Raises:
-        WeirError: if there is no such name.
+        WeirError: if there is no such name, or what `set_global` or `register` were given has the
+            workers encode rows with it.
     """
     frontend = _frontend(llm)
     from vllm_weir.frontend.saes import unload

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
-
 import pytest
 import torch
 
 import vllm_weir as weir
+from tests.engine.sae_cases import D_HEAD, ENGINE, EVERYTHING, FEATURES, D, Edited, loading, random_sae, run, transcoder
 from tests.support.engines import close_all, get_llm
-from tests.support.sae_reference import Reference, weights
+from tests.support.sae_reference import weights
 from tests.support.steered import check, directory, idle, prompt, sampling, truth, usage
-from vllm_weir.schema.positions import Positions
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-ENGINE: dict[str, Any] = {"block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
 ARCHITECTURES = ("standard", "gated", "jumprelu", "batchtopk")
 TOP_K = 8
 SITES = [("resid_post", 1), ("resid_pre", 2), ("attn_in", 0), ("mlp_in", 1), ("mlp_post", 2), ("z", 1), ("q", 0)]
-WIDTHS = {"mlp_post": 192}
-D, D_HEAD, FEATURES = 128, 32, 96
-EVERYTHING = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,58 +28,10 @@ def engine():
     return get_llm(directory(), **ENGINE), truth(directory())
 
 
-def random_sae(architecture, site, seed=0, d_in=0, **options):
-    tensors = weights(architecture, seed, d_in or WIDTHS.get(site[0], D), FEATURES)
-    return weir.SAE.from_tensors(architecture, site, **tensors, **options)
-
-
 @pytest.fixture
 def loaded(engine):
-    """Load autoencoders by name for the time of a test."""
-    llm, names = engine[0], []
-
-    def load(name, sae):
-        weir.load_sae(llm, name, sae)
-        names.append(name)
-        return sae
-
-    yield load
-    for name in names:
-        if name in {one.name for one in weir.saes(llm)}:
-            weir.unload_sae(llm, name)
-
-
-@dataclass
-class Edited:
-    """The reference of a `SetFeature`: the autoencoder's own arithmetic in float64, its error kept."""
-
-    sae: weir.SAE
-    asked: weir.SetFeature
-    per_layer: ClassVar[bool] = False
-    neurons: ClassVar[None] = None
-    vectors: ClassVar[tuple] = ()
-    active: list[bool] = field(default_factory=list)
-
-    def __post_init__(self):
-        self.hook, self.layers = self.sae.site.hook, (self.sae.site.layer,)
-        self.heads = None if self.sae.head is None else (self.sae.head,)
-        self.positions = Positions.parse(self.asked.positions)
-        options = {"apply_b_dec_to_input": self.sae.config.apply_b_dec_to_input, "k": self.sae.config.k}
-        self.reference = Reference(self.sae.architecture, dict(self.sae.tensors), **options)
-
-    def changed(self, h):
-        was = self.reference.encode(h)[:, self.asked.feature]
-        self.active += (was > 0).tolist()
-        rows = [
-            self.reference.with_feature(row[None], self.asked.feature, self.asked.target(float(a)))
-            for row, a in zip(h, was, strict=True)
-        ]
-        return torch.cat([torch.from_numpy(row).float() for row in rows])
-
-
-def run(llm, asked, prompts, capture=EVERYTHING):
-    params = [weir.params(sampling(), capture=capture, interventions=each) for each in asked]
-    return llm.generate(prompts, params, use_tqdm=False)
+    with loading(engine[0]) as load:
+        yield load
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -142,15 +87,6 @@ def test_adding_to_a_feature_of_a_transcoder(engine, loaded):
     (out,) = run(llm, [both], [prompt(11, 220)])
     assert out.outputs[0].token_ids == same.outputs[0].token_ids
     assert all(torch.equal(out.activations[site], same.activations[site]) for site in same.activations.sites)
-
-
-def transcoder(architecture, seed=0, d_out=D):
-    tensors = weights(architecture, seed, D, FEATURES)
-    generator = torch.Generator().manual_seed(seed)
-    tensors |= {"W_dec": torch.randn(FEATURES, d_out, generator=generator) / 9, "b_dec": torch.zeros(d_out)}
-    if "W_skip" in tensors:
-        tensors["W_skip"] = torch.randn(d_out, D, generator=generator) / 9
-    return weir.SAE.from_tensors(architecture, ("mlp_in", 1), **tensors)
 
 
 def test_one_head_of_z(engine, loaded):
@@ -332,10 +268,7 @@ def test_what_cannot_be_set_is_refused_by_field(engine, loaded):
     fine["W_dec"] *= 1e3
     loaded("fine", weir.SAE.from_tensors("standard", ("resid_post", 1), **fine))
     for asked, error, at in (
-        (weir.SetFeature("topk", 1, value=1), "TopK SAE, in which .* give add", "value"),
-        (weir.SetFeature("topk", 1, scale=0), "TopK SAE, in which .* give add", "scale"),
         (weir.SetFeature("length", 1, value=1), "layer_norm", "name"),
-        (weir.SetFeature("transcoder", 1, value=1), r"reads mlp_in\[1\] and writes mlp_out\[1\], .* give add", "value"),
         (weir.SetFeature("transcoder", FEATURES, add=1), "count from 0 to 95", "feature"),
         (weir.SetFeature("fine", FEATURES, value=1), "count from 0 to 95", "feature"),
         (weir.SetFeature("fine", 1, value=3e38), "make it smaller", "value"),

@@ -86,10 +86,16 @@ class SteeredOracle(Oracle):
 
             return hook
 
+        def of_mlp(layer):
+            """What the MLP returns is what it adds to the stream, as in a Llama."""
+            return lambda _m, _a, out: change(out, "mlp_out", layer)
+
         inside = self.inside  # it runs the model when it is made, which must be before anything acts
         for layer, block in enumerate(self.blocks):
             handles.append(block.register_forward_pre_hook(before(layer), with_kwargs=True))
             handles.append(block.register_forward_hook(after(layer)))
+            if any(item.hook == "mlp_out" for item in interventions):
+                handles.append(block.mlp.register_forward_hook(of_mlp(layer)))
         try:
             with torch.no_grad(), inside.watched(found, change_inside):
                 logits = self.model(torch.tensor([ids], device=self.model.device), use_cache=False).logits[0]

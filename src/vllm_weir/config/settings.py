@@ -54,7 +54,7 @@ class Settings(BaseModel):
             whatever is free when one is loaded.
         max_programs: distinct combinations of interventions that the tokens of live requests can have.
         max_instructions: instructions of all those combinations together.
-        probe_cells: numbers that probes, gates and doses of one request may have on the device for each token.
+        probe_cells: numbers that probes, gates, doses and features of a request may have on the device for each token.
         max_probes: probes of live requests, and gates of live requests; requests wait in the queue while there are as
             many.
         ship: which ranks of a tensor-parallel group send rows: the ``"first"`` (all hold the same stream), or each

@@ -17,6 +17,7 @@ from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.frontend.lookup import ask_workers, engine_of
 from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE
+from vllm_weir.schema.set_activation import SetActivation
 
 CallWorkers = Callable[..., Awaitable[list[Any]]]
 """(name of a worker's method, its arguments...) -> what each worker returns."""
@@ -51,12 +52,26 @@ async def load_async(engine: Any, frontend: EngineFrontend, name: str, sae: Any)
 def unload(llm: Any, frontend: EngineFrontend, name: str) -> None:
     """Remove an autoencoder from the workers of an ``LLM``; see `vllm_weir.api.unload_sae`."""
     call = _blocking_caller_of(engine_of(llm))
+    refuse_used(frontend, name)
     completed(call(UNLOAD, frontend.saes.remove(name).key))
 
 
 async def unload_async(engine: Any, frontend: EngineFrontend, name: str) -> None:
     """Do what `unload` does, for an ``AsyncLLM``."""
+    refuse_used(frontend, name)
     await caller_of(engine)(UNLOAD, frontend.saes.remove(name).key)
+
+
+def refuse_used(frontend: EngineFrontend, name: str) -> None:
+    """Raise WeirError if no autoencoder has the name, or what is set for all, or a module, has it encode rows."""
+    key = frontend.saes.find(name, "name").key
+    users = {"what every request undergoes": frontend.always}
+    users |= {f"the module {module!r}": tuple(steps) for module, steps in frontend.registry.modules.items()}
+    for user, interventions in users.items():
+        if any(isinstance(one, SetActivation) and one.sae == key for one in interventions):
+            raise WeirError(
+                f"{user} sets a feature of {name!r}, whose rows the workers encode; clear that first", "name"
+            )
 
 
 def prepare(frontend: EngineFrontend, name: str, sae: Any) -> LoadedSAE:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_weir.schema.taps import SCORES
+from vllm_weir.schema.taps import NO_GRAPH, SCORES
 from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.tap.op import ALL, EVERYTHING
 
@@ -133,6 +133,9 @@ class GraphSets:
         desc = self._vllm_dispatch(*args, **kwargs)
         if not self._runtime.switch.live or desc.cg_mode.name == "NONE":
             return desc
+        if self._runtime.switch.mask >> NO_GRAPH & 1:
+            self._steps["without"] += 1
+            return self._without_graph(desc, *args, **kwargs)
         wanted = LiveGraph(self._mask_for(self._runtime.switch.mask), desc)
         graph = wanted if wanted in self._captured else self._capture_or_substitute(wanted)
         if graph is None:

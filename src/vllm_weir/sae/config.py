@@ -82,6 +82,11 @@ class SAEConfig:
         return self.architecture in TRANSCODERS
 
     @property
+    def encodes_rows(self) -> bool:
+        """Whether one product with the row does not tell a feature's activation, so that rows are encoded whole."""
+        return self.architecture == "topk" or self.normalize_activations in ROW_NORMALISATIONS
+
+    @property
     def has_threshold(self) -> bool:
         """Whether a feature is active only above a threshold of its own."""
         return self.architecture in _THRESHOLDS

@@ -19,8 +19,10 @@ from vllm_weir.schema.resolved_probes import (
     ResolvedGate,
     ResolvedProbe,
     Scoring,
+    count_activations,
     count_doses,
     scoring_steps,
+    with_activations,
     with_doses,
 )
 from vllm_weir.util.lru import LruCache
@@ -85,23 +87,35 @@ class EngineSpec:
 
     @functools.cached_property
     def places(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """(hook, layers) of the captures, then of each intervention, then of each probe."""
+        """(hook, layers) of the captures, then of each intervention and its source, then of each probe."""
         captured: dict[str, list[int]] = {}
         for hook, layer in self.captures.sites:
             captured.setdefault(hook, []).append(layer)
         places = [(hook, tuple(layers)) for hook, layers in captured.items()]
-        places += [(move.hook, move.layers) for move in self.moves]
+        for move in self.moves:
+            places.append((move.hook, move.layers))
+            if move.source is not None:
+                places.append((move.source.hook, (move.source.layer,)))
         return (*places, *((probe.hook, (probe.layer,)) for probe in self.probes))
+
+    @functools.cached_property
+    def encoders(self) -> tuple[str, ...]:
+        """Keys of the autoencoders that encode rows whole inside taps, each once."""
+        return tuple(dict.fromkeys(key for move in self.moves for key in move.encoders))
 
     @functools.cached_property
     def layout(self) -> CellLayout:
         """Where its numbers stand among the cells of a token."""
-        return CellLayout.of(self.probes, self.gates, count_doses(self.moves) if self.dose else 0)
+        doses = count_doses(self.moves) if self.dose else 0
+        return CellLayout.of(self.probes, self.gates, doses, count_activations(self.moves))
 
     @functools.cached_property
     def steps(self) -> tuple[ResolvedIntervention, ...]:
-        """What has instructions in the device tables: interventions, and what scores."""
+        """What has instructions in the device tables: interventions, and what scores or reads for them."""
         moves = with_doses(self.moves, self.layout) if self.dose else self.moves
+        if count_activations(moves):
+            placed, reading = with_activations(moves, self.layout.activations)
+            moves = (*placed, *reading)
         return (*moves, *scoring_steps(self.probes, self.layout)) if self.probes else moves
 
     @functools.cached_property

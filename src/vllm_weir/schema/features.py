@@ -70,9 +70,9 @@ class SetFeature:
     """Set the activation of a feature of a sparse autoencoder; all that it does not explain is kept.
 
     A row h becomes ``h + (target - a) * W_dec[feature]``, where a is the feature's activation and
-    target is one of ``value``, ``scale * a`` and ``a + add``. TopK autoencoders, whose activations
-    depend on all features, and transcoders, which write another hook point than they read, have
-    ``add`` alone; transcoders where they write.
+    target is one of ``value``, ``scale * a`` and ``a + add``. Transcoders take the activation of the
+    row that they read, after all interventions there, and change the one that they write. Rows of
+    TopK autoencoders are encoded whole, in steps without CUDA graphs.
 
     Args:
         name: of an autoencoder that the engine has loaded.

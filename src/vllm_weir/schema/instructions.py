@@ -11,6 +11,9 @@ same h:
     KEEP_NORM  adds s * |h| / |s| - h, where s = h + (a + b * |h|) * u; adds nothing if s = 0
     FEATURE    c = a * act + b, where act = p if p > hi, else 0, and p = w . h + lo
     SCORE      adds nothing; writes w . h + b into a cell of the token (`resolved_probes`)
+    ACTIVATE   likewise, and writes 0 unless that is above hi: act, as of FEATURE, for a HELD elsewhere
+    ENCODE     likewise, and writes the activation of feature `a` of the autoencoder `sae`, given the whole row
+    HELD       c = a * act + b, act being the number in the cell `lo` of the token, counted from 0
     DOSE       adds nothing; writes |d| / |h| into a cell, d being the sum of the terms before it, which is the
                whole change of its intervention; NO_NORM if |h| = 0
 
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,9 +38,13 @@ from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.vectors import digest_of
 
-CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, DOSE = range(9)
+CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, DOSE, ACTIVATE, HELD, ENCODE = range(12)
 NO_NORM = -1.0
 """What a DOSE writes for a row of zeros."""
+WRITES = (SCORE, ACTIVATE, ENCODE)
+"""Instructions that change nothing, but write a number of the row into a cell."""
+BY_COLUMN = (CONST, BLEND, HELD)
+"""Instructions that need none of a row's other columns to change one."""
 INFINITE = float(np.float32(3.4e38))
 """The bound of a CLAMP that has none on that side."""
 
@@ -56,13 +63,35 @@ class Instruction(NamedTuple):
     stop: int = 0
     """0 for the whole row."""
     cell: int = 0
-    """One more than the number of the cell that is written (SCORE, DOSE) or holds the factor; 0 for none."""
+    """One more than the number of the cell that is written (WRITES, DOSE) or holds the factor; 0 for none."""
+    sae: str = ""
+    """Key of an autoencoder on the workers."""
 
 
 _WHOLE_ROW = Instruction._fields.index("start")
 """Fields of the wire form of an instruction for the whole row without a cell."""
 NOTHING = Instruction(CONST, "")
 """Takes the place of a position, or of a part of its row, that is kept as it is."""
+
+
+class Source(NamedTuple):
+    """The hook point whose row gives the number that a HELD instruction uses.
+
+    Attributes:
+        hook: its name.
+        layer: its block.
+        instruction: writes the number into a cell, which a worker chooses.
+    """
+
+    hook: str
+    layer: int
+    instruction: Instruction
+
+    @classmethod
+    def from_wire(cls, data: Sequence[Any]) -> Source:
+        """Parse the list that msgpack makes of a source."""
+        hook, layer, instruction = data
+        return cls(hook, layer, Instruction(*instruction))
 
 
 class LoweredIntervention(NamedTuple):
@@ -73,11 +102,13 @@ class LoweredIntervention(NamedTuple):
         rows: the vectors that they use, float32 [width], by digest.
         by_position: if given, each selected position has instructions of its own, as many as every
             other, those of the first position first; None: every instruction is for all of them.
+        source: where the number of a HELD instruction comes from.
     """
 
     instructions: tuple[Instruction, ...]
     rows: dict[str, np.ndarray]
     by_position: ByPosition | None = None
+    source: Source | None = None
 
     @property
     def per_position(self) -> int:
@@ -108,7 +139,7 @@ def couples(instruction: Instruction) -> bool:
 
     Workers that hold different columns of a row cannot do such an instruction each for itself.
     """
-    return instruction.kind not in (CONST, BLEND)
+    return instruction.kind not in BY_COLUMN
 
 
 def reach(instruction: Instruction, rows: Mapping[str, np.ndarray]) -> float:
@@ -116,7 +147,7 @@ def reach(instruction: Instruction, rows: Mapping[str, np.ndarray]) -> float:
 
     For NORM it is in units of the row's own norm.
     """
-    if instruction.kind in (AFFINE, FEATURE):
+    if instruction.kind in (AFFINE, FEATURE, HELD):
         factor = abs(instruction.b)
     elif instruction.kind == CLAMP:
         bounds = [abs(bound) for bound in (instruction.lo, instruction.hi) if abs(bound) < INFINITE]
@@ -141,6 +172,7 @@ class ResolvedIntervention:
         instructions: in order.
         dose_cell: one more than the number of the cell of a token into which its relative dose at the first of
             `layers` is written, those at the others into the following cells; 0 if its dose is not measured.
+        source: where the number of its HELD instruction comes from, at the same positions.
     """
 
     hook: str
@@ -149,6 +181,7 @@ class ResolvedIntervention:
     per_position: int
     instructions: tuple[Instruction, ...]
     dose_cell: int = 0
+    source: Source | None = None
 
     def of_position(self, rank: int) -> tuple[Instruction, ...]:
         """Return what is done at the selected position that `rank` others come before.
@@ -168,6 +201,17 @@ class ResolvedIntervention:
         """Whether it changes nothing, but writes a probe's raw numbers."""
         return bool(self.instructions) and self.instructions[0].kind == SCORE
 
+    @property
+    def only_writes(self) -> bool:
+        """Whether it changes nothing, but writes numbers into cells."""
+        return bool(self.instructions) and all(one.kind in WRITES for one in self.instructions)
+
+    @property
+    def encoders(self) -> list[str]:
+        """Keys of the autoencoders that encode rows for it."""
+        instructions = self.instructions if self.source is None else (*self.instructions, self.source.instruction)
+        return [one.sae for one in instructions if one.sae]
+
     @functools.cached_property
     def digest(self) -> str:
         """Content address of what is done to a row at these sites, whatever the positions."""
@@ -176,26 +220,31 @@ class ResolvedIntervention:
             content.append(self.per_position)
         if self.dose_cell:
             content.append({"dose_cell": self.dose_cell})
+        if self.source is not None:
+            content.append({"source": self.source})
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()[:32]
 
     @functools.cached_property
     def vectors(self) -> frozenset[str]:
         """Digests of the vectors that it uses."""
-        return frozenset(digest for one in self.instructions for digest in (one.u, one.w) if digest)
+        instructions = self.instructions if self.source is None else (*self.instructions, self.source.instruction)
+        return frozenset(digest for one in instructions for digest in (one.u, one.w) if digest)
 
     def to_wire(self) -> list[Any]:
         """Return the form that travels to the scheduler and the workers, which work out `dose_cell` themselves."""
-        instructions = [one if one.stop or one.cell else one[:_WHOLE_ROW] for one in self.instructions]
-        return [self.hook, list(self.layers), self.positions.to_json(), self.per_position, instructions]
+        instructions = [one if one.stop or one.cell or one.sae else one[:_WHOLE_ROW] for one in self.instructions]
+        source = [] if self.source is None else [self.source]
+        return [self.hook, list(self.layers), self.positions.to_json(), self.per_position, instructions, *source]
 
     @classmethod
     def from_wire(cls, data: list[Any]) -> ResolvedIntervention:
         """Parse what `to_wire` returns."""
-        hook, layers, positions, per_position, instructions = data
+        hook, layers, positions, per_position, instructions, *source = data
         return cls(
             hook,
             tuple(layers),
             Positions.parse(positions),
             per_position,
             tuple(Instruction(*one) for one in instructions),
+            source=Source.from_wire(source[0]) if source else None,
         )

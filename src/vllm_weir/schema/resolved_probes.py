@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import SCORE, Instruction, ResolvedIntervention
+from vllm_weir.schema.instructions import ENCODE, HELD, SCORE, Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 
 LINEAR, MLP, ATTENTION = range(3)
@@ -178,7 +178,7 @@ class CellLayout(NamedTuple):
     """Where a request's numbers stand among the cells of each of its tokens, which are float32.
 
     The scores of all probes come first, then the factors of all gates, then the relative doses of the interventions
-    (these are *reported* to the caller's process), then the raw numbers.
+    (these are *reported* to the caller's process), then the raw numbers, then the activations for HELD instructions.
 
     Attributes:
         scores: first cell of each probe's scores.
@@ -187,6 +187,7 @@ class CellLayout(NamedTuple):
         reported: how many cells are reported.
         cells: how many cells there are.
         doses: first cell of the relative doses.
+        activations: first cell of the activations.
     """
 
     scores: tuple[int, ...]
@@ -195,6 +196,7 @@ class CellLayout(NamedTuple):
     reported: int
     cells: int
     doses: int
+    activations: int
 
     def gate_of(self, instruction: Instruction) -> int:
         """Return the index of the gate whose factor an instruction with a cell is multiplied by."""
@@ -202,8 +204,14 @@ class CellLayout(NamedTuple):
 
     @classmethod
     @functools.lru_cache(maxsize=1024)
-    def of(cls, probes: tuple[ResolvedProbe, ...], gates: tuple[ResolvedGate, ...], doses: int = 0) -> CellLayout:
-        """Lay out the cells of a request of which so many relative doses are measured at each token."""
+    def of(
+        cls,
+        probes: tuple[ResolvedProbe, ...],
+        gates: tuple[ResolvedGate, ...],
+        doses: int = 0,
+        activations: int = 0,
+    ) -> CellLayout:
+        """Lay out the cells of a request with so many relative doses and activations at each token."""
         scores, raws, cell = [], [], 0
         for probe in probes:
             scores.append(cell)
@@ -214,7 +222,7 @@ class CellLayout(NamedTuple):
         for probe in probes:
             raws.append(cell)
             cell += len(probe.rows)
-        return cls(tuple(scores), factors, tuple(raws), reported, cell, first_dose)
+        return cls(tuple(scores), factors, tuple(raws), reported, cell + activations, first_dose, cell)
 
 
 def count_doses(moves: Iterable[ResolvedIntervention]) -> int:
@@ -227,6 +235,40 @@ def with_doses(moves: Sequence[ResolvedIntervention], layout: CellLayout) -> tup
     sizes = [len(move.layers) for move in moves]
     firsts = [layout.doses + sum(sizes[:k]) for k in range(len(moves))]
     return tuple(replace(move, dose_cell=first + 1) for move, first in zip(moves, firsts, strict=True))
+
+
+def count_activations(moves: Iterable[ResolvedIntervention]) -> int:
+    """Return how many activations of a token stand in cells between their reading and their use."""
+    return sum((move.source is not None) + sum(one.kind == ENCODE for one in move.instructions) for move in moves)
+
+
+def with_activations(
+    moves: Sequence[ResolvedIntervention], first: int
+) -> tuple[tuple[ResolvedIntervention, ...], tuple[ResolvedIntervention, ...]]:
+    """Return interventions with the cells of their activations, and the steps that write those of other sites.
+
+    The steps come after all interventions: they read a row as the model goes on with it.
+
+    Args:
+        moves: in order.
+        first: cell of the first activation.
+    """
+    placed, steps, cell = [], [], first - 1
+    for move in moves:
+        if move.source is not None:
+            cell += 1
+            hook, layer, instruction = move.source
+            writes = instruction._replace(cell=cell + 1)
+            steps.append(ResolvedIntervention(hook, (layer,), move.positions, 0, (writes,)))
+        instructions = []
+        for one in move.instructions:
+            if one.kind == ENCODE:  # for the HELD that follows it
+                cell += 1
+                instructions.append(one._replace(cell=cell + 1))
+            else:
+                instructions.append(one._replace(lo=float(cell)) if one.kind == HELD else one)
+        placed.append(replace(move, instructions=tuple(instructions), source=None))
+    return tuple(placed), tuple(steps)
 
 
 def scoring_steps(probes: tuple[ResolvedProbe, ...], layout: CellLayout) -> tuple[ResolvedIntervention, ...]:

@@ -34,7 +34,9 @@ def on_heads(
     for one, head in zip(lowered, heads, strict=True):
         rows.update(one.rows)
         start, stop = head * d_head, (head + 1) * d_head
-        by_head.append([term._replace(start=start, stop=stop) if term.u else term for term in one.instructions])
+        by_head.append(
+            [term._replace(start=start, stop=stop) if term.u or term.sae else term for term in one.instructions]
+        )
     if not any(by_head):
         return LoweredIntervention((), {})
     if not positions:

@@ -9,16 +9,29 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.fields import set_fields
-from vllm_weir.schema.instructions import CONST, FEATURE, Instruction, LoweredIntervention, VectorCollector
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.instructions import (
+    ACTIVATE,
+    CONST,
+    ENCODE,
+    FEATURE,
+    HELD,
+    Instruction,
+    LoweredIntervention,
+    Source,
+    VectorCollector,
+)
 from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.row_shapes import RowShape
 
 
 @dataclass(frozen=True)
 class SetActivation(Intervention):
-    """Set the activation of a unit that reads and writes one hook point.
+    """Set the activation of a unit.
 
     The activation of a row h is ``a = p if p > threshold else 0`` with ``p = w . h + bias``, and
-    the row becomes ``h + (target - a) * u``.
+    the row becomes ``h + (target - a) * u``. With `read`, the activation is that of another hook
+    point's row, after all interventions there.
 
     Args:
         w: what the unit reads, [width]; with `heads`, [d_head].
@@ -28,6 +41,12 @@ class SetActivation(Intervention):
         value: the target, unless one of the following is given.
         scale: the target is ``scale * a``.
         add: the target is ``a + add``.
+        read: (hook point, block) of the row that has the activation, which a token meets earlier;
+            None for the row that is changed.
+        unit: names the unit among those that read elsewhere.
+        sae: key of an autoencoder on the workers, which encodes the row whole to find the activation
+            of its feature `feature`, in place of `w`, `bias` and `threshold`.
+        feature: of `sae`.
     """
 
     op: ClassVar[str] = "set_activation"
@@ -42,6 +61,10 @@ class SetActivation(Intervention):
     value: float | None = field(default=None, kw_only=True)
     scale: float | None = field(default=None, kw_only=True)
     add: float | None = field(default=None, kw_only=True)
+    read: Any = field(default=None, kw_only=True)
+    unit: str | None = field(default=None, kw_only=True)
+    sae: str | None = field(default=None, kw_only=True)
+    feature: int | None = field(default=None, kw_only=True)
     positions: Any = field(default="all", kw_only=True)
     per_layer: bool = field(default=False, kw_only=True)
     heads: Any = field(default=None, kw_only=True)
@@ -57,6 +80,18 @@ class SetActivation(Intervention):
             raise WeirError("give one of value, scale and add", f"{self.path}.value")
         self._parse_number(targets[0])
         set_fields(self, factor=targets[0])  # what errors name is the field that was given
+        if self.read is not None:
+            set_fields(self, read=Site(*self.read))
+
+    @property
+    def source_site(self) -> Site | None:
+        """The other hook point that it reads; None if there is none."""
+        return self.read if self.add is None else None
+
+    def _read(self, name: str, array: np.ndarray, shape: RowShape, field: str) -> list[np.ndarray]:
+        if name == "w" and self.read is not None:  # of another hook point's width
+            return [array]
+        return super()._read(name, array, shape, field)
 
     def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
         w, u = arrays
@@ -68,6 +103,18 @@ class SetActivation(Intervention):
             instruction = Instruction(CONST, direction, a=self.add)
         else:
             slope, offset = (-1.0, self.value) if self.value is not None else ((self.scale or 0.0) - 1.0, 0.0)
+            if self.read is not None or self.sae is not None:
+                return self._lower_held(collector, w, Instruction(HELD, direction, a=slope, b=offset))
             reads = collector.add(w)
             instruction = Instruction(FEATURE, direction, reads, a=slope, b=offset, lo=self.bias, hi=self.threshold)
         return LoweredIntervention((instruction,), collector.rows)
+
+    def _lower_held(self, collector: VectorCollector, w: np.ndarray, held: Instruction) -> LoweredIntervention:
+        """Return the instructions where the activation is written into a cell before it is used."""
+        if self.sae is not None:
+            writes = Instruction(ENCODE, "", a=float(self.feature or 0), sae=self.sae)
+        else:
+            writes = Instruction(ACTIVATE, "", collector.add(w), b=self.bias, hi=self.threshold)
+        if self.read is None:
+            return LoweredIntervention((writes, held), collector.rows)
+        return LoweredIntervention((held,), collector.rows, source=Source(self.read.hook, self.read.layer, writes))

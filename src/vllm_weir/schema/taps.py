@@ -11,6 +11,9 @@ of two blocks also after those at the next block's `resid_pre`."""
 SCORES = 4096
 """In a mask of taps, bit t stands for tap t, and bit SCORES + t for the probes that read there."""
 
+NO_GRAPH = 2 * SCORES
+"""Bit of a mask of taps which says that the step cannot be replayed from a CUDA graph."""
+
 _TAPPED = tuple(hook for hook in BLOCK_HOOKS[1:-1] if hook not in DERIVED_HOOKS)
 """Hook points of a block between its boundaries that have a tap, in the order in which a token meets them."""
 _PER_BLOCK = len(_TAPPED) + 1

@@ -88,7 +88,11 @@ async def load(state: ServerState, name: str, source: SAESource, again: bool = F
 
 
 async def unload(state: ServerState, name: str) -> bool:
-    """Remove an autoencoder; return whether there was one."""
+    """Remove an autoencoder; return whether there was one.
+
+    Raises:
+        WeirError: if what is set for all, or a module, has it encode rows.
+    """
     removed: list[SharedSAE] = []
 
     def edit(contents: RegistryContents) -> RegistryContents:
@@ -96,6 +100,8 @@ async def unload(state: ServerState, name: str) -> bool:
         return replace(contents, saes={kept: one for kept, one in contents.saes.items() if kept != name})
 
     if name in state.names.read().saes:
+        state.frontend.refresh()
+        loading.refuse_used(state.frontend, name)
         await state.run(lambda: state.names.change(edit))
     for one in removed:
         await loading.caller_of(state.engine_client)(loading.UNLOAD, one.key)

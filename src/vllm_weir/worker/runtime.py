@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from vllm_weir import messages
@@ -21,7 +22,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
-from vllm_weir.schema.taps import STAGES, is_boundary, num_columns, num_taps, tap_of
+from vllm_weir.schema.taps import NO_GRAPH, STAGES, is_boundary, num_columns, num_taps, tap_of
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.discovery.site_map import UNTAPPED, SiteMap, chosen
 from vllm_weir.worker.kept_rows import KeptRows
@@ -43,6 +44,7 @@ from vllm_weir.worker.tap.device_tables import PlanWriter, TableWriter
 from vllm_weir.worker.tap.install import ModulePath, place
 from vllm_weir.worker.tap.op import TapSwitch, TapTensors
 from vllm_weir.worker.tap.reductions import TapReducer
+from vllm_weir.worker.tap.row_encoder import RowEncoder
 from vllm_weir.worker.transfer.buffer_server import BufferServer
 from vllm_weir.worker.transfer.codecs import Codecs
 from vllm_weir.worker.transfer.copy_out import CpuCopyOut, CudaCopyOut, no_wait
@@ -178,6 +180,7 @@ class WorkerRuntime:
         self._module_path = ModulePath(model, anchors.values())
 
         self.saes = WorkerSAEs(device, settings.sae_bytes)
+        self._encoder = RowEncoder(self.table, self.switch.numbers, self.saes.find, device)
         self._active_taps = ActiveTaps()
         self.all_live = False
         self._vectors = VectorFetcher()
@@ -194,6 +197,8 @@ class WorkerRuntime:
             self._streamed_copy = StreamedCopy(
                 self.ring, self._copy_out, self.tensors.ranks, self.switch.numbers, self._codecs
             )
+        self._streaming = False
+        """Whether the step being issued is streamed."""
         self._step: tuple[int, StepPlan] | None = None
         """First ring row and plan of the step being issued.
 
@@ -319,6 +324,7 @@ class WorkerRuntime:
                 read_out_codec,
                 keeper,
             )
+        self._hold_encoders(request_id, spec)
         if spec.moves or spec.probes:
             fetch = functools.partial(self._vectors.fetch, endpoint)
             self.planner.add_steering(
@@ -331,7 +337,19 @@ class WorkerRuntime:
                 engine_request.cache_salt,
                 spec.scoring,
                 spec.gated_from(prompt_len),
+                spec.steps,
             )
+
+    def _hold_encoders(self, request_id: str, spec: EngineSpec) -> None:
+        """Hold the autoencoders that encode a request's rows in taps; raise WeirError if that cannot be done."""
+        if spec.encoders and self.switch.pinned:
+            raise WeirError(
+                "this engine replays every step from one set of CUDA graphs, in which no row can be encoded whole, as "
+                "this feature needs; give add in place of value or scale, or start the engine with enforce_eager",
+                "interventions",
+            )
+        for key in spec.encoders:
+            self.saes.hold(request_id, key)
 
     def _grant(self, endpoint: str, start: int, rows: int) -> None:
         self.host.prepare(start, rows)
@@ -371,9 +389,11 @@ class WorkerRuntime:
             positions: int [>= tokens] on the device, of the step's tokens; needed where drafts are
                 verified.
         """
-        self._step = self.switch.launch = None
+        self._step, self.switch.launch, self._streaming = None, None, False
         try:
             plan = self._plan(request_ids, num_tokens, num_computed, num_drafts)
+            if plan is not None and self._encodes and graph and self.model_info.runner == "V2":
+                raise WeirError("a step in which rows are encoded whole was to be replayed from a CUDA graph")
             streamed_copy = None if plan is None or graph else self._streamed_copy_for(plan)
             first_row = 0 if plan is None or streamed_copy is not None else self._claim_ring(plan.rows)
         except (WeirError, ValueError) as e:
@@ -392,16 +412,29 @@ class WorkerRuntime:
             acting_tokens = upload(plan.acting_tokens, self.model_info.device)
         if streamed_copy is not None:
             streamed_copy.begin(plan, self.planner.site_sets.columns_of, acting_tokens)
-            self.switch.launch = streamed_copy.tap
+            self.switch.launch, self._streaming = streamed_copy.tap, True
             first_row = streamed_copy.cells
             self._plan_writer.write(plan.in_lanes(streamed_copy.stride, first_row), 0, input_ids, positions)
         else:
             if acting_tokens is not None:
                 self.switch.launch = functools.partial(_launch_listed, acting_tokens)
             self._plan_writer.write(plan, first_row, input_ids, positions)
+        if self._encodes:
+            self.switch.launch = self._encoder.around(self.switch.launch, self._programs_of(plan))
         self._scorer.begin(plan, positions)
         self._step = first_row, plan
         self._reducer.seed(plan.reductions, first_row)
+
+    @property
+    def _encodes(self) -> bool:
+        """Whether rows of the coming step may be encoded whole; alike on all ranks."""
+        return not self.switch.pinned and bool(self.switch.mask >> NO_GRAPH & 1)
+
+    def _programs_of(self, plan: StepPlan) -> np.ndarray:
+        """Return the programs of a step's tokens; waits for the device if only that knows some of them."""
+        if not (plan.programs_by_token or plan.programs_by_position):
+            return plan.programs
+        return self.tensors.plan[: len(plan.programs), 2].cpu().numpy()
 
     def _plan(
         self,
@@ -514,8 +547,8 @@ class WorkerRuntime:
     def _send_rows(self, plan: StepPlan, first_row: int) -> Callable[[], None] | None:
         """Send what the taps have written; return what to call to wait until it has arrived."""
         self._reducer.settle(plan.reductions, first_row)
-        launch, self.switch.launch = self.switch.launch, None
-        if self._streamed_copy is not None and launch == self._streamed_copy.tap:
+        self.switch.launch = None
+        if self._streamed_copy is not None and self._streaming:
             return self._streamed_copy.end(plan)
         if not plan.rows:
             return None

@@ -76,11 +76,16 @@ class WorkerSAEs(Mapping[str, SAE]):
         Raises:
             WeirError: if there is none under the key.
         """
-        sae = self._saes.get(key)
+        own = self._held.get(request_id, {})  # of one that joins again after a preemption
+        sae = self._saes.get(key) or own.get(key)
         if sae is None:
             raise WeirError("its autoencoder was unloaded while the request waited; send it again", "features")
         self._held.setdefault(request_id, {})[key] = sae
         return sae
+
+    def find(self, key: str) -> SAE:
+        """Return an autoencoder that some request holds."""
+        return next(held[key] for held in self._held.values() if key in held)
 
     def release(self, request_id: str) -> None:
         """Let go of what a request holds."""

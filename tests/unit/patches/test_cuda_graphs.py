@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +17,10 @@ from vllm_weir.patches import cuda_graph_sets
 from vllm_weir.patches.cuda_graph_sets import MAX_SETS, GraphSets, LiveGraph
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import ResolvedIntervention
+from vllm_weir.schema.instructions import ENCODE, HELD, Instruction, ResolvedIntervention, Source
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec, SiteRequest
-from vllm_weir.schema.taps import SCORES, tap_of
+from vllm_weir.schema.taps import NO_GRAPH, SCORES, tap_of
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.tap.op import ALL, EVERYTHING, TapSwitch, TapTensors, numbered
@@ -399,6 +399,33 @@ def test_sets_for_particular_taps(none_at_start):
     assert used(0b101) and len(manager.captured) == MAX_SETS
     assert used(1 << 60) and used(1 << 61) and len(manager.captured) == MAX_SETS + 1
     assert sets.report()["sets"] == MAX_SETS + 1
+
+
+def test_a_step_that_encodes_rows_has_no_graph():
+    """Whatever is captured; the steps after it replay as before."""
+    sets, manager, runtime = build()
+    captured = list(manager.captured)
+    runtime.switch.turn(1 << NO_GRAPH | 0b10)
+    assert manager.dispatch(1, 1) == Desc(Mode.NONE, 1, 1)
+    assert manager.dispatch(2, 7) == Desc(Mode.NONE, 7, 2)
+    sets.restore()
+    assert manager.captured == captured and sets.report()["steps"] == {"without": 2}
+    assert step(sets, manager, runtime, False, 3) == (Desc(Mode.FULL, 4), False)
+    assert step(sets, manager, runtime, True, 3) == (Desc(Mode.FULL, 4), True)
+
+
+@pytest.mark.parametrize("source", [False, True])
+def test_a_request_that_encodes_rows_says_so_while_it_acts(source):
+    encode, held = Instruction(ENCODE, "", a=3.0, sae="key"), Instruction(HELD, "u")
+    move = ResolvedIntervention("mlp_out", (1,), Positions.parse("prompt"), 0, (encode, held))
+    if source:
+        move = replace(move, instructions=(held,), source=Source("mlp_in", 1, encode))
+    live = ActiveTaps()
+    live.join("a", EngineSpec(ResolvedSpec(()), (move,)), 10)
+    mask = live.taps_in((["a"], [0]))
+    assert mask >> NO_GRAPH == 1 and mask >> tap_of(Site("mlp_out", 1)) & 1
+    assert mask >> tap_of(Site("mlp_in", 1)) & 1 == source
+    assert not live.taps_in((["a"], [10])), "past its prompt"
 
 
 def test_a_request_that_wants_nothing_is_not_live():

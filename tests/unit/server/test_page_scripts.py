@@ -161,17 +161,17 @@ def test_features_of_tokens(tmp_path):
 
 
 def test_sliders_of_features(tmp_path):
-    """Each sets what its number says; the range widens; TopK SAEs and transcoders are added to."""
+    """Each sets what its number says; the range widens."""
     steps = run(
         tmp_path,
         """
         import { FeatureSliders, described } from "./features.js";
         const box = document.createElement("div"), steps = [];
         const sliders = new FeatureSliders(box, () => steps.push(sliders.chosen.size));
-        const mood = { name: "mood", architecture: "jumprelu" };
+        const mood = { name: "mood" };
         sliders.choose(mood, 12, 6.62871);
         sliders.choose(mood, 12, 1);
-        sliders.choose({ name: "other", architecture: "topk" }, 3, 5);
+        sliders.choose({ name: "other" }, 3, 5);
         const [first, second] = box.children.map((row) => row.children[1].children);
         steps.push(sliders.interventions(), [first[0].min, first[0].max]);
         first[0].value = -2.5; first[0].on.input();
@@ -189,14 +189,14 @@ def test_sliders_of_features(tmp_path):
         {"op": "set_feature", "name": "mood", "feature": 12},
         {"op": "set_feature", "name": "other", "feature": 3},
     )
-    added = other | {"add": 40}
+    raised = other | {"value": 40}
     assert steps == [
         *(1, 2),
-        *([mood | {"value": 6.629}, other | {"add": 0}], [-14, 14]),
-        *([mood | {"value": -2.5}, added], [-80, 80, 40]),
-        ["feature 12 of mood = -2.5", "feature 3 of other + 40"],
-        *(1, [added], True),
+        *([mood | {"value": 6.629}, other | {"value": 5}], [-14, 14]),
+        *([mood | {"value": -2.5}, raised], [-80, 80, 40]),
+        ["feature 12 of mood = -2.5", "feature 3 of other = 40"],
+        *(1, [raised], True),
         *(0, []),
     ]
-    for one in (mood | {"value": -2.5}, added):
+    for one in (mood | {"value": -2.5}, raised):
         assert weir.SetFeature.from_json(one).to_json() == one

@@ -26,6 +26,7 @@ from vllm_weir.frontend.admission.reachable import UNKNOWN, Asked, Vocabulary, a
 from vllm_weir.frontend.admission.read_outs import on_device, read_outs_of
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.scoring import ProbeResolver, by_move
+from vllm_weir.frontend.admission.units import check_source, check_units
 from vllm_weir.frontend.derived.sources import DerivedPoints
 from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.capture import Capture
@@ -34,7 +35,14 @@ from vllm_weir.schema.compat.vllm_lens import in_lens_words, lens_capture, lens_
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.hooks import DERIVED_HOOKS, PART_HOOKS, Site
-from vllm_weir.schema.instructions import Instruction, LoweredIntervention, ResolvedIntervention, couples, reach
+from vllm_weir.schema.instructions import (
+    Instruction,
+    LoweredIntervention,
+    ResolvedIntervention,
+    Source,
+    couples,
+    reach,
+)
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
@@ -302,6 +310,7 @@ def _admit(
     shared = [one for one in (*always, *from_modules) if vocabulary.occurs(one.positions)]
     settled = (saes.resolve(one) if isinstance(one, SetFeature) else one for one in (*shared, *own))
     interventions = tuple(resolve_tokens(one, vocabulary) for one in settled)
+    check_units(interventions)
     lowered = _lower(interventions, capabilities, lookup, has_token_ids, check)
     scoring = ProbeResolver(capabilities, lookup, registered, vocabulary, has_token_ids, check).resolve(
         spec.probes, spec.stop_when, interventions, len(interventions) - len(own), spec.dose
@@ -459,6 +468,8 @@ def _lower(
             check(site, intervention.path, layers_field)
             if capabilities.read_only and (why := capabilities.read_only.get(site)):
                 raise WeirError(f"{site} can be read and not changed: {why}", f"{intervention.path}.hook")
+        if isinstance(intervention, SetActivation) and intervention.source_site is not None:
+            check_source(intervention, intervention.source_site, capabilities, check)
         moves = _moves(intervention, capabilities, lookup, out)
         if moves and (connector := capabilities.traits.kv_connector):
             raise WeirError(
@@ -481,7 +492,7 @@ def _moves(
 
     Vectors are added to `out`.
     """
-    layers_by_effect: dict[tuple[tuple[Instruction, ...], int], list[int]] = {}
+    layers_by_effect: dict[tuple[tuple[Instruction, ...], int, Source | None], list[int]] = {}
     for one in intervention.by_layer(capabilities.num_layers, lookup):
         for shape, layers in _layers_by_shape(one, capabilities).items():
             lowered = one.lower(shape, lookup)
@@ -491,11 +502,14 @@ def _moves(
             if lowered.by_position is not None:
                 out.by_position.append(lowered.by_position)
             if lowered.instructions and layers:
-                layers_by_effect.setdefault((lowered.instructions, lowered.per_position), []).extend(layers)
+                effect = lowered.instructions, lowered.per_position, lowered.source
+                layers_by_effect.setdefault(effect, []).extend(layers)
                 out.rows.update(lowered.rows)
     return [
-        ResolvedIntervention(intervention.hook, tuple(layers), intervention.positions, per_position, instructions)
-        for (instructions, per_position), layers in layers_by_effect.items()
+        ResolvedIntervention(
+            intervention.hook, tuple(layers), intervention.positions, per_position, instructions, source=source
+        )
+        for (instructions, per_position, source), layers in layers_by_effect.items()
     ]
 
 

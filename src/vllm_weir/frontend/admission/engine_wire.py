@@ -146,7 +146,10 @@ def _check_probes(admitted: AdmittedRequest, sizes: TableSizes) -> int:
         ("numbers from step to step", states, sizes.states, "max_probes"),
     ):
         if need > capacity:
-            raise WeirError(f"needs {need} {name}, the engine has room for {capacity}; raise {setting}", "probes")
+            raise WeirError(
+                f"needs {need} {name}, the engine has room for {capacity}; raise {setting}",
+                "probes" if admitted.probes else "interventions",
+            )
     return states
 
 

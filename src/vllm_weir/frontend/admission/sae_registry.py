@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
@@ -130,20 +130,27 @@ class SAERegistry:
                 be set alone.
         """
         name_field = f"{asked.path}.name"
-        sae = self.find(asked.name, name_field).sae
-        if asked.add is None:
-            _check_settable(sae, asked)
+        loaded = self.find(asked.name, name_field)
         try:
-            return _added(sae, asked) if asked.add is not None else _set(sae, asked)
+            return _added(loaded, asked) if asked.add is not None else _set(loaded, asked)
         except WeirError as e:
             raise WeirError(e.message, f"{asked.path}.feature" if e.field == "feature" else name_field) from None
 
 
-def _added(sae: SAE, asked: SetFeature) -> SetActivation:
+def _unit(loaded: LoadedSAE, asked: SetFeature) -> dict[str, Any]:
+    """Return the fields of a `SetActivation` that say where a transcoder's activation is read."""
+    sae = loaded.sae
+    if sae.site == sae.out_site:
+        return {"heads": sae.head}
+    return {"read": sae.site, "unit": f"{loaded.key}:{asked.feature}"}
+
+
+def _added(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
     """Return the addition to an activation, which is the same whatever the activation is.
 
     So it needs no encoder: every architecture has it, and transcoders have it where they write.
     """
+    sae = loaded.sae
     direction = sae.decoder_direction(asked.feature)
     return SetActivation(
         direction,
@@ -153,46 +160,44 @@ def _added(sae: SAE, asked: SetFeature) -> SetActivation:
         add=asked.add,
         positions=asked.positions,
         when=asked.when,
-        heads=None if sae.config.is_transcoder else sae.head,
         path=asked.path,
+        **_unit(loaded, asked),
     )
 
 
-def _check_settable(sae: SAE, asked: SetFeature) -> None:
-    """Raise WeirError if one row of one hook point does not tell the activation that is to be replaced."""
-    field = "value" if asked.value is not None else "scale"
-    instead = f"give add, which is the same whatever the activation is, in place of {field}"
-    if sae.config.is_transcoder:
-        raise WeirError(
-            f"{asked.name!r} is a transcoder: it reads {sae.site} and writes {sae.out_site}, and an intervention reads "
-            f"no other hook point than it writes; {instead}",
-            f"{asked.path}.{field}",
-        )
-    if sae.architecture == "topk":
-        raise WeirError(
-            f"{asked.name!r} is a TopK SAE, in which a feature is active or not by its {sae.d_sae - 1} others: every "
-            f"row would have to be encoded whole inside the model, {sae.d_in} x {sae.d_sae} products; {instead}, or "
-            "use an SAE whose features have thresholds, as those of BatchTopK",
-            f"{asked.path}.{field}",
-        )
-
-
-def _set(sae: SAE, asked: SetFeature) -> SetActivation:
+def _set(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
     """Return how an activation is replaced, or multiplied."""
+    sae = loaded.sae
+    if sae.config.encodes_rows:
+        direction = sae.decoder_direction(asked.feature)
+        return SetActivation(
+            direction,
+            direction,
+            sae.out_site.layer,
+            sae.out_site.hook,
+            sae=loaded.key,
+            feature=asked.feature,
+            value=asked.value,
+            scale=asked.scale,
+            positions=asked.positions,
+            when=asked.when,
+            path=asked.path,
+            **_unit(loaded, asked),
+        )
     response = sae.feature_response(asked.feature)
     return SetActivation(
         response.w,
         response.u,
-        sae.site.layer,
-        sae.site.hook,
+        sae.out_site.layer,
+        sae.out_site.hook,
         bias=response.b,
         threshold=response.theta,
         value=asked.value,
         scale=asked.scale,
         positions=asked.positions,
         when=asked.when,
-        heads=sae.head,
         path=asked.path,
+        **_unit(loaded, asked),
     )
 
 

@@ -157,6 +157,11 @@ class VectorRegistry:
             )
         return named.directions[None]
 
+    @property
+    def modules(self) -> Mapping[str, tuple[Intervention, ...]]:
+        """The modules by name."""
+        return self._modules
+
     def module(self, name: str, field: str) -> Sequence[Intervention]:
         """Return the interventions under a name.
 

@@ -74,7 +74,7 @@ def router() -> APIRouter:
         dependencies=[Depends(require_admin)],
         status_code=204,
         response_class=Response,
-        responses=declared(401, 403, 404, 507),
+        responses=declared(400, 401, 403, 404, 507),
         summary="Unload a sparse autoencoder; requests already admitted with it go on",
     )
     async def delete(name: Name, state: State) -> Response:

@@ -6,8 +6,6 @@ import { colour, format, magnitude } from "./heatmap.js";
 const TOP = 8;
 /** The least range of a slider, on either side of zero. */
 const REACH = 10;
-/** Architectures of which an activation can be added to, but not set. */
-const ADDED = ["topk", "transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder"];
 
 /** Return what a request asks for to read an autoencoder's features, at the positions that tokens are sampled from. */
 export function featuresOf(name) {
@@ -45,8 +43,8 @@ export function fillFeatures(list, features, choose) {
 }
 
 /** Return what an intervention of `FeatureSliders` does, in words. */
-export function described({ name, feature, value, add }) {
-  return value === undefined ? `feature ${feature} of ${name} ${add < 0 ? "−" : "+"} ${Math.abs(add)}` : `feature ${feature} of ${name} = ${value}`;
+export function described({ name, feature, value }) {
+  return `feature ${feature} of ${name} = ${value}`;
 }
 
 /** The features that are set in the next reply, each with a slider in the element `box`. */
@@ -55,13 +53,12 @@ export class FeatureSliders {
     Object.assign(this, { box, changed, chosen: new Map() });
   }
 
-  /** Choose a feature of an autoencoder {name, architecture}, at first set to `value`; once chosen, it stays as it is. */
+  /** Choose a feature of an autoencoder {name}, at first set to `value`; once chosen, it stays as it is. */
   choose(sae, feature, value = 0) {
     const key = `${sae.name}/${feature}`;
     if (this.chosen.has(key)) return;
-    const added = ADDED.includes(sae.architecture);
-    const element = this.slider(key, `feature ${feature} of ${sae.name}`, added ? "+" : "=", added ? 0 : value);
-    this.chosen.set(key, { ...element, name: sae.name, feature, target: added ? "add" : "value" });
+    const element = this.slider(key, `feature ${feature} of ${sae.name}`, value);
+    this.chosen.set(key, { ...element, name: sae.name, feature });
     this.box.append(element.row);
     this.changed();
   }
@@ -79,11 +76,11 @@ export class FeatureSliders {
   }
 
   interventions() {
-    return [...this.chosen.values()].map(({ name, feature, target, number }) => (
-      { op: "set_feature", name, feature, [target]: Number(number.value) }));
+    return [...this.chosen.values()].map(({ name, feature, number }) => (
+      { op: "set_feature", name, feature, value: Number(number.value) }));
   }
 
-  slider(key, text, sign, value) {
+  slider(key, text, value) {
     const row = document.createElement("div"), label = document.createElement("label"), line = document.createElement("div");
     const range = Object.assign(document.createElement("input"), { type: "range", step: 0.25 });
     const number = Object.assign(document.createElement("input"), { type: "number", step: "any" });
@@ -105,7 +102,7 @@ export class FeatureSliders {
     number.setAttribute("aria-label", `value of ${text}`);
     row.className = "slider";
     line.className = "row with-button";
-    label.append(`${text} ${sign}`);
+    label.append(`${text} =`);
     line.append(range, number, drop);
     row.append(label, line);
     return { row, number };

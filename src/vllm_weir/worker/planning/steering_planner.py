@@ -37,7 +37,7 @@ class SteeringRecipe:
         interventions: (intervention, digest, bit of its selector), in the order in which they
             apply.
         local: indices of interventions with a site at this worker's taps.
-        reported: those of them that the reader is told of: all that do not only write scores.
+        reported: those of them that the reader is told of: all that do not only write into cells.
         vectors: digests of the vectors that they need.
         by_position: whether any intervention has instructions of their own for each position.
     """
@@ -47,7 +47,7 @@ class SteeringRecipe:
         self.choice = SelectorSet(tuple(bits))
         self.interventions = [(i, i.digest, bits[i.positions]) for i in interventions]
         self.local = frozenset(k for k, intervention in enumerate(interventions) if table.is_local(intervention))
-        self.reported = frozenset(k for k in self.local if not interventions[k].scores)
+        self.reported = frozenset(k for k in self.local if not interventions[k].only_writes)
         self.vectors = tuple(sorted({digest for k in self.local for digest in interventions[k].vectors}))
         self.by_position = any(i.per_position for i in interventions)
         self._by_token = any(i.positions.needs_token_ids for i in interventions)
@@ -152,6 +152,7 @@ class SteeringPlanner:
         salt: str = "",
         scoring: Scoring | None = None,
         gated_from: int | None = None,
+        steps: tuple[ResolvedIntervention, ...] | None = None,
     ) -> SteeredRequest:
         """Return a request's steering, which holds its vectors until it leaves.
 
@@ -165,12 +166,14 @@ class SteeringPlanner:
             salt: of the request's keys in the prefix cache.
             scoring: its probes and gates.
             gated_from: see `EngineSpec.gated_from`.
+            steps: what is done, see `EngineSpec.steps`; default: that of `scoring`, or the interventions.
 
         Raises:
             WeirError: if the tables cannot hold it.
         """
         interventions = tuple(interventions)
-        steps = interventions if scoring is None else scoring.steps
+        if steps is None:
+            steps = interventions if scoring is None else scoring.steps
         is_cached = sum(len(i.instructions) for i in steps) <= MOST_CACHED
         recipe = self._recipes[steps] if is_cached else SteeringRecipe(steps, self.table)
         selectors = recipe.choice.of(prompt_len, prompt_ids)

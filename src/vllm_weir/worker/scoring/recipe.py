@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import ResolvedIntervention
+from vllm_weir.schema.instructions import WRITES, ResolvedIntervention
 from vllm_weir.schema.resolved_probes import CellLayout, Scoring
 from vllm_weir.schema.selectors import selector_bits
 from vllm_weir.schema.taps import comes_before, tap_of
@@ -70,9 +70,7 @@ class ScoringRecipe:
 
     def _gates_of(self, step: ResolvedIntervention) -> set[int]:
         """Return the indices of the gates that decide on a step."""
-        if step.scores:
-            return set()
-        return {self.layout.gate_of(one) for one in step.instructions if one.cell}
+        return {self.layout.gate_of(one) for one in step.instructions if one.cell and one.kind not in WRITES}
 
     def _is_early(self, gate: int, step: ResolvedIntervention) -> bool:
         """Return whether a token can reach a step before the probe that decides on it."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import BLEND, CONST, DOSE, Instruction, ResolvedIntervention
+from vllm_weir.schema.instructions import BY_COLUMN, DOSE, ENCODE, Instruction, ResolvedIntervention
 from vllm_weir.schema.row_shapes import Shard, ring_rows
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import tap_of
@@ -34,8 +34,6 @@ resid_pre. Above them, from bit `CELL_BIT` on, stands the instruction's cell."""
 CELL_BIT = 8
 INT_FIELDS = ("kind", "u", "w", "next", "flags", "lo", "hi", "shift")
 FLOAT_FIELDS = ("a", "b", "lo", "hi")
-BY_COLUMN = (CONST, BLEND)
-"""Instructions that need none of a row's other columns to change one."""
 MOST_PLACES = 1024
 """Pairs of hook point and blocks whose taps are cached."""
 
@@ -87,6 +85,7 @@ class ProgramTable(HostTables):
         ints: int32 [nodes, 8], see INT_FIELDS.
         floats: float32 [nodes, 4], see FLOAT_FIELDS.
         vectors: float32 [vectors, d_model].
+        encoded: node -> (key of the autoencoder, feature), of nodes that have a row encoded.
         followers: called when vectors move to other rows, with int64 [vectors]: the new row of each.
     """
 
@@ -104,6 +103,7 @@ class ProgramTable(HostTables):
         self.floats = np.zeros((sizes.nodes, len(FLOAT_FIELDS)), np.float32)
         self.vectors = np.zeros((sizes.vectors, d_model), np.float32)
         super().__init__("heads", "ints", "floats", "vectors")
+        self.encoded: dict[int, tuple[str, int]] = {}
         self.followers: list[Callable[[np.ndarray], None]] = []
         self._lengths = [0] * sizes.vectors
         """Values of the vector that begins at a row."""
@@ -230,7 +230,10 @@ class ProgramTable(HostTables):
         if self._program_slots.release(key):
             # Its vectors may go next, so an idle program is not kept for reuse.
             self._program_slots.forget(key)
-            self._free_nodes.extend(reversed(self._nodes_of.pop(key)))
+            nodes = self._nodes_of.pop(key)
+            self._free_nodes.extend(reversed(nodes))
+            for node in self.encoded.keys() & nodes:
+                del self.encoded[node]
 
     def usage(self) -> dict[str, int]:
         """Return how many rows are in use."""
@@ -255,6 +258,8 @@ class ProgramTable(HostTables):
                 nodes.append(node)
                 self.ints[node] = term.kind, u, w, next_node, flags, lo, hi, shift
                 self.floats[node] = term.a, term.b, term.lo, term.hi
+                if term.kind == ENCODE:
+                    self.encoded[node] = term.sae, int(term.a)
                 next_node = node
             heads[taps if len(taps) > 1 else taps[0]] = next_node  # numpy is slower with a list as index
         self._nodes_of[key] = nodes

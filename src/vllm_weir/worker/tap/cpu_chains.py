@@ -1,7 +1,7 @@
 """Chains of nodes on CPU: what each token's program does to its row at a tap.
 
-SCORE and DOSE nodes write into a cell of their token, and what another node with a cell adds is
-multiplied by the number there. A row to which nothing was added keeps its bits.
+SCORE, ACTIVATE and DOSE nodes write into a cell of their token, and what another node with a cell adds
+is multiplied by the number there. A row to which nothing was added keeps its bits.
 """
 
 from __future__ import annotations
@@ -12,11 +12,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, DOSE, FEATURE, KEEP_NORM, NO_NORM, NORM, SCORE
+from vllm_weir.schema.instructions import (
+    ACTIVATE,
+    AFFINE,
+    BLEND,
+    CLAMP,
+    CONST,
+    DOSE,
+    ENCODE,
+    FEATURE,
+    HELD,
+    KEEP_NORM,
+    NO_NORM,
+    NORM,
+    SCORE,
+)
 from vllm_weir.schema.row_shapes import ring_rows
 from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, LAST
 
-MEASURING = (AFFINE, CLAMP, FEATURE, SCORE)
+MEASURING = (AFFINE, CLAMP, FEATURE, SCORE, ACTIVATE)
 """Kinds that measure rows along a vector."""
 MAX_SEPARATE_CHAINS = 6
 """Follow up to this many different chains one by one, and more than that together."""
@@ -43,10 +57,13 @@ class Cells:
         rows: torch.Tensor,
         w: torch.Tensor,
         offset: float | torch.Tensor,
+        threshold: float | torch.Tensor | None = None,
     ) -> None:
-        """Write ``w . h + offset`` for `rows` of the tokens numbered `members`."""
+        """Write ``w . h + offset``, or 0 unless it is above a threshold, for `rows` of tokens numbered `members`."""
         assert self._cells is not None, "a node has a cell"
         along = (rows.to(self._dtype).float() * w).sum(1, keepdim=True) + offset
+        if threshold is not None:
+            along = torch.where(along > threshold, along, 0.0)
         self._cells[self._tokens[members], cells] = along[:, 0]
 
     def measure(
@@ -105,28 +122,38 @@ class Chains:
             rows[at] = own_rows
         return nodes, rows
 
+    def rows_at(self, node: int, stop: int, members: np.ndarray, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a chain's members as they are where it reaches the node `stop`."""
+        return self._follow_one(node, members, rows, True, stop)[0]
+
     def _follow_one(
-        self, node: int, members: np.ndarray, rows: torch.Tensor, past_post: bool
+        self, node: int, members: np.ndarray, rows: torch.Tensor, past_post: bool, stop: int = -1
     ) -> tuple[torch.Tensor, int]:
         """Follow the chain that begins at `node`; return the new rows of its members, and where it stopped."""
         d_model, width, values = self._vectors.shape[1], rows.shape[1], self._vectors.view(-1)
         delta = None
-        while node >= 0:
+        while node not in (-1, stop):
             kind, u, w, following, flags, lo, hi, shift = self._ints[node].tolist()
             if flags & AFTER_POST and not past_post:
                 break
             w_values = values[w * d_model + lo + shift : w * d_model + hi + shift] if w >= 0 else None
             cell = (flags >> CELL_BIT) - 1
-            if kind == SCORE:
+            if kind in (SCORE, ACTIVATE):
                 assert w_values is not None
-                offset = float(self._floats[node, 1])
-                self._cells.score(torch.from_numpy(members), cell, _columns(rows, lo, hi), w_values, offset)
+                _, offset, _, above = self._floats[node].tolist()
+                own = torch.from_numpy(members), cell, _columns(rows, lo, hi)
+                self._cells.score(*own, w_values, offset, above if kind == ACTIVATE else None)
             elif kind == DOSE:
                 change = rows.new_zeros(()) if delta is None else delta
                 self._cells.measure(torch.from_numpy(members), cell, rows, change)
-            else:
+            elif kind != ENCODE:  # its cell was written before
                 u_values = values[u * d_model + lo + shift : u * d_model + hi + shift]
-                term = _term(kind, _columns(rows, lo, hi), u_values, w_values, *self._floats[node].tolist())
+                coefficients = self._floats[node].tolist()
+                if kind == HELD:
+                    held = self._cells.factors(torch.from_numpy(members), int(coefficients[2]))
+                    term = (coefficients[0] * held + coefficients[1]) * u_values
+                else:
+                    term = _term(kind, _columns(rows, lo, hi), u_values, w_values, *coefficients)
                 if cell >= 0:
                     factors = self._cells.factors(torch.from_numpy(members), cell)
                     term = _gated(term, factors)
@@ -170,16 +197,23 @@ class Chains:
             if kind in MEASURING:
                 along = read_rows(self._vectors, w[of_group], hi + shift)[:, lo + shift :]
             own_cells = cells[of_group]
-            if kind == SCORE:
+            if kind in (SCORE, ACTIVATE):
                 assert along is not None
                 own_rows = _columns(rows[members], lo, hi)
-                self._cells.score(members, as_index(own_cells), own_rows, along, coefficients[1])
+                above = coefficients[3] if kind == ACTIVATE else None
+                self._cells.score(members, as_index(own_cells), own_rows, along, coefficients[1], above)
                 continue
             if kind == DOSE:
                 self._cells.measure(members, as_index(own_cells), rows[members], delta[members])
                 continue
+            if kind == ENCODE:
+                continue
             into = read_rows(self._vectors, u[of_group], hi + shift)[:, lo + shift :]
-            term = _term(kind, _columns(rows[members], lo, hi), into, along, *coefficients)
+            if kind == HELD:
+                held = self._cells.factors(members, coefficients[2][:, 0].long())
+                term = (coefficients[0] * held + coefficients[1]) * into
+            else:
+                term = _term(kind, _columns(rows[members], lo, hi), into, along, *coefficients)
             acts = np.ones(len(own_cells), bool)
             gated = (own_cells >= 0).nonzero()[0]
             if len(gated):

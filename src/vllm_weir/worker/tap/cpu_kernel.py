@@ -76,6 +76,35 @@ def launch(
             other[steered_tokens] = 0
 
 
+def rows_at(
+    hidden: torch.Tensor,
+    other: torch.Tensor | None,
+    number: torch.Tensor,
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    stops: np.ndarray,
+    ints: torch.Tensor,
+    floats: torch.Tensor,
+    vectors: torch.Tensor,
+    cells: torch.Tensor,
+) -> torch.Tensor:
+    """Return rows of the stream as they are where their chains reach some node, in the dtype of `hidden`.
+
+    `tokens`, int64 [n], say whose rows, `starts` the first node of each one's chain, and `stops` the
+    node that it reaches, before which its intervention has added nothing. The other arguments are as
+    of `launch`.
+    """
+    scale, other_scale = number.numpy()[1:3].view(np.float32).tolist()
+    indices = torch.from_numpy(tokens)
+    rows = _stream_rows(hidden, other, indices, scale, other_scale).float()
+    chains = Chains(ints.numpy(), floats, vectors, Cells(cells, indices, hidden.dtype), len(tokens))
+    for start, stop in sorted({*zip(starts.tolist(), stops.tolist(), strict=True)}):
+        members = ((starts == start) & (stops == stop)).nonzero()[0]
+        at = torch.from_numpy(members)
+        rows[at] = chains.rows_at(start, stop, members, rows[at])
+    return rows.to(hidden.dtype)
+
+
 def _stream_rows(
     hidden: torch.Tensor, other: torch.Tensor | None, tokens: torch.Tensor, scale: float, other_scale: float
 ) -> torch.Tensor:

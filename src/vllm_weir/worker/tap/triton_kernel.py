@@ -36,6 +36,9 @@ _KEEP_NORM = tl.constexpr(kinds.KEEP_NORM)
 _FEATURE = tl.constexpr(kinds.FEATURE)
 _SCORE = tl.constexpr(kinds.SCORE)
 _DOSE = tl.constexpr(kinds.DOSE)
+_ACTIVATE = tl.constexpr(kinds.ACTIVATE)
+_HELD = tl.constexpr(kinds.HELD)
+_ENCODE = tl.constexpr(kinds.ENCODE)
 _NO_NORM = tl.constexpr(kinds.NO_NORM)
 _CELL_BIT = tl.constexpr(programs.CELL_BIT)
 _LAST = tl.constexpr(programs.LAST)
@@ -65,8 +68,8 @@ def _elements(vectors, u, d_model, offsets, inside, shift, acts, whole):
 
 
 @triton.jit
-def _term(node, row, ints, floats, vectors, width, d_model, offsets, inside):
-    """Return what the instruction at `node` adds to the row."""
+def _term(node, row, cells, ints, floats, vectors, width, d_model, offsets, inside):
+    """Return what the instruction at `node` adds to the row; `cells` points to the token's."""
     kind = tl.load(ints + node * _INTS)
     u = tl.load(ints + node * _INTS + 1).to(tl.int64)
     w = tl.load(ints + node * _INTS + 2).to(tl.int64)
@@ -80,6 +83,9 @@ def _term(node, row, ints, floats, vectors, width, d_model, offsets, inside):
     factor = a
     if kind == _NORM:
         factor = a * tl.sqrt(tl.sum(h * h, axis=0))
+    if kind == _HELD:
+        held = tl.load(cells + tl.load(floats + node * _FLOATS + 2).to(tl.int32))
+        factor = a * held + tl.load(floats + node * _FLOATS + 1)
     if w >= 0:
         along = tl.sum(h * _elements(vectors, w, d_model, offsets, inside, shift, acts, whole), axis=0)
         if kind == _AFFINE:
@@ -105,7 +111,7 @@ def _term(node, row, ints, floats, vectors, width, d_model, offsets, inside):
 
 @triton.jit
 def _raw_number(node, row, ints, floats, vectors, width, d_model, offsets, inside):
-    """Return the number that the SCORE instruction at `node` makes of the row."""
+    """Return the number that the SCORE or ACTIVATE instruction at `node` makes of the row."""
     w = tl.load(ints + node * _INTS + 2).to(tl.int64)
     lo, hi = tl.load(ints + node * _INTS + 5), tl.load(ints + node * _INTS + 6)
     shift = tl.load(ints + node * _INTS + 7)
@@ -164,28 +170,33 @@ def _write(
 
 
 @triton.jit
-def _follow(node, h, past_post, cells, ints, floats, vectors, width, d_model, offsets, inside, DTYPE: tl.constexpr):
+def _follow(
+    node, h, past_post, cells, ints, floats, vectors, width, d_model, offsets, inside, DTYPE: tl.constexpr, stop=-1
+):
     """Follow a chain of nodes; return where it stopped, the new row, and whether something was added.
 
-    Unless `past_post`, stop also at the first node that acts after resid_post was recorded. `cells`
-    points to the token's. Probes see the row as it is recorded, in DTYPE.
+    Stop at the node `stop` and, unless `past_post`, at the first one that acts after resid_post was
+    recorded. `cells` points to the token's; what an ENCODE writes is there already. Probes see the
+    row as it is recorded, in DTYPE.
     """
     delta = _nothing(h)
     changed = 0
     flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
-    while (node >= 0) & (past_post | ((flags & _AFTER_POST) == 0)):
+    while (node >= 0) & (node != stop) & (past_post | ((flags & _AFTER_POST) == 0)):
         cell = flags >> _CELL_BIT
         kind = tl.load(ints + node * _INTS)
-        if kind == _SCORE:
+        if (kind == _SCORE) | (kind == _ACTIVATE):
             seen = h.to(DTYPE).to(tl.float32)
             raw = _raw_number(node, seen, ints, floats, vectors, width, d_model, offsets, inside)
+            if kind == _ACTIVATE:
+                raw = tl.where(raw > tl.load(floats + node * _FLOATS + 3), raw, 0.0)
             tl.store(cells + cell - 1, raw)
         elif kind == _DOSE:
             tl.store(cells + cell - 1, _relative_dose(delta, h))
-        else:
+        elif kind != _ENCODE:
             share = tl.load(cells + cell - 1, mask=cell > 0, other=1.0)
             if share != 0.0:
-                delta += share * _term(node, h, ints, floats, vectors, width, d_model, offsets, inside)
+                delta += share * _term(node, h, cells, ints, floats, vectors, width, d_model, offsets, inside)
                 changed = 1
         if (flags & _LAST) != 0:
             h = h + delta

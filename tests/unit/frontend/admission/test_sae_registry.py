@@ -9,7 +9,7 @@ import vllm_weir as weir
 from tests.support.sae_reference import AUTOENCODERS, D_IN, D_OUT, TRANSCODERS, Reference, rows, weights
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.sae_registry import LoadedSAE, SAERegistry
-from vllm_weir.schema.instructions import CONST, FEATURE
+from vllm_weir.schema.instructions import ACTIVATE, CONST, ENCODE, FEATURE, HELD
 
 EXACT = 1e-5
 OPTIONS = {"topk": {"k": 9}}
@@ -29,7 +29,7 @@ def registry_of(architecture, **options):
 def lowered(registry, width, feature, **target):
     """The one instruction of a `SetFeature`, its vectors, and where it is done."""
     found = registry.resolve(weir.SetFeature("it", feature, **target))
-    (instruction,), vectors, _ = found.lower((width,), lambda *_: pytest.fail("no vector is named"))
+    (instruction,), vectors, *_ = found.lower((width,), lambda *_: pytest.fail("no vector is named"))
     return instruction, vectors, (found.hook, *found.layers)
 
 
@@ -79,17 +79,47 @@ def test_values_and_factors_are_one_instruction(architecture):
         assert (instruction.kind, (instruction.a, instruction.b), place) == (FEATURE, numbers, SITE)
 
 
-@pytest.mark.parametrize("architecture", ["topk", *TRANSCODERS])
-@pytest.mark.parametrize("target", [{"value": 0.0}, {"scale": 2.0}], ids=["value", "scale"])
-def test_what_one_row_does_not_tell_is_refused(architecture, target):
-    registry, _ = registry_of(architecture)
-    asked = weir.SetFeature("it", 4, **target, path="interventions[3]")
-    with pytest.raises(WeirError, match="give add, which is the same whatever the activation is") as e:
-        registry.resolve(asked)
-    (name,) = target
-    assert e.value.field == f"interventions[3].{name}" and f"in place of {name}" in e.value.message
-    why = "24 x 96 products" if architecture == "topk" else "reads mlp_in[1] and writes mlp_out[1]"
-    assert why in e.value.message
+@pytest.mark.parametrize("architecture", TRANSCODERS)
+def test_transcoders_read_an_activation_and_use_it_where_they_write(architecture):
+    registry, reference = registry_of(architecture)
+    h = rows(8)
+    features = reference.encode(h)
+    before = reference.decode(features, h)
+    for feature, target in ((0, {"value": 3.0}), (40, {"scale": -0.5}), (95, {"value": 0.0})):
+        asked = weir.SetFeature("it", feature, **target)
+        found = registry.resolve(asked)
+        (held,), vectors, _, source = found.lower((D_OUT,), lambda *_: pytest.fail("no vector is named"))
+        assert (found.hook, *found.layers) == WRITES and (source.hook, source.layer) == READS
+        reads = source.instruction
+        assert (held.kind, reads.kind) == (HELD, ACTIVATE)
+        raw = h.double().numpy() @ vectors[reads.w].astype(np.float64) + reads.b
+        was = np.where(raw > reads.hi, raw, 0.0)
+        assert np.abs(was - features[:, feature]).max() <= EXACT
+        changed = features.copy()
+        changed[:, feature] = [asked.target(a) for a in features[:, feature]]
+        got = (held.a * was + held.b)[:, None] * vectors[held.u].astype(np.float64)
+        assert np.abs(got - (reference.decode(changed, h) - before)).max() <= EXACT
+
+
+@pytest.mark.parametrize("target", [{"value": 3.0}, {"scale": 2.0}], ids=["value", "scale"])
+def test_top_k_is_encoded_whole_where_it_acts(target):
+    registry, _ = registry_of("topk", rescale_acts_by_decoder_norm=True)
+    found = registry.resolve(weir.SetFeature("it", 7, **target))
+    lowered = found.lower((D_IN,), lambda *_: pytest.fail("no vector is named"))
+    encode, held = lowered.instructions
+    key = registry.find("it", "name").key
+    assert (encode.kind, encode.sae, encode.a) == (ENCODE, key, 7.0) and lowered.source is None
+    assert (held.kind, held.a, held.b) == (HELD, *((-1.0, 3.0) if "value" in target else (1.0, 0.0)))
+    (direction,) = lowered.rows.values()
+    assert abs(float(np.linalg.norm(direction)) - 1) <= EXACT
+
+
+def test_transcoders_of_normalised_rows_are_encoded_whole_where_they_read():
+    registry, _ = registry_of("transcoder", normalize_activations="layer_norm")
+    found = registry.resolve(weir.SetFeature("it", 7, value=1.0))
+    (held,), _, _, source = found.lower((D_OUT,), lambda *_: pytest.fail("no vector is named"))
+    assert held.kind == HELD and (source.hook, source.layer) == READS
+    assert (source.instruction.kind, source.instruction.a) == (ENCODE, 7.0)
 
 
 @pytest.mark.parametrize("target", [{"value": 1.0}, {"add": 1.0}], ids=["value", "add"])
@@ -108,11 +138,20 @@ def test_features_that_there_are_not():
         assert e.value.field == "i.feature"
 
 
+def test_one_head_is_encoded_where_one_is_read():
+    tensors = weights("topk", d_in=8)
+    registry = SAERegistry()
+    registry.put(LoadedSAE.new("it", weir.SAE.from_tensors("topk", ("z", 1), k=3, head=2, **tensors)))
+    found = registry.resolve(weir.SetFeature("it", 1, value=1.0))
+    encode, held = found.lower((4, 8), lambda *_: pytest.fail("no vector is named")).instructions
+    assert (encode.start, encode.stop) == (held.start, held.stop) == (16, 24)
+
+
 def test_one_head_is_changed_where_one_is_read():
     tensors = weights("topk", d_in=8)
     registry = SAERegistry()
     registry.put(LoadedSAE.new("it", weir.SAE.from_tensors("topk", ("z", 1), k=3, head=2, **tensors)))
     found = registry.resolve(weir.SetFeature("it", 1, add=1.0))
-    (one,), vectors, _ = found.lower((4, 8), lambda *_: pytest.fail("no vector is named"))
+    (one,), vectors, *_ = found.lower((4, 8), lambda *_: pytest.fail("no vector is named"))
     assert (one.start, one.stop) == (16, 24)
     assert np.array_equal(vectors[one.u], tensors["W_dec"][1].numpy())

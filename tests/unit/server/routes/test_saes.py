@@ -39,8 +39,8 @@ class Workers:
         return [len(worker) for worker in self.workers]
 
 
-def make(path, seed=0, architecture="jumprelu", site=("resid_post", 1), d_in=D):
-    sae = weir.SAE.from_tensors(architecture, site, **weights(architecture, seed, d_in, FEATURES))
+def make(path, seed=0, architecture="jumprelu", site=("resid_post", 1), d_in=D, **options):
+    sae = weir.SAE.from_tensors(architecture, site, **weights(architecture, seed, d_in, FEATURES), **options)
     sae.save(path)
     return sae
 
@@ -106,6 +106,24 @@ def test_what_is_steered_for_all_outlives_its_autoencoder(pair, sae, tmp_path):
             assert (kept.w.array == sae.feature_response(3).w).all() and kept.scale == 2.0
         (shown,) = client.get("/v1/steering").json()["interventions"]
         assert shown["op"] == "set_activation" and shown["scale"] == 2.0
+
+
+def test_what_encodes_rows_for_all_is_not_unloaded(pair, tmp_path):
+    (one, other), _, workers = pair
+    make(tmp_path / "topk", architecture="topk", k=3)
+    one.put("/v1/saes/mood", json={"path": str(tmp_path / "topk")})
+    asked = {"op": "set_feature", "name": "mood", "feature": 3, "value": 2}
+    assert other.post("/v1/steering/set", json={"interventions": [asked]}).status_code == 200
+    answer = one.delete("/v1/saes/mood")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "name", answer.text
+    assert other.post("/v1/steering/clear").status_code == 200
+    answer = one.post("/v1/steering/modules/register", json={"name": "glad", "interventions": [asked]})
+    assert answer.status_code == 200
+    answer = other.delete("/v1/saes/mood")
+    assert answer.status_code == 400 and "the module 'glad'" in answer.json()["error"]["message"]
+    assert workers.loaded == [1, 1]
+    assert one.post("/v1/steering/modules/unregister", json={"name": "glad"}).status_code == 200
+    assert other.delete("/v1/saes/mood").status_code == 204 and workers.loaded == [0, 0]
 
 
 @pytest.mark.parametrize(

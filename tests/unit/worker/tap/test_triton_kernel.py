@@ -16,14 +16,16 @@ import sys
 import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
-from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, DOSE, FEATURE, KEEP_NORM, NORM, SCORE
+from vllm_weir.schema.instructions import (
+    ACTIVATE, AFFINE, BLEND, CLAMP, CONST, DOSE, ENCODE, FEATURE, HELD, KEEP_NORM, NORM, SCORE,
+)
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.worker.planning.columns import JOIN, as_integers
 from vllm_weir.worker.tap import reduction_kernel, reductions
 from vllm_weir.worker.transfer import direction_kernel
 from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, LAST
 from vllm_weir.schema.taps import STAGES
-from vllm_weir.worker.tap import cpu_kernel
+from vllm_weir.worker.tap import cpu_kernel, peek_kernel
 from vllm_weir.worker.tap.op import numbered
 from vllm_weir.worker.tap.triton_kernel import launch
 
@@ -42,7 +44,8 @@ def masked_load(self, pointers, mask, *more, **kwargs):
 
 InterpreterBuilder.create_masked_store, InterpreterBuilder.create_masked_load = masked_store, masked_load
 TAPS, PROFILES, PROGRAMS, VECTORS = 3, 3, 6, 5
-KINDS = (CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE)
+KINDS = (CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, ACTIVATE, HELD, ENCODE)
+WRITES = (SCORE, ACTIVATE, DOSE, ENCODE)
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -50,7 +53,7 @@ def programs(draw, d, width):
     '''Chains of one to four instructions; a group ends with LAST, and those after the post stage come last.
 
     Half of the instructions act on all columns. A vector has as many table rows as a row has ring rows.
-    Cells 1 and 2 of a token hold factors, and scores and doses are written into 3 to 5.
+    Cells 1 and 2 of a token hold factors, and scores, activations and doses are written into 3 to 5.
     '''
     times = -(-width // d)
     heads, ints, floats = np.full((PROGRAMS, TAPS), -1, np.int32), [], []
@@ -60,7 +63,7 @@ def programs(draw, d, width):
             post = int(draw.integers(0, length + 1))
             for k in range(length):
                 kind = KINDS[draw.integers(len(KINDS))]
-                w = times * int(draw.integers(VECTORS)) if kind in (AFFINE, CLAMP, FEATURE, SCORE) else -1
+                w = times * int(draw.integers(VECTORS)) if kind in (AFFINE, CLAMP, FEATURE, SCORE, ACTIVATE) else -1
                 lo, hi, shift = 0, width, 0
                 if draw.random() < 0.5:
                     lo, hi = sorted(draw.choice(width + 1, 2, replace=False).tolist())
@@ -69,15 +72,27 @@ def programs(draw, d, width):
                     kind, w = DOSE, -1
                 ends = k in (length - 1, post - 1) or draw.random() < 0.4
                 flags = (LAST if ends else 0) | (AFTER_POST if k >= post else 0)
-                flags |= int(draw.integers(3, 6) if kind in (SCORE, DOSE) else draw.integers(0, 3)) << CELL_BIT
+                flags |= int(draw.integers(3, 6) if kind in WRITES else draw.integers(0, 3)) << CELL_BIT
                 follows = len(ints) + 1 if k < length - 1 else -1
                 if k == 0:
                     heads[program, tap] = len(ints)
-                ints.append((kind, times * int(draw.integers(VECTORS)), w, follows, flags, lo, hi, shift))
-                floats.append((draw.normal(), draw.normal(), -0.5, 0.5))
+                u = -1 if kind in WRITES else times * int(draw.integers(VECTORS))
+                ints.append((kind, u, w, follows, flags, lo, hi, shift))
+                low = float(draw.integers(5)) if kind == HELD else -0.5  # the cell that it reads
+                floats.append((draw.normal(), draw.normal(), low, 0.5))
     vectors = draw.standard_normal((VECTORS * times, d)) / width**0.5
     of = lambda x, t: torch.from_numpy(np.asarray(x)).to(t)
     return of(heads, torch.int32), of(ints, torch.int32), of(floats, torch.float32), of(vectors, torch.float32)
+
+
+def chain_of(tables, node):
+    '''The nodes of a chain before which an intervention begins: the first, and those after a LAST.'''
+    begins, after_last = [], True
+    while node >= 0:
+        _, _, _, following, flags, *_ = tables[1][node].tolist()
+        begins += [node] * after_last
+        node, after_last = following, bool(flags & LAST)
+    return begins
 
 
 def acts_on(tables, program, tap, cells):
@@ -85,13 +100,13 @@ def acts_on(tables, program, tap, cells):
     while node >= 0:
         kind, _, _, following, flags, *_ = tables[1][node].tolist()
         cell = flags >> CELL_BIT
-        if kind not in (SCORE, DOSE) and (not cell or cells[cell - 1] != 0):
+        if kind not in WRITES and (not cell or cells[cell - 1] != 0):
             return True
         node = following
     return False
 
 
-recorded = steered = turned = folded = wide = narrow = scored = kept = measured = 0
+recorded = steered = turned = folded = wide = narrow = scored = kept = measured = peeked = 0
 for seed in range(60):
     draw = np.random.default_rng(seed)
     dtype = [*DTYPES][seed % 3]
@@ -138,12 +153,23 @@ for seed in range(60):
         number = numbered(tap, scale, scale * ratio, form == "offset")
         numbers = torch.from_numpy(draw.choice([0.0, 1.0, 0.5], (tokens, 5))).float()
         given = [hidden, other, ring, numbers]
+        own = slice(around[0], around[0] + width)
+        held = plan[:tokens, 2].numpy()
+        starts = np.where(held >= 0, tables[0].numpy()[held, tap], -1).astype(np.int64)
+        at = np.flatnonzero(starts >= 0)
+        chains = [chain_of(tables, start) for start in starts[at].tolist()]
+        stops = np.array([chain[draw.integers(len(chain))] for chain in chains], np.int64)
+        if len(at):
+            chosen = hidden[:, own], other, number, at, starts[at], stops, *tables[1:]
+            got, want = (rows_at(*chosen, numbers.clone()) for rows_at in (peek_kernel.rows_at, cpu_kernel.rows_at))
+            error = (got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1)
+            assert got.dtype == want.dtype == dtype and error <= DTYPES[dtype], (seed, tap, form, float(error))
+            peeked += int((want != hidden[at][:, own]).any(1).sum())
         ours, theirs = ([None if x is None else x.clone() for x in given] for _ in range(2))
         if form == "offset":
             ours[1] = theirs[1] = other
         acts = (plan[:tokens, 2] >= 0) | ((plan[:tokens, 0] >= 0) & (plan[:tokens, 3] >= 0))
         listed = acts.nonzero()[:, 0].int().flip(0) if seed % 4 > 1 else None
-        own = slice(around[0], around[0] + width)
         launch(ours[0][:, own], ours[1], number, plan, ranks, ours[2], *tables, ours[3], listed=listed)
         cpu_kernel.launch(theirs[0][:, own], theirs[1], number, plan, ranks, theirs[2], *tables, theirs[3])
         for got, want in zip(ours, theirs):
@@ -191,14 +217,14 @@ for seed in range(12):
     got, want = direction_kernel.products(rows, matrix), rows.double() @ matrix.double().T
     assert got.shape == want.shape and (got - want).abs().max() <= 1e-5 * want.abs().max(), seed
 counts = (recorded > 300, steered > 200, turned > 300, folded > 50, wide > 9, narrow > 3, scored > 50, kept > 9)
-print("same", *counts, measured > 100)
+print("same", *counts, measured > 100, peeked > 50)
 """
 
 
 def test_the_kernel_does_what_the_cpu_s_tap_does():
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", CASES], capture_output=True, text=True, env=env, timeout=500)
-    assert done.stdout == "same" + " True" * 9 + "\n", done.stdout + done.stderr[-3000:]
+    assert done.stdout == "same" + " True" * 10 + "\n", done.stdout + done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -219,3 +245,20 @@ def test_the_kernel_compiles_for_hopper(dtype):
     places = {(_tap.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=_tap, signature=signature, constexprs=places)
     assert compiled(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 96}).asm["cubin"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_kernel_that_peeks_compiles_for_hopper(dtype):
+    from triton import compile as compiled
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vllm_weir.worker.tap.peek_kernel import _peek
+
+    types = dict.fromkeys(("hidden", "other", "out"), f"*{dtype}")
+    types |= dict.fromkeys(("floats", "vectors", "cells"), "*fp32") | dict.fromkeys(("tap", "places", "ints"), "*i32")
+    constants = {"HAS_OTHER": True, "BLOCK": 1024}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in _peek.arg_names}
+    places = {(_peek.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=_peek, signature=signature, constexprs=places)
+    assert compiled(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["cubin"]

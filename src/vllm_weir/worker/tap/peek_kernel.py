@@ -1,0 +1,87 @@
+"""Rows of the stream in the middle of a tap's chains, on CUDA: what `cpu_kernel.rows_at` does."""
+
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from vllm_weir.util.h2d import upload
+from vllm_weir.worker.tap.triton_kernel import _follow, _load, _stream
+
+
+@triton.jit(do_not_specialize=["num_cells"])
+def _peek(
+    hidden,
+    other,
+    tap,
+    places,
+    ints,
+    floats,
+    vectors,
+    cells,
+    out,
+    hidden_stride,
+    other_stride,
+    num_cells,
+    width,
+    d_model,
+    HAS_OTHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    k = tl.program_id(0).to(tl.int64)
+    token = tl.load(places + k * 3).to(tl.int64)
+    node = tl.load(places + k * 3 + 1).to(tl.int64)
+    stop = tl.load(places + k * 3 + 2).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < width
+    row, other_row = _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
+    scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
+    row = _stream(row, other_row, scale, tl.load(tap + 2).to(tl.float32, bitcast=True), HAS_OTHER)
+    _, h, _ = _follow(
+        node, row.to(tl.float32), True, cells + token * num_cells, ints, floats, vectors, width, d_model, offsets,
+        inside, row.dtype, stop,
+    )  # fmt: skip
+    tl.store(out + k * width + offsets, h.to(row.dtype), mask=inside)
+
+
+def rows_at(
+    hidden: torch.Tensor,
+    other: torch.Tensor | None,
+    number: torch.Tensor,
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    stops: np.ndarray,
+    ints: torch.Tensor,
+    floats: torch.Tensor,
+    vectors: torch.Tensor,
+    cells: torch.Tensor,
+) -> torch.Tensor:
+    """Return rows of the stream as they are where their chains reach some node; see `cpu_kernel.rows_at`."""
+    width = hidden.shape[1]
+    out = torch.empty(len(tokens), width, dtype=hidden.dtype, device=hidden.device)
+    block = triton.next_power_of_2(width)
+    _peek[(len(tokens),)](
+        hidden,
+        hidden if other is None else other,
+        number,
+        upload(np.stack([tokens, starts, stops], 1).astype(np.int32), hidden.device),
+        ints,
+        floats,
+        vectors,
+        cells,
+        out,
+        hidden.stride(0),
+        0 if other is None else other.stride(0),
+        cells.shape[1],
+        width,
+        vectors.shape[1],
+        HAS_OTHER=other is not None,
+        BLOCK=block,
+        num_warps=4 if block <= 2048 else 16,
+    )
+    return out

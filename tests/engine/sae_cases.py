@@ -1,0 +1,115 @@
+"""Autoencoders and transcoders of the tiny model, and the references of a `SetFeature` on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+import vllm_weir as weir
+from tests.support.sae_reference import Reference, weights
+from tests.support.steered import sampling
+from vllm_weir.schema.positions import Positions
+
+ENGINE: dict[str, Any] = {"block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
+WIDTHS = {"mlp_post": 192}
+D, D_HEAD, FEATURES = 128, 32, 96
+EVERYTHING = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
+
+
+def random_sae(architecture, site, seed=0, d_in=0, **options):
+    tensors = weights(architecture, seed, d_in or WIDTHS.get(site[0], D), FEATURES)
+    return weir.SAE.from_tensors(architecture, site, **tensors, **options)
+
+
+def transcoder(architecture, seed=0, d_out=D, **options):
+    tensors = weights(architecture, seed, D, FEATURES)
+    generator = torch.Generator().manual_seed(seed)
+    tensors |= {"W_dec": torch.randn(FEATURES, d_out, generator=generator) / 9, "b_dec": torch.zeros(d_out)}
+    if "W_skip" in tensors:
+        tensors["W_skip"] = torch.randn(d_out, D, generator=generator) / 9
+    return weir.SAE.from_tensors(architecture, ("mlp_in", 1), **tensors, **options)
+
+
+@contextlib.contextmanager
+def loading(llm: Any) -> Iterator[Callable[[str, Any], Any]]:
+    """Load autoencoders by name, and unload those that are still there at the end."""
+    names = []
+
+    def load(name: str, sae: Any) -> Any:
+        weir.load_sae(llm, name, sae)
+        names.append(name)
+        return sae
+
+    yield load
+    for name in names:
+        if name in {one.name for one in weir.saes(llm)}:
+            weir.unload_sae(llm, name)
+
+
+@dataclass
+class Edited:
+    """The reference of a `SetFeature`: the autoencoder's own arithmetic in float64, its error kept."""
+
+    sae: weir.SAE
+    asked: weir.SetFeature
+    per_layer: ClassVar[bool] = False
+    neurons: ClassVar[None] = None
+    vectors: ClassVar[tuple] = ()
+    active: list[bool] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.hook, self.layers = self.sae.site.hook, (self.sae.site.layer,)
+        self.heads = None if self.sae.head is None else (self.sae.head,)
+        self.positions = Positions.parse(self.asked.positions)
+        options = {"apply_b_dec_to_input": self.sae.config.apply_b_dec_to_input, "k": self.sae.config.k}
+        self.reference = Reference(self.sae.architecture, dict(self.sae.tensors), **options)
+
+    def changed(self, h):
+        was = self.reference.encode(h)[:, self.asked.feature]
+        self.active += (was > 0).tolist()
+        rows = [
+            self.reference.with_feature(row[None], self.asked.feature, self.asked.target(float(a)))
+            for row, a in zip(h, was, strict=True)
+        ]
+        return torch.cat([torch.from_numpy(row).float() for row in rows])
+
+
+def run(llm, asked, prompts, capture=EVERYTHING):
+    params = [weir.params(sampling(), capture=capture, interventions=each) for each in asked]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+class Elsewhere:
+    """The reference of a `SetFeature` on a transcoder, as two parts for `SteeredOracle.steered`.
+
+    `reads` encodes the row that the MLP reads, and stands last in the list; `writes` stands where the `SetFeature`
+    does. Both act at the same positions.
+    """
+
+    def __init__(self, sae: weir.SAE, asked: weir.SetFeature) -> None:
+        normalized = sae.config.normalize_activations
+        reference = Reference(sae.architecture, dict(sae.tensors), normalize_activations=normalized)
+        direction = sae.tensors["W_dec"][asked.feature].double()
+        self.activations = torch.zeros(0, dtype=torch.float64)
+
+        def read(h: torch.Tensor) -> torch.Tensor:
+            self.activations = torch.from_numpy(reference.encode(h)[:, asked.feature])
+            return h
+
+        def write(h: torch.Tensor) -> torch.Tensor:
+            target = torch.tensor([asked.target(float(a)) for a in self.activations], dtype=torch.float64)
+            return (h.double() + (target - self.activations)[:, None] * direction).float()
+
+        self.reads, self.writes = _Part(sae.site, asked, read), _Part(sae.out_site, asked, write)
+
+
+class _Part:
+    vectors, neurons, heads, per_layer = (), None, None, False
+
+    def __init__(self, site: Any, asked: weir.SetFeature, changed: Any) -> None:
+        self.hook, self.layers, self.changed = site.hook, (site.layer,), changed
+        self.positions = Positions.parse(asked.positions)
