@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -189,15 +191,13 @@ def test_the_logit_lens(llm):
 
 
 def test_the_tuned_lens(llm, tmp_path):
-    import json
-
     generator = torch.Generator().manual_seed(1)
     state = {f"{i}.weight": torch.randn(D, D, generator=generator) / D for i in range(4)}
     state |= {f"{i}.bias": torch.randn(D, generator=generator) / 9 for i in range(4)}
     torch.save(state, tmp_path / "params.pt")
     (tmp_path / "config.json").write_text(json.dumps({"d_model": D, "num_hidden_layers": 4, "bias": True}))
     (text,) = prompts([12])
-    lens = weir.Lens("tuned", path=str(tmp_path), top_k=5)
+    lens = weir.Lens("tuned", path=tmp_path, top_k=5)
     (out,) = llm.generate([text], weir.params(sampling(3), lens=lens), use_tqdm=False)
     rows = weir.params(sampling(3), capture=weir.Capture("resid_post"))
     acts = llm.generate([text], rows, use_tqdm=False)[0].activations
@@ -206,6 +206,17 @@ def test_the_tuned_lens(llm, tmp_path):
         if layer < 3:  # translator i is for what enters block i
             h = h + h @ state[f"{layer + 1}.weight"].T + state[f"{layer + 1}.bias"]
         check_lens(got, reference_logprobs(llm, h))
+
+
+def test_a_tuned_lens_that_does_not_fit_is_refused_before_the_request_enters(llm, tmp_path):
+    (tmp_path / "params.pt").touch()
+    for config in (None, "{", {"d_model": D + 1, "num_hidden_layers": 4}, {"d_model": D, "num_hidden_layers": 3}):
+        if config is not None:
+            (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        with pytest.raises(WeirError) as e:
+            asked = weir.params(sampling(1), lens=weir.Lens("tuned", path=tmp_path))
+            llm.generate(prompts([4]), asked, use_tqdm=False)
+        assert e.value.field == "lens.path"
 
 
 def test_a_lens_beside_rows_is_refused(llm):

@@ -28,6 +28,11 @@ def engine():
     return get_llm(directory(), **ENGINE), truth(directory())
 
 
+def with_nan(sae):
+    sae.tensors["W_enc"][0, 3] = float("nan")
+    return sae
+
+
 @pytest.fixture
 def loaded(engine):
     with loading(engine[0]) as load:
@@ -248,6 +253,7 @@ def test_what_is_loaded_may_be_a_path(engine, loaded, tmp_path):
         (random_sae("standard", ("z", 1), head=1), "a head of z.* has 32", "sae.d_in"),
         (random_sae("standard", ("z", 1), d_in=32, head=4), "head 4, and z.* has 4", "sae.head"),
         (transcoder("transcoder", d_out=64), "reconstructs 64 values, and a row of mlp_out.* has 128", "sae.d_out"),
+        (with_nan(random_sae("jumprelu", ("resid_post", 1))), "NaN", "sae.W_enc"),
         (torch.ones(3), "expected an SAE", "sae"),
         ("/nowhere", "does not exist", "path"),
     ],

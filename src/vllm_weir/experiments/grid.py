@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,38 +13,56 @@ from vllm_weir.schema.scalars import plain
 Label = str | int
 
 
-@dataclass(frozen=True, eq=False)
-class Grid:
-    """An array with named axes; ``np.asarray(grid)`` and ``grid[...]`` are the array.
+class Grid(np.ndarray[Any, np.dtype[Any]]):
+    """An array with named axes.
+
+    Elements, slices and results of arithmetic are plain; `sel` keeps the names. Other views, such as
+    ``grid.T``, have none: their `axes` are empty.
 
     Attributes:
-        array: the values.
         axes: name -> labels, in the order of the array's axes.
 
     Raises:
         WeirError: if labels and array do not fit together, or an axis has a label twice.
     """
 
-    array: np.ndarray
     axes: Mapping[str, tuple[Label, ...]]
 
-    def __post_init__(self) -> None:
-        lengths = tuple(len(labels) for labels in self.axes.values())
-        if lengths != self.array.shape:
-            raise WeirError(f"labels for shape {list(lengths)}, and the array has {list(self.array.shape)}", "axes")
-        for name, labels in self.axes.items():
+    def __new__(cls, array: np.ndarray, axes: Mapping[str, tuple[Label, ...]]) -> Grid:
+        lengths = tuple(len(labels) for labels in axes.values())
+        if lengths != array.shape:
+            raise WeirError(f"labels for shape {list(lengths)}, and the array has {list(array.shape)}", "axes")
+        for name, labels in axes.items():
             if len(set(labels)) < len(labels):
                 raise WeirError("a label occurs twice", f"axes.{name}")
+        grid = array.view(cls)
+        grid.axes = axes
+        return grid
+
+    def __array_finalize__(self, made_from: Any) -> None:
+        self.axes = {}
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return array[()] if return_scalar else np.asarray(array)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.array[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Grid if self.axes else np.array, (self.array, dict(self.axes)) if self.axes else (self.array,))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return Grid(self.array.copy(), dict(self.axes)) if self.axes else self.array.copy()
+
+    @property
+    def array(self) -> np.ndarray:
+        """The same numbers without names."""
+        return self.view(np.ndarray)
 
     @property
     def dims(self) -> tuple[str, ...]:
         """Names of the axes."""
         return tuple(self.axes)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Lengths of the axes."""
-        return self.array.shape
 
     def sel(self, **labels: Any) -> Grid | float:
         """Return the part at some labels, such as ``sel(hook="resid_post", layer=[3, 4])``.
@@ -79,12 +96,3 @@ class Grid:
         if label not in labels:
             raise WeirError(f"there is no {brief(label)!r}; the labels are {brief(list(labels), 200)}", name)
         return labels.index(label)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.array[index]
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.array, dtype) if copy else np.asarray(self.array, dtype)

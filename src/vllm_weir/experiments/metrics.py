@@ -60,18 +60,24 @@ class LogitDiff:
     a: Any
     b: Any
 
-    def bind(self, encode: Encode | None, pairs: int, path: str = "metric") -> BoundLogitDiff:
+    def bind(
+        self, encode: Encode | None, pairs: int, path: str = "metric", vocab_size: int | None = None
+    ) -> BoundLogitDiff:
         """Return the metric for so many pairs of prompts.
 
         Args:
             encode: the tokenizer; None for an engine without one.
             pairs: how many.
             path: named by errors, followed by ``.a`` or ``.b``.
+            vocab_size: tokens of the model, if known.
 
         Raises:
-            WeirError: if a text is not exactly one token, or a list has another length.
+            WeirError: if a text is not exactly one token, an id does not exist, or a list has another length.
         """
         sides = [_token_ids(value, encode, pairs, f"{path}.{name}") for name, value in (("a", self.a), ("b", self.b))]
+        for name, ids in zip("ab", sides, strict=True):
+            if vocab_size is not None and max(ids) >= vocab_size:
+                raise WeirError(f"token {max(ids)} does not exist: the vocabulary has {vocab_size}", f"{path}.{name}")
         return BoundLogitDiff(tuple(zip(*sides, strict=True)))
 
 
@@ -175,7 +181,9 @@ def on_logits(function: Callable[[np.ndarray], Any]) -> OnLogits:
     return OnLogits(function)
 
 
-def bind_metric(metric: Any, sampling: Any, encode: Encode | None, pairs: int, path: str = "metric") -> BoundMetric:
+def bind_metric(
+    metric: Any, sampling: Any, encode: Encode | None, pairs: int, path: str = "metric", vocab_size: int | None = None
+) -> BoundMetric:
     """Return a metric for so many pairs of prompts.
 
     Args:
@@ -184,6 +192,7 @@ def bind_metric(metric: Any, sampling: Any, encode: Encode | None, pairs: int, p
         encode: the tokenizer, or None.
         pairs: how many.
         path: named by errors.
+        vocab_size: tokens of the model, if known.
 
     Raises:
         WeirError: if it is none of these.
@@ -191,7 +200,7 @@ def bind_metric(metric: Any, sampling: Any, encode: Encode | None, pairs: int, p
     if isinstance(metric, (LogitDiff, OnLogits)):
         if sampling is not None:
             raise WeirError("this metric reads the first token's logits and samples nothing; leave it out", "sampling")
-        return metric.bind(encode, pairs, path) if isinstance(metric, LogitDiff) else metric
+        return metric.bind(encode, pairs, path, vocab_size) if isinstance(metric, LogitDiff) else metric
     if not callable(metric):
         raise WeirError(
             f"expected weir.logit_diff(a, b), weir.on_logits(f) or a function of the output, got "

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import ArrayLike
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.sae import activations, files
 from vllm_weir.sae.config import SAEConfig
 from vllm_weir.sae.response import FeatureResponse, decoder_direction, feature_response
 from vllm_weir.sae.saelens import Given
-from vllm_weir.sae.tensors import check_tensors, parse_dtype
+from vllm_weir.sae.tensors import as_tensor, check_tensors, parse_dtype
 from vllm_weir.schema.fields import set_fields
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.scalars import is_int, plain
@@ -90,6 +91,8 @@ class SAE:
         Raises:
             WeirError: naming the entry, tensor or argument.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise WeirError(f"expected the path of a file or folder, got {type(path).__name__}", "path")
         given = Given(site, out_site, norm_scaling_factor, norm_weight, norm_bias, center_rows)
         file, read = files.read(Path(path), given, name)
         config, tensors = files.fold(file, read, given)
@@ -191,16 +194,20 @@ class SAE:
         files.write(Path(path), self.config, dict(self.tensors))
 
     @torch.no_grad()
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+    def encode(self, rows: torch.Tensor | ArrayLike) -> torch.Tensor:
         """Return the activations [n, d_sae] of rows, float32.
 
         Args:
-            rows: [n, d_in] or [n, heads, d_head]; with `head` set also those of all heads.
+            rows: [n, d_in] or [n, heads, d_head]; with `head` set also those of all heads. Arrays and
+                nested lists are taken wherever tensors are.
+
+        Raises:
+            WeirError: if they have another width.
         """
         return activations.encode(self.config, self.tensors, self._flat(rows))
 
     @torch.no_grad()
-    def decode(self, features: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def decode(self, features: torch.Tensor | ArrayLike, rows: torch.Tensor | ArrayLike | None = None) -> torch.Tensor:
         """Return the reconstruction [n, d_out] of activations [n, d_sae], float32.
 
         Args:
@@ -209,8 +216,9 @@ class SAE:
                 own length; adds the skip connection of transcoders that have one.
 
         Raises:
-            WeirError: if they are needed.
+            WeirError: if they are needed, or the activations have another width.
         """
+        features = as_tensor(features, "features")
         if features.ndim != 2 or features.shape[1] != self.d_sae:
             raise WeirError(f"expected activations [n, {self.d_sae}], got {list(features.shape)}", "features")
         by_row = self.config.normalize_activations != "none" and not self.config.is_transcoder
@@ -222,11 +230,12 @@ class SAE:
         flat = None if rows is None else self._flat(rows).float()
         return activations.decode(self.config, self.tensors, features.to(self.device, torch.float32), flat)
 
-    def reconstruct(self, rows: torch.Tensor) -> torch.Tensor:
+    def reconstruct(self, rows: torch.Tensor | ArrayLike) -> torch.Tensor:
         """Return the reconstruction [n, d_out] of rows, float32; of `out_site` in transcoders."""
+        rows = as_tensor(rows, "rows")
         return self.decode(self.encode(rows), rows)
 
-    def top(self, rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def top(self, rows: torch.Tensor | ArrayLike, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the most active features of each row.
 
         Returns:
@@ -235,7 +244,7 @@ class SAE:
         """
         if not is_int(k) or not 0 < k <= self.d_sae:
             raise WeirError(f"k is from 1 to {self.d_sae}, got {brief(k)}", "k")
-        ids, values = zip(*(top_values(some, k) for some in self._encoded(rows)), strict=True)
+        ids, values = zip(*(top_values(some, k) for some in self._encoded(as_tensor(rows, "rows"))), strict=True)
         return torch.cat(ids).long(), torch.cat(values)
 
     def chosen(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -269,8 +278,9 @@ class SAE:
             raise WeirError(f"features count from 0 to {self.d_sae - 1}, got {brief(feature)}", "feature")
         return int(feature)
 
-    def _flat(self, rows: torch.Tensor) -> torch.Tensor:
+    def _flat(self, rows: torch.Tensor | ArrayLike) -> torch.Tensor:
         """Return rows as [n, d_in], on the device of the weights."""
+        rows = as_tensor(rows, "rows")
         if rows.ndim == 3 and self.head is not None:
             if self.head >= rows.shape[1]:
                 raise WeirError(f"the rows have {rows.shape[1]} heads, this is for head {self.head}", "rows")

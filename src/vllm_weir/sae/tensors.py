@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from numpy.typing import ArrayLike
 
 from vllm_weir.errors import WeirError
 from vllm_weir.sae.config import SAEConfig
@@ -25,6 +26,16 @@ def parse_dtype(dtype: object, field: str) -> torch.dtype:
     if name not in DTYPES:
         raise WeirError(f"unknown dtype {name[:40]!r}; choose from {', '.join(DTYPES)}", field)
     return DTYPES[name]
+
+
+def as_tensor(value: torch.Tensor | ArrayLike, field: str) -> torch.Tensor:
+    """Return numbers as a tensor; raise WeirError naming `field` if they are none."""
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise WeirError(f"expected a tensor or an array of numbers, got {type(value).__name__}", field) from None
 
 
 def check_tensors(config: SAEConfig, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -49,6 +60,17 @@ def check_tensors(config: SAEConfig, tensors: Mapping[str, torch.Tensor]) -> Non
             raise WeirError(f"expected shape {list(expected)}, got {list(tensor.shape)}", name)
     if config.k > d_sae:
         raise WeirError(f"{config.k} active features of {d_sae}", "k")
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor], field: str) -> None:
+    """Raise WeirError, naming the tensor within `field`, if a feature would give NaN.
+
+    What is compared or passed through a ReLU may be infinite: that is a feature which is never active.
+    """
+    for name, tensor in tensors.items():
+        per_feature = name in ("b_enc", "threshold", "b_gate", "b_mag")
+        if bool(tensor.isnan().any() if per_feature else not tensor.sum(dtype=torch.float64).isfinite()):
+            raise WeirError("contains NaN or Inf", f"{field}.{name}")
 
 
 def scale_input(tensors: dict[str, torch.Tensor], factor: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -148,7 +149,7 @@ class Lens:
             arXiv:2303.08112).
         layers: ``"all"``, a block index, or a list of them.
         top_k: the likeliest tokens of each row, so many of them.
-        path: of the tuned lens.
+        path: of the tuned lens, for the caller and the workers.
         positions: selector, as for `Capture`.
 
     Raises:
@@ -159,20 +160,22 @@ class Lens:
     kind: str = "logit"
     layers: Any = "all"
     top_k: int = 10
-    path: str | None = None
+    path: Any = None
     positions: Any = "all"
     at: str = field(default="lens", repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.kind not in LENSES:
             raise WeirError(f"unknown lens {brief(self.kind)!r}; choose from {', '.join(LENSES)}", f"{self.at}.kind")
-        if self.path is not None and (not isinstance(self.path, str) or not self.path):
-            raise WeirError(f"a path is a text, got {type(self.path).__name__}", f"{self.at}.path")
+        path = os.fspath(self.path) if isinstance(self.path, os.PathLike) else self.path
+        if path is not None and (not isinstance(path, str) or not path):
+            raise WeirError(f"a path is a text, got {type(path).__name__}", f"{self.at}.path")
         if (self.kind == "tuned") != (self.path is not None):
             wanted = "a tuned lens is loaded from a path" if self.kind == "tuned" else "a logit lens has no path"
             raise WeirError(wanted, f"{self.at}.path")
         set_fields(
             self,
+            path=path,
             layers=parse_layers(self.layers, f"{self.at}.layers"),
             top_k=_count(self.top_k, f"{self.at}.top_k"),
             positions=Positions.parse(self.positions, f"{self.at}.positions"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,6 +112,27 @@ class Lenses:
         return None if layer == self._num_layers else self._tuned[read_out.key][layer]
 
 
+def check_tuned_lens(path: Path, num_layers: int, d_model: int, field: str = "lens.path") -> None:
+    """Raise WeirError, naming `field`, unless a directory has a tuned lens for a model of this size.
+
+    The translators themselves are not read.
+    """
+    try:
+        config = json.loads((path / "config.json").read_text())
+        kind, layers, width = config.get("lens_type"), config["num_hidden_layers"], config["d_model"]
+        os.stat(path / "params.pt")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise WeirError(
+            f"{path} is no tuned lens with config.json and params.pt: {type(e).__name__}: {e}", field
+        ) from None
+    if kind not in (None, "linear_tuned_lens"):
+        raise WeirError(f"its lens_type is {kind!r}; served is 'linear_tuned_lens'", field)
+    if (layers, width) != (num_layers, d_model):
+        raise WeirError(
+            f"it is for {layers} blocks of width {width}, and the model has {num_layers} of width {d_model}", field
+        )
+
+
 def load_translators(path: Path, num_layers: int, d_model: int) -> list[Translator]:
     """Load a directory that the package `tuned-lens` has saved: ``config.json`` and ``params.pt``.
 
@@ -119,21 +141,11 @@ def load_translators(path: Path, num_layers: int, d_model: int) -> list[Translat
     Raises:
         WeirError: if they cannot be read, or are for another model.
     """
+    check_tuned_lens(path, num_layers, d_model)
     try:
-        config = json.loads((path / "config.json").read_text())
         state = torch.load(path / "params.pt", map_location="cpu", weights_only=True)
-        kind, layers, width = config.get("lens_type"), config["num_hidden_layers"], config["d_model"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, pickle.UnpicklingError) as e:
-        raise WeirError(
-            f"{path} is no tuned lens with config.json and params.pt: {type(e).__name__}: {e}", "lens.path"
-        ) from None
-    if kind not in (None, "linear_tuned_lens"):
-        raise WeirError(f"its lens_type is {kind!r}; served is 'linear_tuned_lens'", "lens.path")
-    if (layers, width) != (num_layers, d_model):
-        raise WeirError(
-            f"it is for {layers} blocks of width {width}, and the model has {num_layers} of width {d_model}",
-            "lens.path",
-        )
+    except (OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError) as e:
+        raise WeirError(f"cannot read {path / 'params.pt'}: {type(e).__name__}: {e}", "lens.path") from None
     wanted = {f"{layer}.{name}" for layer in range(num_layers) for name in ("weight", "bias")}
     if not isinstance(state, dict) or set(state) != wanted:
         raise WeirError("its params.pt does not have one weight and one bias for each block", "lens.path")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ def test_a_label_is_an_index(grid: Grid, data: Any) -> None:
     assert grid.sel(**chosen) == grid[index]
     part = grid.sel(**{name: [label] for name, label in chosen.items()})
     assert isinstance(part, Grid) and part.shape == (1,) * len(grid.axes) and part.array.item() == grid[index]
-    assert grid.dims == tuple(grid.axes) and np.asarray(grid) is grid.array and len(grid) == grid.shape[0]
+    assert grid.dims == tuple(grid.axes) and np.shares_memory(grid, grid.array) and len(grid) == grid.shape[0]
 
 
 @given(grids(), st.data())
@@ -41,6 +43,19 @@ def test_the_order_of_selections_does_not_matter(grid: Grid, data: Any) -> None:
     assert isinstance(turned, Grid) and turned.axes[name] == tuple(order)
     back = turned.sel(**{name: list(grid.axes[name])})
     assert isinstance(back, Grid) and (back.array == grid.array).all() and back.axes == grid.axes
+
+
+def test_it_is_an_array() -> None:
+    grid = Grid(np.arange(6.0).reshape(2, 3), {"layer": (0, 3), "position": (4, 5, -1)})
+    assert isinstance(grid, np.ndarray) and grid.ndim == 2 and grid.size == 6
+    assert grid.max() == np.max(grid) == 5 and grid.argmax() == 5 and isinstance(grid.mean(), float)
+    for plain in (grid - 1, abs(grid), grid > 2, grid[0], grid.mean(0), np.exp(grid), grid.array):
+        assert type(plain) is np.ndarray
+    assert (grid - 1 == np.arange(-1.0, 5).reshape(2, 3)).all()
+    assert np.unravel_index(np.abs(grid).argmax(), grid.shape) == (1, 2)
+    assert not grid.T.axes and not grid.copy().axes  # of a view, nobody knows which axis is which
+    for same in (pickle.loads(pickle.dumps(grid)), copy.deepcopy(grid)):  # noqa: S301
+        assert type(same) is Grid and same.axes == grid.axes and (same.array == grid.array).all()
 
 
 def test_refused() -> None:

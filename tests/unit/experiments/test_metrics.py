@@ -52,6 +52,14 @@ def test_refused_tokens(a: Any, b: Any, field: str, says: str) -> None:
     assert error.value.field == field
 
 
+def test_ids_beyond_the_vocabulary() -> None:
+    for a, b, field in ((7, 5, "metric.a"), (5, [6, 9], "metric.b")):
+        with pytest.raises(WeirError, match="the vocabulary has 7") as error:
+            bind_metric(logit_diff(a, b), None, encode, 2, vocab_size=7)
+        assert error.value.field == field
+    assert bind_metric(logit_diff(6, 0), None, encode, 2, vocab_size=7) == BoundLogitDiff(((6, 0), (6, 0)))
+
+
 def test_texts_need_a_tokenizer() -> None:
     with pytest.raises(WeirError, match="no tokenizer") as error:
         logit_diff(" Mary", 5).bind(None, 1)

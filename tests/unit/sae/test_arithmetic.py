@@ -21,6 +21,7 @@ from tests.support.sae_reference import (
     write_v6,
 )
 from vllm_weir.errors import WeirError
+from vllm_weir.sae.tensors import check_finite
 
 EXACT = 1e-5
 SITE = ("resid_post", 2)
@@ -226,6 +227,35 @@ def test_heads():
         with pytest.raises(WeirError) as e:
             sae.encode(wrong)
         assert e.value.field == "rows"
+
+
+def test_arrays_and_lists_are_taken_as_tensors_are():
+    sae, _ = pair("standard")
+    h = rows(4)
+    features = sae.encode(h)
+    for numbers in (h.numpy(), h.tolist()):
+        assert torch.equal(sae.encode(numbers), features) and torch.equal(sae.top(numbers, 3)[0], sae.top(h, 3)[0])
+        assert torch.equal(sae.reconstruct(numbers), sae.reconstruct(h))
+    assert torch.equal(sae.decode(features.numpy()), sae.decode(features))
+    for ask, field in ((sae.encode, "rows"), (sae.decode, "features")):
+        for wrong in ("rows", None, [[1.0], [1.0, 2.0]]):
+            with pytest.raises(WeirError) as e:
+                ask(wrong)
+            assert e.value.field == field
+
+
+def test_weights_that_would_give_nan_are_told_from_features_that_are_never_active():
+    tensors = weights("jumprelu")
+    for name, at in (("W_enc", (0, 3)), ("W_dec", (3, 0)), ("b_dec", (3,)), ("b_enc", (3,)), ("threshold", (3,))):
+        for value in (float("nan"), float("inf")):
+            broken = {**tensors, name: tensors[name].clone()}
+            broken[name][at] = value
+            if value == float("inf") and name in ("b_enc", "threshold"):
+                check_finite(broken, "sae")
+                continue
+            with pytest.raises(WeirError) as e:
+                check_finite(broken, "sae")
+            assert e.value.field == f"sae.{name}"
 
 
 def test_half_precision_weights_are_read_in_float32():

@@ -401,3 +401,9 @@ def test_any_configuration_is_loaded_or_refused(tmp_path_factory, entries):
         assert e.field
     else:
         assert sae.encode(rows(2)).shape == (2, D_SAE)
+
+
+def test_what_is_no_path():
+    with pytest.raises(WeirError) as e:
+        weir.SAE.load(3)
+    assert e.value.field == "path"

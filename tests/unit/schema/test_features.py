@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ VALID = [
     (weir.Lens(), {"kind": "logit", "layers": "all", "top_k": 10}),
     (weir.Lens("logit", 3, 4), {"kind": "logit", "layers": [3], "top_k": 4}),
     (
-        weir.Lens("tuned", layers=[5, 2], path="lens", positions="last_prompt"),
+        weir.Lens("tuned", layers=[5, 2], path=Path("lens"), positions="last_prompt"),
         {"kind": "tuned", "layers": [2, 5], "top_k": 10, "path": "lens", "positions": "last_prompt"},
     ),
 ]

@@ -144,19 +144,20 @@ def parse_hooks(hooks: Any) -> tuple[str, ...]:
     return names
 
 
-def parse_metric(metric: Any, tokenizer: Any) -> tuple[LogitsMetric, str]:
+def parse_metric(metric: Any, tokenizer: Any, vocab_size: int) -> tuple[LogitsMetric, str]:
     """Return a metric as a function of logits [vocabulary], and its name.
 
     Args:
         metric: `logit_diff(a, b)`, `on_logits(f)`, or a function of a torch tensor.
         tokenizer: for the texts of a `logit_diff`; None if there is none.
+        vocab_size: tokens of the model.
 
     Raises:
         WeirError: if it is none of these.
     """
     if isinstance(metric, LogitDiff):
         encode = None if tokenizer is None else (lambda text: tokenizer.encode(text, add_special_tokens=False))
-        bound = metric.bind(encode, 1)
+        bound = metric.bind(encode, 1, vocab_size=vocab_size)
         a, b = bound.tokens[0]
         return (lambda logits: logits[a] - logits[b]), bound.name
     if isinstance(metric, OnLogits):

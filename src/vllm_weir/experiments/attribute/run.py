@@ -90,7 +90,7 @@ def attribute(
     prompts = PromptPair.encode(clean, corrupt, mode, tokenizer)
     asked = AskedSites.parse(hooks, layers, heads, twin.num_layers, lambda site: _shape(twin, site))
     chosen = prompts.select(positions, () if tokenizer is None else tokenizer.all_special_ids)
-    function, name = parse_metric(metric, tokenizer)
+    function, name = parse_metric(metric, tokenizer, twin.vocab_size)
     rows = twin.rows(prompts.source, asked.sites)
     error = None
     if engine is not None:

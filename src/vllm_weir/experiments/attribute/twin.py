@@ -101,6 +101,11 @@ class Twin:
         """Where it runs."""
         return next(self.network.parameters()).device
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the model."""
+        return int(self.network.config.get_text_config().vocab_size)
+
     def require(self, site: Site, field: str = "hooks") -> Anchor:
         """Return where a site is; raise WeirError with the reason if it was not found."""
         anchor = self._sites.anchors.get(site)

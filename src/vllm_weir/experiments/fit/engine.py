@@ -52,6 +52,7 @@ class FitEngine:
         capture: what is captured of each prompt.
         longest: tokens of a prompt.
         positions: the selector.
+        vocab_size: tokens of the model.
 
     Raises:
         WeirError: naming the field, if the engine cannot give these rows.
@@ -74,6 +75,7 @@ class FitEngine:
         self.hook, self.positions = asked.hook, asked.positions
         _check_rows(self.capabilities, self.hook, self.layers)
         self.longest = llm.model_config.max_model_len - 1
+        self.vocab_size: int = llm.model_config.get_vocab_size()
 
     def tokenizer(self) -> Any:
         """Return the engine's tokenizer; None if it has none."""

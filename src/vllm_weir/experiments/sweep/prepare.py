@@ -78,8 +78,9 @@ def prepare(
     names, entries = _parse_hooks(hooks), parse_entries(positions)
     engine = EngineFacts(llm)
     pairs = _encode_pairs(engine, parse_one_or_more(clean, "clean"), parse_one_or_more(corrupt, "corrupt"))
-    bound = bind_metric(metric, sampling, None if engine.tokenizer is None else engine.encode_token, len(pairs))
-    if isinstance(bound, OnLogits) and 0 <= engine.model.max_logprobs < engine.model.get_vocab_size():
+    encode_token, vocab_size = None if engine.tokenizer is None else engine.encode_token, engine.model.get_vocab_size()
+    bound = bind_metric(metric, sampling, encode_token, len(pairs), vocab_size=vocab_size)
+    if isinstance(bound, OnLogits) and 0 <= engine.model.max_logprobs < vocab_size:
         raise WeirError("a metric on all logits needs an engine that gives them: LLM(..., max_logprobs=-1)", "metric")
     bases = [pair.corrupt if mode == DENOISE else pair.clean for pair in pairs]
     sources = [pair.clean if mode == DENOISE else pair.corrupt for pair in pairs]

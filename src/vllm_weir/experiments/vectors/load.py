@@ -51,6 +51,8 @@ def load_vector(
         WeirError: for what is damaged, ambiguous or no direction, naming the entry; StoreError if
             it cannot be read.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise WeirError(f"expected the path of a file or folder, got {type(path).__name__}", "path")
     given, place = Given(layers, hook, numbering), Path(path)
     if feature is not None:
         found = _feature(place, feature, given)

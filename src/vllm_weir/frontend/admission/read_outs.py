@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
@@ -15,6 +16,7 @@ from vllm_weir.schema.features import Features, Lens
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.read_outs import FEATURES, LENS, ReadOut
+from vllm_weir.worker.lenses import check_tuned_lens
 
 FindSAE = Callable[[str, str], LoadedSAE]
 """(name, field) -> the autoencoder under a name, or raises WeirError."""
@@ -103,6 +105,8 @@ def _lens(asked: Lens, capabilities: EngineCapabilities, vocabulary: Vocabulary)
         raise WeirError(capabilities.no_lens, asked.at)
     if vocabulary.size and asked.top_k > vocabulary.size:
         raise WeirError(f"the model has {vocabulary.size} tokens; ask for as many at most", f"{asked.at}.top_k")
+    if asked.path is not None:
+        check_tuned_lens(Path(asked.path), capabilities.num_layers, capabilities.d_model, f"{asked.at}.path")
     positions = _positions(asked.positions, asked.at, vocabulary)
     layers = Capture("resid_post", asked.layers, path=asked.at).resolve_layers(capabilities.num_layers)
     return [

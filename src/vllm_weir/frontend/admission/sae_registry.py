@@ -13,6 +13,7 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE
+from vllm_weir.sae.tensors import check_finite
 from vllm_weir.schema.features import MAX_NAME, SetFeature
 from vllm_weir.schema.hooks import DERIVED_HOOKS
 from vllm_weir.schema.row_shapes import row_width
@@ -202,7 +203,10 @@ def _set(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
 
 
 def check_fits(sae: SAE, capabilities: EngineCapabilities) -> None:
-    """Raise WeirError unless the engine serves the hook point that an autoencoder reads, with rows of its width."""
+    """Raise WeirError unless the engine serves the hook point that an autoencoder reads, with rows of its width.
+
+    Weights that are not finite are refused, too.
+    """
     site = sae.site
     why = capabilities.sites.get(site, f"the model has {capabilities.num_layers} blocks and no such point")
     if not why and site.hook in DERIVED_HOOKS:
@@ -218,6 +222,7 @@ def check_fits(sae: SAE, capabilities: EngineCapabilities) -> None:
         raise WeirError(f"it reads {sae.d_in} values, and {row} of {site} has {width}", "sae.d_in")
     if sae.config.is_transcoder:
         _check_output(sae, capabilities)
+    check_finite(sae.tensors, "sae")
 
 
 def _check_output(sae: SAE, capabilities: EngineCapabilities) -> None:

@@ -114,6 +114,7 @@ def test_pictures(result, tmp_path):
         (dict(top_k=-1), "top_k", "not negative"),
         (dict(metric="happy"), "metric", "expected weir.logit_diff"),
         (dict(metric=weir.logit_diff(" happy sad", " sad")), "metric.a", "tokens"),
+        (dict(metric=weir.logit_diff(3, 5000)), "metric.b", "token 5000 does not exist"),
         (dict(clean="Tom"), "corrupt", "so their positions do not correspond"),
         (dict(clean=[]), "clean", "no tokens"),
         (dict(clean={"a": 1}), "clean", "a prompt is a text, a list of messages"),

@@ -197,6 +197,7 @@ def test_arrays_that_are_no_directions(tmp_path, arrays, field):
 
 
 def test_what_is_no_file_of_vectors(tmp_path):
+    refused("path", 3)
     with pytest.raises(MissingFile):
         load_vector(tmp_path / "none")
     (tmp_path / "v").write_bytes(b"")
