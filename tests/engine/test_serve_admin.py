@@ -196,6 +196,38 @@ def test_both_engines_read_and_steer(server, tmp_path):
     assert sum(after.values()) - sum(before.values()) == 33
 
 
+def test_named_probes_score_on_both_engines(server):
+    """Each version of a probe is that of every later request, in either process and on either engine; then it is gone.
+
+    The reference is a projection, which no registry is asked for.
+    """
+    weight, name = V / 16, f"resid_post.{LAYER}"
+    products = CAPTURE | {"project": [weight.tolist()]}
+    before = server.finished_by_engine()
+
+    def off(k: float) -> float:
+        found = server.complete({"probes": ["mood"], "capture": [products]})["weir"]["scores"]
+        assert found["mood"]["positions"] == found["positions"] and len(found["positions"]) > G
+        return np.abs(np.array(found["mood"]["values"]) - k * np.array(found["sites"][name]) - 0.5).max()
+
+    for k in (1.0, -2.0, 3.0):
+        fields = {"kind": "linear", "weight": (k * weight).tolist(), "bias": 0.5, "layer": LAYER}
+        server.done("PUT", "/v1/probes/mood", json=fields)
+        with ThreadPoolExecutor(16) as pool:
+            assert max(pool.map(off, [k] * 16)) <= 1e-4
+    after = server.finished_by_engine()
+    assert all(after[e] - before.get(e, 0) >= 8 for e in ("0", "1")), (before, after)
+    add = {"op": "add", "vector": V.tolist(), "layers": [4], "when": {"probe": "mood", "above": 0.5}}
+    for _ in range(4):  # a gate looks the name up, too
+        found = server.complete({"interventions": [add]})["weir"]
+        fired = sum(score > 0.5 for (score,) in found["scores"]["mood"]["values"])
+        assert found["receipt"]["gates"][0]["fired"] == fired
+    assert server("DELETE", "/v1/probes/mood").status_code == 204
+    for _ in range(6):
+        gone = {"model": "demo", "prompt": PROMPT, "weir": {"v": 1, "probes": ["mood"]}}
+        assert server("POST", "/v1/completions", json=gone).status_code == 400
+
+
 def test_keys_on_a_real_server(server):
     """vLLM's API key reads; changing needs the admin key as well. Errors have vLLM's form."""
     assert server("GET", "/v1/vectors", headers={"Authorization": "Bearer no"}).status_code == 401

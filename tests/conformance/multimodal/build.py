@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.conformance.multimodal.recipe import Recipe
 from tests.conformance.zoo.build import fill, rename
@@ -33,6 +35,8 @@ def build(recipe: Recipe, where: Path) -> Path:
     model.save_pretrained(where)
     if recipe.rename:
         rename(where / "model.safetensors", recipe.rename)
+    if recipe.transposed:
+        transpose(where / "model.safetensors", recipe.transposed)
     written = json.loads((where / "config.json").read_text())
     written["architectures"] = [recipe.architecture]
     (where / "config.json").write_text(json.dumps(written, indent=1))
@@ -41,6 +45,15 @@ def build(recipe: Recipe, where: Path) -> Path:
     processor.chat_template = tokenizer.chat_template = CHAT_TEMPLATE.replace("PLACEHOLDER", placeholder)
     processor.save_pretrained(where)
     return where
+
+
+def transpose(checkpoint: Path, parts: Sequence[str]) -> None:
+    """Transpose the last two dimensions of a checkpoint's tensors whose names have one of the parts."""
+    tensors = load_file(checkpoint)
+    for name in tensors:
+        if any(part in name for part in parts):
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, checkpoint, {"format": "pt"})
 
 
 def make_tokenizer(recipe: Recipe, where: Path) -> Any:

@@ -20,22 +20,29 @@ Site = tuple[str, int]
 MUTUAL = ("pattern", "attn_scores")
 """Refused for prompts with items whose tokens see each other."""
 ROTATED = ("q", "k", "q_rot", "k_rot")
-PROCESSORS_NAMES = {"image": "images", "audio": "audio"}
-TOKEN_NAMES = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
+PROCESSORS_NAMES = {"image": "images", "audio": "audio", "video": "videos"}
+FPS = 2.0
+"""Frames a second of videos."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and its items, by modality."""
+    """A prompt and its items, by modality.
+
+    Attributes:
+        text: with a mark for each item.
+        unmarked: what vLLM is given instead, where it puts marks itself; "" elsewhere.
+    """
 
     text: str
     items: Mapping[str, tuple[Any, ...]]
+    unmarked: str = ""
 
     @property
     def for_vllm(self) -> dict[str, Any]:
         """As `LLM.generate` takes it."""
-        data = {modality: list(some) for modality, some in self.items.items() if some}
-        return {"prompt": self.text} | ({"multi_modal_data": data} if data else {})
+        data = {m: [film(one) if m == "video" else one for one in some] for m, some in self.items.items() if some}
+        return {"prompt": self.unmarked or self.text} | ({"multi_modal_data": data} if data else {})
 
 
 def picture(size: tuple[int, int], seed: int = 0) -> Any:
@@ -51,11 +58,33 @@ def sound(seed: int = 0, seconds: float = 0.4, rate: int = 16_000) -> Any:
     return np.random.default_rng(seed).standard_normal(int(seconds * rate)).astype(np.float32)
 
 
+def frames(size: tuple[int, int], seed: int = 0, count: int = 4) -> np.ndarray:
+    """A video of noise, [frames, height, width, 3]."""
+    width, height = size
+    return np.random.default_rng(seed).integers(0, 255, (count, height, width, 3), dtype=np.uint8)
+
+
+def film(video: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    """A video and what vLLM is told of it."""
+    count = len(video)
+    told = {"fps": FPS, "duration": count / FPS, "total_num_frames": count, "frames_indices": list(range(count))}
+    return video, told | {"video_backend": "opencv", "do_sample_frames": False}
+
+
+def _item(modality: str, size: tuple[int, int], seed: int) -> Any:
+    if modality == "audio":
+        return sound(seed)
+    return picture(size, seed) if modality == "image" else frames(size, seed, 4 + 2 * seed)
+
+
 def prompts(recipe: Recipe) -> list[Prompt]:
-    """Text alone; one item in the middle; two items, the first at the start."""
+    """Text alone; one item in the middle; two items, the first at the start. Or one in front, twice."""
     (modality, mark), *_ = recipe.media.items()
-    items = [picture(size, n) if modality == "image" else sound(n) for n, size in enumerate(recipe.sizes)]
+    items = [_item(modality, size, n) for n, size in enumerate(recipe.sizes)]
     words = [" ".join(f"w{(7 * k + 11 * n) % 500}" for k in range(12)) for n in range(3)]
+    if recipe.one_in_front:
+        both = zip(words[1:], items, strict=True)
+        return [Prompt(words[0], {}), *(Prompt(f"{mark}{text}", {modality: (one,)}, text) for text, one in both)]
     return [
         Prompt(words[0], {}),
         Prompt(f"w1 w2 w3 {mark} {words[1]}", {modality: (items[0],)}),
@@ -72,17 +101,21 @@ class Reference:
 
     def __init__(self, recipe: Recipe, where: Path, on_cpu: bool = True) -> None:
         self.recipe = recipe
-        self.oracle = MediaOracle(where, recipe.mutual if on_cpu else ())
+        self.oracle = MediaOracle(where, recipe.mutual if on_cpu else (), recipe.from_zero)
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Take up a prompt; its token ids, placeholders expanded."""
-        items = {PROCESSORS_NAMES[m]: list(some) for m, some in prompt.items.items() if some}
+        items: dict[str, Any] = {PROCESSORS_NAMES[m]: list(some) for m, some in prompt.items.items() if some}
+        if "videos" in items:
+            told = [film(one)[1] for one in items["videos"]]
+            items["video_metadata"] = [{k: v for k, v in one.items() if k != "do_sample_frames"} for one in told]
         return self.oracle.prompt(prompt.text, **items)
 
     def media_positions(self, prompt: Prompt) -> list[int]:
         """The positions that hold embeddings of items: those of the placeholder's token."""
-        config = self.oracle.model.config
-        token = next(v for name in TOKEN_NAMES if (v := getattr(config, name, None)) is not None)
+        config, modality = self.oracle.model.config, next(iter(self.recipe.media))
+        names = (f"{modality}_token_id", f"{modality}_token_index")
+        token = next(v for name in names if (v := getattr(config, name, None)) is not None)
         return [p for p, one in enumerate(self.ids(prompt)) if one == token]
 
     def rows(self, prompt: Prompt, generated: Sequence[int], steer: Any = None) -> dict[Site, torch.Tensor]:

@@ -14,7 +14,8 @@ HEAD = """
 Tiny ones too, in fp32 on a CPU (`python -m tests.conformance.multimodal`), with the bound 1e-5. Three prompts each: of
 text alone, with one item, and with two; rows at every position of every point that is served, against transformers. The
 last number is about vectors added at the items' positions, `{"modality": ...}`, at each point in turn: all rows that
-follow. `router_logits` and the like are left out of the points where the reference has none.
+follow. `router_logits` and the like are left out of the points where the reference has none. Not in the table:
+`AyaVisionForConditionalGeneration`, which vLLM has dropped (0.24), and Molmo, of which transformers has no model.
 
 | architecture | vLLM's class | takes | text | with items | added at items | refused, and why |
 |---|---|---|---|---|---|---|

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.conformance.multimodal.other_recipes import OTHER_RECIPES
 from tests.conformance.multimodal.recipe import TEXT, TOWER, Ids, Recipe
-from tests.conformance.multimodal.recipes import (
-    RECIPES,
-    SIGLIP,
-)
+from tests.conformance.multimodal.recipes import RECIPES, SIGLIP
 
 SIDE = {"height": 56, "width": 56}
 
@@ -145,4 +143,4 @@ _RECIPES = (
         },
     ),
 )
-ALL_RECIPES = RECIPES | {recipe.architecture: recipe for recipe in _RECIPES}
+ALL_RECIPES = RECIPES | {recipe.name: recipe for recipe in (*_RECIPES, *OTHER_RECIPES)}

@@ -18,17 +18,19 @@ class MediaOracle(Oracle):
     Args:
         model_dir: the directory.
         ignored: what the passes are not given although the processor makes it.
+        from_zero: whether positions begin at 0 although the model's own begin at 1.
 
     Attributes:
         processor: transformers' processor.
         given: what the passes are given besides token ids, as the processor made it; empty for text.
     """
 
-    def __init__(self, model_dir: str | Path, ignored: Sequence[str] = ()) -> None:
+    def __init__(self, model_dir: str | Path, ignored: Sequence[str] = (), from_zero: bool = False) -> None:
         from transformers import AutoProcessor
 
         self.processor = AutoProcessor.from_pretrained(model_dir)
         self.given: dict[str, torch.Tensor] = {}
+        self._from_zero = from_zero
         self._left_out = {"input_ids", "attention_mask", *ignored}
         super().__init__(model_dir)
 
@@ -53,6 +55,8 @@ class MediaOracle(Oracle):
             name: torch.nn.functional.pad(v, (0, len(ids) - v.shape[1])) if name.endswith("type_ids") else v
             for name, v in self.given.items()
         }
+        if self._from_zero:
+            given["position_ids"] = torch.arange(len(ids))[None]
         return self.model(input_ids=torch.tensor([list(ids)]), use_cache=False, **given).logits[0]
 
     def _watch_embed(self, stack: contextlib.ExitStack, ends: dict[str, torch.Tensor], taken: Take) -> None:

@@ -44,12 +44,17 @@ class Recipe:
         names: attribute of the tokenizer -> special token.
         sizes: (width, height) of test images, pixels.
         rename: parts of names of weights -> what hubs' checkpoints call them, and vLLM expects.
+        transposed: parts of names of weights of experts that hubs' checkpoints have transposed.
         engine: further arguments of ``vllm.LLM``.
         mutual: what transformers is given so that tokens of one item see each other, which vLLM's
             attention for CPUs does not let them.
         interleaved: whether the columns of a head's queries and keys, which transformers rotates in
             pairs, come in two halves in vLLM.
         no_media: why vLLM cannot run a prompt with items on a CPU; "" if it can.
+        variant: tells recipes of one architecture apart.
+        from_zero: whether positions begin at 0 in vLLM, and at 1 in transformers, which turns all queries
+            and keys by the same angle.
+        one_in_front: whether vLLM puts the only item that a prompt may have in front of it by itself.
     """
 
     architecture: str
@@ -61,10 +66,19 @@ class Recipe:
     names: Mapping[str, str] = field(default_factory=dict)
     sizes: tuple[tuple[int, int], ...] = ((56, 56), (56, 56))
     rename: Mapping[str, str] = field(default_factory=dict)
+    transposed: tuple[str, ...] = ()
     engine: Mapping[str, Any] = field(default_factory=dict)
     mutual: tuple[str, ...] = ()
     interleaved: bool = False
     no_media: str = ""
+    variant: str = ""
+    from_zero: bool = False
+    one_in_front: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the recipe; no two have the same."""
+        return f"{self.architecture}-{self.variant}" if self.variant else self.architecture
 
     @property
     def ids(self) -> dict[str, int]:

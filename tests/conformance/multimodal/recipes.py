@@ -78,7 +78,8 @@ def _qwen2_vl(ids: Ids) -> dict[str, Any]:
     )
 
 
-def _qwen2_5_vl(ids: Ids) -> dict[str, Any]:
+def qwen2_5_vl(ids: Ids) -> dict[str, Any]:
+    """Qwen2.5-VL's configuration."""
     vision = dict(hidden_size=64, out_hidden_size=128, depth=2, num_heads=2, intermediate_size=96, patch_size=14)
     return dict(
         text_config=dict(TEXT, model_type="qwen2_5_vl_text", rope_parameters=rope([4, 6, 6])),
@@ -87,7 +88,8 @@ def _qwen2_5_vl(ids: Ids) -> dict[str, Any]:
     )
 
 
-def _qwen3_vl(ids: Ids) -> dict[str, Any]:
+def qwen3_vl(ids: Ids) -> dict[str, Any]:
+    """Qwen3-VL's configuration."""
     vision = dict(hidden_size=64, out_hidden_size=128, depth=2, num_heads=2, intermediate_size=96, patch_size=14)
     interleaved = rope([4, 6, 6]) | {"mrope_interleaved": True}
     return dict(
@@ -104,7 +106,8 @@ def _qwen2_processor(tokenizer: Any, config: Any) -> Any:
     return Qwen2VLProcessor(Qwen2VLImageProcessor(**pixels), tokenizer, Qwen2VLVideoProcessor(**pixels))
 
 
-def _qwen2_5_processor(tokenizer: Any, config: Any) -> Any:
+def qwen2_5_processor(tokenizer: Any, config: Any) -> Any:
+    """Qwen2.5-VL's processor."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     pixels = dict(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}, patch_size=14, merge_size=2)
@@ -198,8 +201,8 @@ RECIPES = {
             "Qwen2_5_VLForConditionalGeneration",
             "qwen2_5_vl",
             QWEN,
-            _qwen2_5_vl,
-            _qwen2_5_processor,
+            qwen2_5_vl,
+            qwen2_5_processor,
             QWEN_MEDIA,
             sizes=QWEN_SIZES,
         ),
@@ -207,7 +210,7 @@ RECIPES = {
             "Qwen3VLForConditionalGeneration",
             "qwen3_vl",
             QWEN,
-            _qwen3_vl,
+            qwen3_vl,
             qwen3_processor,
             QWEN_MEDIA,
             sizes=QWEN_SIZES,

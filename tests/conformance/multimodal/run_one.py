@@ -22,7 +22,7 @@ def run_one(recipe: Recipe, where: Path) -> Finding:
     import torch
     import vllm
 
-    finding = Finding(recipe.architecture, next(iter(recipe.media)), vllm=vllm.__version__)
+    finding = Finding(recipe.name, next(iter(recipe.media)), vllm=vllm.__version__)
     torch.set_num_threads(1)
     try:
         _check(recipe, where, finding)
@@ -45,7 +45,10 @@ def _check(recipe: Recipe, where: Path, finding: Finding) -> None:
     truth = Reference(recipe, where, on_cpu)
     arguments: dict[str, Any] = ARGUMENTS | ({} if on_cpu else ON_GPU)
     arguments |= {"max_model_len": 256, "skip_tokenizer_init": False}
-    arguments |= {"limit_mm_per_prompt": dict.fromkeys(recipe.media, 3), "skip_mm_profiling": True}
+    arguments |= {
+        "limit_mm_per_prompt": dict.fromkeys(recipe.media, 1 if recipe.one_in_front else 3),
+        "skip_mm_profiling": True,
+    }
     llm = LLM(str(where), **arguments | dict(recipe.engine))
     finding.model_class = llm.apply_model(_class_name)[0]
     sites = list(weir.sites(llm))
