@@ -170,6 +170,14 @@ class NormedValues(Attention):
         return q, k, self.v_norm(v.reshape(len(v), -1, SIZE)).flatten(1)
 
 
+class ScaledValues(Attention):
+    """Values are scaled before attention, without a module, as in MiMo V2."""
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        return q, k, 0.7 * v
+
+
 class Interleaved(Attention):
     """The heads' queries, keys and values lie one after another."""
 

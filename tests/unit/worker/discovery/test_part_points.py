@@ -112,9 +112,11 @@ def test_biases_that_are_added_later_are_part_of_the_value(dtype):
     assert found(left_to_the_block) == DENSE
 
 
-def test_normalised_values():
-    sites = find(block(toys.NormedValues))
+@pytest.mark.parametrize("attention", [toys.NormedValues, toys.ScaledValues])
+def test_values_that_attention_is_not_given_as_they_are(attention):
+    sites = find(block(attention))
     assert found(sites) == DENSE
+    assert where(sites, "k") == ("self_attn.qkv", "after", (Q, Q + KV))
     assert where(sites, "v") == ("self_attn.qkv", "after", (Q + KV, Q + 2 * KV))
 
 
