@@ -224,7 +224,8 @@ class _Steering:
         """Where twice as little is not twice the change; None if nowhere."""
         once, twice = (self._added(site, k * small * vector, positions_for(site[0])) for k in (1, 2))
         for at in self.good:
-            if _before(at, site) or at[0] in ("final_norm", *DERIVED):
+            # Further on, routers have sent tokens elsewhere, or fp32 sees too little of what is left.
+            if _before(at, site) or at[1] > site[1] + 1 or at[0] in ("final_norm", *DERIVED):
                 continue
             plain = self._prompt(self.plain, at).flatten(1)
             one, two = (self._prompt(answer, at).flatten(1) - plain for answer in (once, twice))

@@ -45,15 +45,15 @@ def inside_errors(engine: Engine, answers: Sequence[Answer]) -> dict[str, float]
 
     captured = [answer.rows for answer in answers if answer.rows]
     for rows in captured:
-        _patterns(rows, note)
-        _neurons(rows, note)
+        patterns(rows, note)
+        neurons(rows, note)
     for first, second in pairwise(captured):
-        _first_tokens(first, second, note)
+        first_tokens(first, second, note)
     engine.llm.apply_model(lambda model: _projections(model, captured, note))
     return worst
 
 
-def _patterns(rows: Rows, note: Note) -> None:
+def patterns(rows: Rows, note: Note) -> None:
     """A pattern is the softmax of its scores, and attention's result is what it makes of the values."""
     for (hook, layer), pattern in rows.items():
         if hook != "pattern":
@@ -68,7 +68,7 @@ def _patterns(rows: Rows, note: Note) -> None:
             note(_apart(torch.einsum("qhk,khd->qhd", pattern, v), z), "pattern", "v", "z")
 
 
-def _neurons(rows: Rows, note: Note) -> None:
+def neurons(rows: Rows, note: Note) -> None:
     """What the down projection is given is an activation, times the other half of a gated MLP."""
     for (hook, layer), post in rows.items():
         pre, linear = rows.get(("mlp_pre", layer)), rows.get(("mlp_pre_linear", layer))
@@ -77,7 +77,7 @@ def _neurons(rows: Rows, note: Note) -> None:
             note(min(_apart(f(pre) * (1 if linear is None else linear), post) for f in ACTIVATIONS), *hooks)
 
 
-def _first_tokens(first: Rows, second: Rows, note: Note) -> None:
+def first_tokens(first: Rows, second: Rows, note: Note) -> None:
     """Nothing is rotated at position 0: from one request to the next, all columns of a head change by one factor."""
     for (rotated, layer), here in first.items():
         if rotated not in ("q_rot", "k_rot"):
@@ -101,7 +101,7 @@ def _projections(model: torch.nn.Module, captured: Sequence[Rows], note: Note) -
                         row = rows.get((hook, layer))
                         out = _run(linear, given) if given is not None and row is not None else None
                         if out is not None:
-                            note(_gathered(row.flatten(1), out), source, hook)
+                            note(gathered(row.flatten(1), out), source, hook)
                 for source, hook in RETURNED.items():
                     given, row = rows.get((source, layer)), rows.get((hook, layer))
                     out = _run(linear, given) if given is not None and row is not None else None
@@ -124,7 +124,7 @@ def _run(linear: Any, rows: torch.Tensor) -> torch.Tensor | None:
     return out.float()
 
 
-def _gathered(rows: torch.Tensor, out: torch.Tensor) -> float:
+def gathered(rows: torch.Tensor, out: torch.Tensor) -> float:
     """How far the columns of `rows` are from the columns of `out` that are nearest, each used once."""
     if out.shape[1] < rows.shape[1]:
         return 1.0
