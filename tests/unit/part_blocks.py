@@ -327,6 +327,17 @@ class WithShared(Routed):
         return self.shared(x) + super().forward(x)
 
 
+class UnknownExperts(nn.Module):
+    """Experts in a module that nothing is known of, as in GPT-OSS on the Transformers backend."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.weight = nn.Linear(D, EXPERTS), nn.Parameter(torch.randn(EXPERTS, D, D))
+
+    def forward(self, x):
+        return torch.einsum("te,td,edf->tf", self.gate(x).softmax(-1), x, self.weight)
+
+
 class Chosen(Experts):
     """Is given the chosen experts and their weights, and never sees logits."""
 

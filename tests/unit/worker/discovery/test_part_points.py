@@ -166,6 +166,14 @@ def test_experts_whose_router_is_not_seen():
     assert "no linear module returns the logits" in sites.refused[Site("router_logits", 1)]
 
 
+def test_experts_in_a_module_that_nothing_is_known_of():
+    """They are refused as what they are, not as if the block had none."""
+    sites = find(block(mlp=toys.UnknownExperts))
+    assert found(sites) == {*ATTENTION_HOOKS}
+    assert "nor a layer of experts that vLLM tells about" in sites.refused[Site("router_logits", 1)]
+    assert "no experts" in find(block()).refused[Site("router_logits", 1)]
+
+
 def test_in_a_parallel_block_the_first_reader_is_not_written():
     """What is added to the one tensor before attention reads it, the MLP would read too."""
     sites = find(block(base=Parallel), fused=True)
