@@ -145,8 +145,7 @@ _PARTLY = [
     _other("JambaForCausalLM", "attention", dict(attn_layer_period=1, attn_layer_offset=0)),
     _other("LagunaForCausalLM", "dense", dict(mlp_layer_types=["dense"] * 4)),
     _other("MiniMaxM2ForCausalLM", "softmax", dict(scoring_func="softmax")),
-    _other("OlmoHybridForCausalLM", "attention", _FULL),
-    _other("Step3p5ForCausalLM", "softmax", dict(moe_router_activation="softmax", use_moe_router_bias=False)),
+    _other("Step3p5ForCausalLM", "softmax", dict(moe_router_activation="softmax")),
 ]
 """What runs on a CPU of those that do not as they are: the rest of their blocks."""
 _LLAMA_LIKE = (
