@@ -29,6 +29,7 @@ from tests.conformance.checks import (
     vector_for,
 )
 from tests.conformance.engine import LENGTHS, STEERED, Answer, Engine
+from tests.conformance.inside_identities import inside_errors
 from tests.conformance.oracle import FIVE
 from tests.conformance.verdict import Verdict
 from tests.conformance.zoo.entry import COARSE, EXACT
@@ -61,8 +62,10 @@ def check_identities(
     for answer in captured:
         if not torch.isfinite(answer.logprobs).all():
             raise Wrong("the model's own log-probabilities are not finite")
-        for hook, error in (identity_errors(answer.rows, None, gains) | inner_errors(answer.rows)).items():
+        for hook, error in identity_errors(answer.rows, None, gains).items():
             verdict.hooks[hook]["capture"] = max(verdict.hooks[hook]["capture"] or 0.0, error)
+    for hook, error in inside_errors(engine, captured).items():
+        verdict.hooks[hook]["capture"] = max(verdict.hooks[hook]["capture"] or 0.0, error)
     unchecked = [hook for hook, found in verdict.hooks.items() if found["layers"] and found["capture"] is None]
     for hook in unchecked:
         if hook in INNER:
@@ -119,31 +122,6 @@ def identity_errors(
             error = rel_err(made(("resid_pre", layer + 1)), rows["resid_post", layer])
             for hook in ("resid_pre", "resid_post"):
                 worst[hook] = max(worst.get(hook, 0.0), error)
-    return worst
-
-
-def inner_errors(rows: Rows) -> dict[str, float]:
-    """The largest error of what ties the points inside a block to each other, whatever the model."""
-    worst: dict[str, float] = {}
-
-    def note(error: float, *hooks: str) -> None:
-        for hook in hooks:
-            worst[hook] = max(worst.get(hook, 0.0), error)
-
-    for hook, layer in rows:
-        if hook != "pattern":
-            continue
-        pattern, scores = rows[hook, layer], rows.get(("attn_scores", layer))
-        sums = pattern.sum(-1, keepdim=True)
-        if scores is not None:  # a sink takes its part of every key alike
-            note(rel_err(scores.softmax(-1) * sums, pattern), "pattern", "attn_scores")
-        note(max(0.0, float(sums.max()) - 1), "pattern")
-        v, z = rows.get(("v", layer)), rows.get(("z", layer))
-        if v is not None and z is not None and v.shape[-1] == z.shape[-1]:
-            v = v.repeat_interleave(z.shape[1] // v.shape[1], 1)
-            error = rel_err(torch.einsum("qhk,khd->qhd", pattern, v), z)
-            if error < 0.01:  # else values are normed or z is gated, which the rows do not tell
-                note(error, "pattern", "v", "z")
     return worst
 
 
@@ -246,7 +224,8 @@ class _Steering:
         """Where twice as little is not twice the change; None if nowhere."""
         once, twice = (self._added(site, k * small * vector, positions_for(site[0])) for k in (1, 2))
         for at in self.good:
-            if _before(at, site) or at[0] in ("final_norm", *DERIVED):
+            # Further on, routers have sent tokens elsewhere, or fp32 sees too little of what is left.
+            if _before(at, site) or at[1] > site[1] + 1 or at[0] in ("final_norm", *DERIVED):
                 continue
             plain = self._prompt(self.plain, at).flatten(1)
             one, two = (self._prompt(answer, at).flatten(1) - plain for answer in (once, twice))

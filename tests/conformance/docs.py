@@ -22,8 +22,9 @@ max|difference| / max|reference| over all blocks, prompt and generated positions
 that follows from an addition at the point.
 
 The reference is the same model in transformers, whose hook points are read off the additions that its blocks make.
-Where transformers lacks the model (*identities*), the identities between hook points stand in, and checks of what an
-addition may move and what not. `(2 of 4)`: only that many blocks have the point. *none*: the reference has none either.
+Where transformers lacks the model (*identities*), the identities between hook points stand in, those between a point
+inside a block and what the model's own projections make of another, and checks of what an addition may move and what
+not. `(2 of 4)`: only that many blocks have the point. *none*: the reference has none either.
 Bounds: 1e-5; for routed experts and latent attention 1e-4.
 
 The last two columns say which points inside a part are served, and the largest errors among them:

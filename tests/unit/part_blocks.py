@@ -170,6 +170,14 @@ class NormedValues(Attention):
         return q, k, self.v_norm(v.reshape(len(v), -1, SIZE)).flatten(1)
 
 
+class ScaledValues(Attention):
+    """Values are scaled before attention, without a module, as in MiMo V2."""
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        return q, k, 0.7 * v
+
+
 class Interleaved(Attention):
     """The heads' queries, keys and values lie one after another."""
 
@@ -317,6 +325,17 @@ class WithShared(Routed):
 
     def forward(self, x):
         return self.shared(x) + super().forward(x)
+
+
+class UnknownExperts(nn.Module):
+    """Experts in a module that nothing is known of, as in GPT-OSS on the Transformers backend."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.weight = nn.Linear(D, EXPERTS), nn.Parameter(torch.randn(EXPERTS, D, D))
+
+    def forward(self, x):
+        return torch.einsum("te,td,edf->tf", self.gate(x).softmax(-1), x, self.weight)
 
 
 class Chosen(Experts):

@@ -141,6 +141,13 @@ _HYBRID = [
         dict(num_mem_blocks=2, layers_block_type=["hybrid", "linear_attention", "hybrid", "hybrid"]),
     ),
 ]
+_PARTLY = [
+    _other("JambaForCausalLM", "attention", dict(attn_layer_period=1, attn_layer_offset=0)),
+    _other("LagunaForCausalLM", "dense", dict(mlp_layer_types=["dense"] * 4)),
+    _other("MiniMaxM2ForCausalLM", "softmax", dict(scoring_func="softmax")),
+    _other("Step3p5ForCausalLM", "softmax", dict(moe_router_activation="softmax")),
+]
+"""What runs on a CPU of those that do not as they are: the rest of their blocks."""
 _LLAMA_LIKE = (
     "LlamaForCausalLM",
     "Gemma3ForCausalLM",
@@ -179,4 +186,4 @@ _MODES = [
     *_each(("CohereForCausalLM", "NemotronHForCausalLM"), "adapters", engine=dict(enable_lora=True, max_lora_rank=8)),
 ]
 
-OTHERS = [*_DENSE, *_MOE, *_HYBRID, *_MODES]
+OTHERS = [*_DENSE, *_MOE, *_HYBRID, *_PARTLY, *_MODES]

@@ -130,7 +130,9 @@ def compute_all(recipes: Sequence[Recipe], inputs: Sequence[Inputs]) -> dict[Sit
     alike: dict[object, list[tuple[AttentionRecipe, Inputs]]] = {}
     for recipe, given in zip(recipes, inputs, strict=True):
         if isinstance(recipe, AttentionRecipe):
-            alike.setdefault(recipe.kind, []).append((recipe, given))
+            # Groups of query heads that share a key follow from the numbers of heads, which differ between layers.
+            shapes = tuple(given.rows[source.site].shape[1:] for source in recipe.sources)
+            alike.setdefault((recipe.kind, shapes), []).append((recipe, given))
         else:
             found[recipe.site] = recipe.compute(*given)
     for group in alike.values():

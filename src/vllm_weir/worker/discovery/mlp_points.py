@@ -25,6 +25,8 @@ from vllm_weir.worker.discovery.trace import ModuleCall
 
 NO_EXPERTS = "this block has no experts to choose from"
 FUSED = "the experts of this block run inside one fused kernel, which keeps their neurons to itself"
+NO_DOWN = "no linear module returns what becomes mlp_out"
+UNKNOWN = "what adds mlp_out is neither an MLP of linear modules nor a layer of experts that vLLM tells about"
 NO_GATE = "its MLP has no gate, so mlp_pre is all that its activation is given"
 
 
@@ -45,8 +47,9 @@ def find_mlp(view: BlockView, mlp_out: Anchor | None, why_none: str, of_attentio
     elif experts:
         _find_experts(view, findings, *experts[0], linears)
     else:
-        findings.refuse(("router_logits",), NO_EXPERTS)
         _find_neurons(view, findings, mlp_out, why_none, linears)
+        unknown = findings.refused.get("mlp_in") == NO_DOWN
+        findings.refuse(("router_logits",), UNKNOWN if unknown else NO_EXPERTS)
     return findings
 
 
@@ -121,7 +124,7 @@ def _find_neurons(
         findings.refuse(hooks, f"mlp_out of this block is refused: {why_none}")
         return
     if down is None:
-        findings.refuse(hooks, "no linear module returns what becomes mlp_out")
+        findings.refuse(hooks, NO_DOWN)
         return
     neurons = down.value_in.shape[1]
     anchor = view.anchor_of(down.call, down.given, "before")

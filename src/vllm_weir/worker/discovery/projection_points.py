@@ -135,7 +135,9 @@ class Projections:
         for columns, exact in sorted(located, key=lambda found: not (found[1] or _in_slot(found[0], layout, slot))):
             yield _Source(columns.linear, view.place(columns), columns, True, exact)
         for call, key in given:
-            linear = view.gathered_from(call.args[key], self._linears)
+            value = call.args[key]
+            # What lies side by side is a candidate above, by its columns, or belongs to another point.
+            linear = view.gathered_from(value, self._linears) if view.locate(value, self._linears) is None else None
             if linear is not None:
                 yield _Source(linear, view.anchor_of(call, key, "before"), None, True, call is layer)
         for linear in self._linears:

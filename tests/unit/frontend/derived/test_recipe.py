@@ -17,7 +17,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.model_facts import AttentionFacts
 from vllm_weir.schema.positions import Positions
 
-HEADS, KV_HEADS, SIZE = 4, 2, 8
+HEADS, SIZE = 4, 8
 FACTS = {
     "plain": AttentionFacts(HEADS, SIZE, scale=0.3),
     "window": AttentionFacts(HEADS, SIZE, scale=0.3, window=3),
@@ -27,7 +27,7 @@ FACTS = {
 }
 
 
-def layer(n, hook, facts, at, there, heads=None):
+def layer(n, hook, facts, at, there, heads=None, kv_heads=2):
     sources = (Source(Site("q_rot", n), False), Source(Site("k_rot", n), True))
     recipe = AttentionRecipe(
         Site(hook, n), (Positions.parse("all", "positions"),), sources, False,
@@ -36,7 +36,7 @@ def layer(n, hook, facts, at, there, heads=None):
     generator = torch.Generator().manual_seed(n)
     rows = {
         sources[0].site: torch.randn(len(at), HEADS, SIZE, generator=generator).bfloat16(),
-        sources[1].site: torch.randn(len(there), KV_HEADS, SIZE, generator=generator).bfloat16(),
+        sources[1].site: torch.randn(len(there), kv_heads, SIZE, generator=generator).bfloat16(),
     }
     positions = {sources[0].site: torch.tensor(at, dtype=torch.int64)}
     return recipe, Inputs(rows, positions | {sources[1].site: torch.tensor(there, dtype=torch.int64)})
@@ -44,7 +44,7 @@ def layer(n, hook, facts, at, there, heads=None):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    kinds=st.lists(st.sampled_from(sorted(FACTS)), min_size=1, max_size=6),
+    kinds=st.lists(st.tuples(st.sampled_from(sorted(FACTS)), st.sampled_from([1, 2, 4])), min_size=1, max_size=6),
     hook=st.sampled_from(["pattern", "attn_scores"]),
     at=st.lists(st.integers(0, 8), max_size=5, unique=True).map(sorted),
     missing=st.sets(st.integers(0, 8), max_size=1),
@@ -54,8 +54,8 @@ def layer(n, hook, facts, at, there, heads=None):
 def test_together_as_alone(kinds, hook, at, missing, heads, limit):
     there = [p for p in range(9) if p not in missing]
     # The last has other positions than the rest.
-    made = [layer(n, hook, FACTS[kind], at, there, heads) for n, kind in enumerate(kinds)]
-    made.append(layer(len(kinds), hook, FACTS[kinds[0]], [8], there, heads))
+    made = [layer(n, hook, FACTS[kind], at, there, heads, kv_heads) for n, (kind, kv_heads) in enumerate(kinds)]
+    made.append(layer(len(kinds), hook, FACTS[kinds[0][0]], [8], there, heads))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipes, "CHUNK_VALUES", limit)
         found = compute_all([one for one, _ in made], [inputs for _, inputs in made])
@@ -65,6 +65,15 @@ def test_together_as_alone(kinds, hook, at, missing, heads, limit):
         assert torch.equal(found[one.site][1], positions) and found[one.site][0].shape == values.shape
         assert found[one.site][0].is_contiguous()
         assert torch.allclose(found[one.site][0], values, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [(2, 4, 2), (1, 1, 4)])
+def test_layers_with_other_numbers_of_kv_heads_are_not_computed_as_one(kv_heads):
+    """Nor where all their query heads can be divided among all their key-value heads: 12 among 6."""
+    made = [layer(n, "pattern", FACTS["plain"], [4], range(9), kv_heads=count) for n, count in enumerate(kv_heads)]
+    found = compute_all([one for one, _ in made], [inputs for _, inputs in made])
+    for one, inputs in made:
+        assert torch.allclose(found[one.site][0], one.compute(*inputs)[0], atol=1e-6)
 
 
 @pytest.mark.parametrize(

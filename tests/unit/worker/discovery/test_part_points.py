@@ -112,9 +112,11 @@ def test_biases_that_are_added_later_are_part_of_the_value(dtype):
     assert found(left_to_the_block) == DENSE
 
 
-def test_normalised_values():
-    sites = find(block(toys.NormedValues))
+@pytest.mark.parametrize("attention", [toys.NormedValues, toys.ScaledValues])
+def test_values_that_attention_is_not_given_as_they_are(attention):
+    sites = find(block(attention))
     assert found(sites) == DENSE
+    assert where(sites, "k") == ("self_attn.qkv", "after", (Q, Q + KV))
     assert where(sites, "v") == ("self_attn.qkv", "after", (Q + KV, Q + 2 * KV))
 
 
@@ -162,6 +164,14 @@ def test_experts_whose_router_is_not_seen():
     assert found(sites) == {*ATTENTION_HOOKS, "mlp_in"}
     assert where(sites, "mlp_in")[:2] == (where(find(block()), "mlp_in")[0].replace("mlp.", "mlp.shared."), "before")
     assert "no linear module returns the logits" in sites.refused[Site("router_logits", 1)]
+
+
+def test_experts_in_a_module_that_nothing_is_known_of():
+    """They are refused as what they are, not as if the block had none."""
+    sites = find(block(mlp=toys.UnknownExperts))
+    assert found(sites) == {*ATTENTION_HOOKS}
+    assert "nor a layer of experts that vLLM tells about" in sites.refused[Site("router_logits", 1)]
+    assert "no experts" in find(block()).refused[Site("router_logits", 1)]
 
 
 def test_in_a_parallel_block_the_first_reader_is_not_written():
