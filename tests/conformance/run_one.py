@@ -96,7 +96,7 @@ def _judge(entry: Entry, engine: Engine, oracle: Any, stock: Any, verdict: Verdi
             verdict.stock_error = stock_error(stock, oracle)
             if verdict.stock_error > entry.bound:
                 if not entry.apart:
-                    raise Wrong(f"vLLM itself is {verdict.stock_error:.1e} from transformers")
+                    raise Wrong(f"requests without keys of Weir's are {verdict.stock_error:.1e} from transformers")
                 verdict.checked, verdict.note, oracle = "identities", entry.apart, None
                 verdict.bound = max(entry.bound, entry.apart_bound)
         if oracle is not None:
