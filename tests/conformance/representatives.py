@@ -9,6 +9,7 @@ REPRESENTATIVES = (
     "GraniteForCausalLM",  # multipliers
     "MixtralForCausalLM",  # routed experts
     "DeepseekV3ForCausalLM",  # latent attention, shared experts
+    "DeepseekV3ForCausalLM:compiled",  # all its taps in what Inductor orders
     "NemotronHForCausalLM",  # blocks of one part each: state space, attention, MLP
     "GptOssForCausalLM",  # arguments in another order
     "Olmo2ForCausalLM",  # post-norms, through the Transformers backend

@@ -38,7 +38,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
     return {a: Verdict.load(out / f"{a}.json") for a in REPRESENTATIVES if (out / f"{a}.json").exists()}
 
 
-KERNELS = {"DeepseekV3ForCausalLM": needs(op("mla_decode_kvcache"))}
+KERNELS = dict.fromkeys(("DeepseekV3ForCausalLM", "DeepseekV3ForCausalLM:compiled"), needs(op("mla_decode_kvcache")))
 """Operations that vLLM has no other code for."""
 
 

@@ -43,6 +43,7 @@ def init_device(original: Callable[..., Any], status: PatchStatus) -> Callable[.
 
             @functools.wraps(load_model)
             def load_model_and_taps(*args: Any, **kwargs: Any) -> None:
+                _keep_operations_in_order(worker)
                 warmup = _start_warmup(worker)
                 load_model(*args, **kwargs)
                 _place_taps(worker, status, warmup)
@@ -50,6 +51,17 @@ def init_device(original: Callable[..., Any], status: PatchStatus) -> Callable[.
             worker.load_model = load_model_and_taps
 
     return wrapper
+
+
+def _keep_operations_in_order(worker: Any) -> None:
+    """Turn off, on a CPU, the pass of Inductor that reorders operations for less peak memory.
+
+    There a fused loop may depend on a buffer by the name from before an operation has written it, and
+    the pass then lets the loop read what is not written yet. Which graphs it reorders hangs on the
+    taps in them: latent attention with taps at `z` and `attn_out` chose experts by such memory.
+    """
+    if worker.model_runner.device.type == "cpu":
+        worker.vllm_config.compilation_config.inductor_compile_config["reorder_for_peak_memory"] = False
 
 
 def _report(status: PatchStatus, runtime: WorkerRuntime | None, reason: str | None = None) -> dict[str, Any]:
