@@ -193,14 +193,16 @@ def test_what_is_refused_names_its_field(two, path, stream):
     assert post(two, path, features=[MOOD])["weir"]["features"]["mood"]
 
 
-def test_top_k_is_added_to_and_not_set(two, folder):
-    asked = {"op": "set_feature", "name": "other", "feature": 2}
-    error = post(two, PATHS[0], 400, interventions=[asked | {"value": 3.0}])
-    assert error["param"] == "interventions[0].value" and "give add" in error["message"]
+@pytest.mark.parametrize(("change", "target"), [("add", None), ("value", 3.0)])
+def test_top_k_is_added_to_and_set(two, folder, saes, change, target):
     plain, _ = rows_of(two, PATHS[0], folder)
-    added, _ = rows_of(two, PATHS[0], folder, interventions=[asked | {"add": 3.0}])
-    wanted = plain["resid_post", 1][0] + 3.0 * weights("topk", 3, D, 64)["W_dec"][2]
-    assert torch.allclose(added["resid_post", 1][0], wanted, atol=1e-4 * float(wanted.abs().max()))
+    before = plain["resid_post", 1][0]
+    active = float(saes["other"].encode(before[None])[0, 2])
+    asked = {"op": "set_feature", "name": "other", "feature": 2, change: 3.0}
+    edited, _ = rows_of(two, PATHS[0], folder, interventions=[asked])
+    step = 3.0 if target is None else target - active
+    wanted = before + step * weights("topk", 3, D, 64)["W_dec"][2]
+    assert torch.allclose(edited["resid_post", 1][0], wanted, atol=1e-4 * float(wanted.abs().max()))
 
 
 def test_memory_is_bounded_and_given_back(two, folder, saes):
@@ -258,7 +260,7 @@ def check_chunks(chunks, choice: dict) -> None:
     check_answer(last.result, choice)
     for name, expected in choice["weir"]["features"].items():
         parts = [chunk.features[name] for chunk in chunks if name in chunk.features]
-        assert len(parts) > 3
+        assert len(parts) > 1  # a client that is slow gets several tokens in one chunk
         assert [at for part in parts for at in part.positions.tolist()] == expected["positions"]
         assert [ids for part in parts for ids in part.ids.tolist()] == expected["ids"]
 
