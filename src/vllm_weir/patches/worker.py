@@ -56,9 +56,9 @@ def init_device(original: Callable[..., Any], status: PatchStatus) -> Callable[.
 def _keep_operations_in_order(worker: Any) -> None:
     """Turn off, on a CPU, the pass of Inductor that reorders operations for less peak memory.
 
-    There a fused loop may depend on a buffer by the name from before an operation has written it, and
-    the pass then lets the loop read what is not written yet. Which graphs it reorders hangs on the
-    taps in them: latent attention with taps at `z` and `attn_out` chose experts by such memory.
+    There a fused loop can lose its dependency on the operation that writes a buffer, and the pass may
+    then run the loop first. Whether it does depends on the taps: with taps at `z` and `attn_out`, a
+    model with latent attention chose its experts by uninitialised memory.
     """
     if worker.model_runner.device.type == "cpu":
         worker.vllm_config.compilation_config.inductor_compile_config["reorder_for_peak_memory"] = False

@@ -8,6 +8,23 @@ from typing import Any
 import torch
 
 
+def blocks_of(network: Any, num_layers: int | None = None) -> torch.nn.ModuleList:
+    """Return the blocks of a causal language model of transformers.
+
+    Args:
+        network: the model.
+        num_layers: number of its blocks; by default as its configuration says.
+
+    Raises:
+        ValueError: if it does not have exactly one stack of so many blocks.
+    """
+    count = num_layers or network.config.get_text_config().num_hidden_layers
+    stacks = [m for m in network.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    if len(stacks) != 1:
+        raise ValueError(f"{len(stacks)} stacks of {count} blocks in {type(network).__name__}")
+    return stacks[0]
+
+
 class TransformersReference:
     """A transformers model whose blocks are read by forward hooks.
 
@@ -24,15 +41,12 @@ class TransformersReference:
 
     def __init__(self, network: Any, num_layers: int | None = None) -> None:
         self.network = network.eval()
-        count = num_layers or network.config.get_text_config().num_hidden_layers
-        stacks = [m for m in network.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
-        if len(stacks) != 1:
-            raise ValueError(f"{len(stacks)} stacks of {count} blocks in {type(network).__name__}")
+        blocks = blocks_of(network, num_layers)
         self._positions: torch.Tensor | None = None
         self._entered = torch.empty(0)
         self._left: list[torch.Tensor] = []
-        stacks[0][0].register_forward_pre_hook(self._keep_entered)
-        for block in stacks[0]:
+        blocks[0].register_forward_pre_hook(self._keep_entered)
+        for block in blocks:
             block.register_forward_hook(self._keep_left)
 
     @classmethod

@@ -11,6 +11,7 @@ import torch
 
 from vllm_weir.bench.plan import BatchSize, BenchPlan, EngineChoice
 from vllm_weir.bench.systems.stock import StockSystem, chosen_rows
+from vllm_weir.util.transformers_reference import blocks_of
 
 BATCH_TOKENS = 16_384
 """Tokens of a padded batch, at most; a longer prompt is a batch of its own."""
@@ -52,11 +53,7 @@ class HookedModel:
     def __init__(self, network: Any, layers: Sequence[int]) -> None:
         self.network = network.eval()
         self._rows: list[torch.Tensor] = []
-        (blocks,) = (
-            m
-            for m in network.modules()
-            if isinstance(m, torch.nn.ModuleList) and len(m) == network.config.get_text_config().num_hidden_layers
-        )
+        blocks = blocks_of(network)
         for layer in layers:
             blocks[layer].register_forward_hook(self._keep)
 

@@ -138,67 +138,41 @@ class SAERegistry:
             raise WeirError(e.message, f"{asked.path}.feature" if e.field == "feature" else name_field) from None
 
 
-def _unit(loaded: LoadedSAE, asked: SetFeature) -> dict[str, Any]:
-    """Return the fields of a `SetActivation` that say where a transcoder's activation is read."""
-    sae = loaded.sae
-    if sae.site == sae.out_site:
-        return {"heads": sae.head}
-    return {"read": sae.site, "unit": f"{loaded.key}:{asked.feature}"}
-
-
 def _added(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
     """Return the addition to an activation, which is the same whatever the activation is.
 
     So it needs no encoder: every architecture has it, and transcoders have it where they write.
     """
-    sae = loaded.sae
-    direction = sae.decoder_direction(asked.feature)
-    return SetActivation(
-        direction,
-        direction,
-        sae.out_site.layer,
-        sae.out_site.hook,
-        add=asked.add,
-        positions=asked.positions,
-        when=asked.when,
-        path=asked.path,
-        **_unit(loaded, asked),
-    )
+    direction = loaded.sae.decoder_direction(asked.feature)
+    return _intervention(loaded, asked, direction, direction, add=asked.add)
 
 
 def _set(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
     """Return how an activation is replaced, or multiplied."""
+    target = {"value": asked.value, "scale": asked.scale}
+    if loaded.sae.config.encodes_rows:
+        direction = loaded.sae.decoder_direction(asked.feature)
+        return _intervention(loaded, asked, direction, direction, sae=loaded.key, feature=asked.feature, **target)
+    response = loaded.sae.feature_response(asked.feature)
+    return _intervention(loaded, asked, response.w, response.u, bias=response.b, threshold=response.theta, **target)
+
+
+def _intervention(loaded: LoadedSAE, asked: SetFeature, w: Any, u: Any, **target: Any) -> SetActivation:
+    """Return a change at the hook point that an autoencoder writes; for a transcoder also where it reads."""
     sae = loaded.sae
-    if sae.config.encodes_rows:
-        direction = sae.decoder_direction(asked.feature)
-        return SetActivation(
-            direction,
-            direction,
-            sae.out_site.layer,
-            sae.out_site.hook,
-            sae=loaded.key,
-            feature=asked.feature,
-            value=asked.value,
-            scale=asked.scale,
-            positions=asked.positions,
-            when=asked.when,
-            path=asked.path,
-            **_unit(loaded, asked),
-        )
-    response = sae.feature_response(asked.feature)
+    unit: dict[str, Any] = {"heads": sae.head}
+    if sae.site != sae.out_site:
+        unit = {"read": sae.site, "unit": f"{loaded.key}:{asked.feature}"}
     return SetActivation(
-        response.w,
-        response.u,
+        w,
+        u,
         sae.out_site.layer,
         sae.out_site.hook,
-        bias=response.b,
-        threshold=response.theta,
-        value=asked.value,
-        scale=asked.scale,
         positions=asked.positions,
         when=asked.when,
         path=asked.path,
-        **_unit(loaded, asked),
+        **unit,
+        **target,
     )
 
 
