@@ -13,6 +13,7 @@ import vllm_weir as weir
 from tests.engine.common import SELECTORS, asking, directory, oracle, prompts, same_rows, sampling
 from tests.engine.probe_cases import asked as probed
 from tests.engine.probe_cases import check_gated, check_scores, random_probe, reference
+from tests.engine.sae_cases import Edited, Elsewhere, loading, random_sae, transcoder
 from tests.engine.test_compress import SELECTORS as SOME
 from tests.engine.test_compress import asked as compressed
 from tests.engine.test_compress import decoded
@@ -179,6 +180,35 @@ def test_heads_are_steered_where_they_are(root, two):
                 [prompt(9)], weir.params(sampling(1), interventions=weir.Ablate(v[:4].reshape(-1), 1, hook="z"))
             )
         assert error.value.field == "interventions[0].hook"
+
+
+def test_features_are_read_and_set(root, two):
+    """Every rank has the autoencoders of its blocks: also those whose rows are encoded whole, and transcoders."""
+    model = truth(directory(root))
+    with loading(two.llm) as load:
+        early = load("early", random_sae("jumprelu", ("resid_post", 1), 1))
+        late = load("late", random_sae("topk", ("resid_post", 2), 2, k=24))
+        coder = load("coder", transcoder("skip_transcoder", 3))
+        edits = [
+            weir.SetFeature("early", 3, value=4.0),
+            weir.SetFeature("late", 5, value=0.0, positions="prompt"),
+            weir.SetFeature("late", 7, scale=-2.0, positions="generated"),
+            weir.SetFeature("coder", 11, value=3.0),
+        ]
+        moved = Elsewhere(coder, edits[3])
+        references = [[Edited(early, edits[0])], [Edited(late, edits[1])], [Edited(late, edits[2])]]
+        capture = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
+        read = [weir.Features(name, top_k=8) for name in ("early", "late", "coder")]
+        params = [weir.params(sampling(6), capture=capture, features=read, interventions=edit) for edit in edits]
+        outs = two.llm.generate([prompt(12 + 9 * k, k) for k in range(4)], params, use_tqdm=False)
+        for out, edit in zip(outs, [*references, [moved.writes, moved.reads]], strict=True):
+            check(out, edit, model, 1e-4)
+            for name, sae in (("early", early), ("late", late)):
+                found, dense = out.features[name], sae.encode(out.activations[sae.site])
+                assert len(found) == len(dense)
+                assert (dense.gather(1, found.ids) - found.values).abs().max() <= 1e-4 * dense.abs().max()
+        del outs, out, found
+    assert idle(two.llm)
 
 
 def test_probes_and_gates(root, two):
