@@ -19,6 +19,8 @@ LOGIT = 0.02
 """What the unembedding is scaled with: logits of about ten, as a model's are."""
 KINDS = ("plain", "stream", "sides", "inside", "steer", "steer generated", "ablate", "probe")
 UNSTEERED = frozenset({"plain", "stream", "sides", "inside", "probe"})
+HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "q", "z", "mlp_post")
+"""What they read and write."""
 SERVED = {"all": "all", "prompt": "prompt", "generated": "generated"}
 """Which positions a request's parts are, where the engine generates what follows the prompt."""
 

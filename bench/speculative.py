@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from crowd import (
+    HOOKS,
     KINDS,
     UNSTEERED,
     delivered,
@@ -71,12 +73,14 @@ class Served:
         else:
             drafts["model"] = given.model if given.draft_model is None else given.draft_model
         options: dict[str, Any] = {} if given.engine == "reference" else {"speculative_config": drafts}
-        options |= {"enforce_eager": True, "kv_cache_memory_bytes": 128 << 20} if given.tiny else {
-            "kv_cache_memory_bytes": 6 << 30, "gpu_memory_utilization": given.memory, "load_format": "dummy"
-        }  # fmt: skip
+        if given.tiny:
+            options |= {"enforce_eager": True, "kv_cache_memory_bytes": 128 << 20}
+        else:
+            options |= {"kv_cache_memory_bytes": 6 << 30, "load_format": "dummy"}
         self.llm = LLM(
             given.model, skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=given.requests,
-            enable_prefix_caching=False, disable_log_stats=False, seed=0, **options,
+            enable_prefix_caching=False, disable_log_stats=False, seed=0,
+            gpu_memory_utilization=given.memory, **options,
         )  # fmt: skip
         if not given.tiny:
             self.llm.apply_model(fill_cyclic)
@@ -201,12 +205,15 @@ class Engine:
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            # On a GPU, vLLM's runner V1 (n-gram drafts) has the points between blocks alone, unless it is told.
+            "WEIR_HOOKS": ",".join(HOOKS),
         }
         command = [sys.executable, __file__, *sys.argv[1:], "--engine", name, "--model", given.model]
         environ["TORCHDYNAMO_DISABLE"] = "1" if given.tiny else environ.get("TORCHDYNAMO_DISABLE", "0")
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True, env=environ
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True, env=environ,
+            start_new_session=True,
+        )  # fmt: skip
 
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -214,6 +221,11 @@ class Engine:
         if not line:
             raise RuntimeError(f"{self.name} ended: {self.log.read_text()[-4000:]}")
         return json.loads(line)
+
+    def kill(self) -> None:
+        """End the process and those that its engine has started, which hold the device's memory."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
     def ask(self, do: str, **command: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -304,7 +316,7 @@ def run(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         timing = measure(engines, given.repeats)
     finally:
         for engine in engines.values():
-            engine.process.kill()
+            engine.kill()
     settings = {name: getattr(given, name) for name in ("method", "drafts", "requests", "tokens", "tiny")}
     return {"settings": settings, "time": timing, "rows": rows}
 

@@ -28,12 +28,14 @@ from tests.engine.probe_cases import D
 from tests.support.census import census, grown
 from tests.support.draft_models import drafting
 from tests.support.engines import get_llm
+from tests.support.machine import on_cpu
 from tests.support.measure import eventually
 from tests.support.sae_reference import weights
 from vllm_weir import consumers
 from vllm_weir.consumers import Consumer
 from vllm_weir.frontend.receive.score_table import KEPT
 from vllm_weir.frontend.sinks.mark_buffer import MAX_ENDED
+from vllm_weir.patches.cuda_graph_sets import MAX_REMEMBERED
 from vllm_weir.schema.selectors import MOST_STEPS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -46,13 +48,14 @@ MADE = 60
 SETTINGS = {"max_programs": 24, "sinks": {"kept": {"ledger": {}}}}
 """Room for the programs of a few steered requests, so that some are aborted while they wait for it."""
 BOUNDED = {
+    "LiveGraph": 2 * MAX_REMEMBERED,
     "MarkBuffer._ended": MAX_ENDED,
     "ScoreSeries._series": 2 * KEPT,
     "Selectors._runs": 64 * MOST_STEPS,
     "Selectors._counts": 64 * MOST_STEPS,
 }
-"""What remembers something of requests that have gone, up to a number: those that cannot be marked, late scores, and
-what selectors choose of a step, each of which keeps `MOST_STEPS`."""
+"""What remembers something of requests that have gone, up to a number: sizes of steps whose CUDA graph was asked for,
+requests that cannot be marked, late scores, and what selectors choose of a step, each of which keeps `MOST_STEPS`."""
 
 
 class Ledger(Consumer):
@@ -215,6 +218,12 @@ def free_blocks(llm: Any) -> int:
     return scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks()
 
 
+def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether numbers are the same but for rounding: on a GPU kernels round by how many rows a step has."""
+    bound = 1e-5 if on_cpu() else 1e-3
+    return torch.allclose(got.double(), wanted.double(), rtol=bound, atol=bound * float(wanted.abs().max()))
+
+
 def test_a_thousand_aborted_requests_leave_nothing(root, llm, request):
     truth, count = oracle(directory(root)), ABORTS[request.node.callspec.params["llm"]]
     short, endless = ({name: params_of(kind, n) for name, kind in kinds().items()} for n in (6, MADE))
@@ -236,7 +245,7 @@ def test_a_thousand_aborted_requests_leave_nothing(root, llm, request):
     for name, values in wanted.items():
         assert got[name].keys() == values.keys(), name
         for part, value in values.items():
-            assert torch.allclose(got[name][part].double(), value.double(), rtol=1e-5, atol=1e-5), (name, part)
+            assert close(got[name][part], value), (name, part)
     params, sites = asking("all", truth.num_layers)
     (last,) = llm.generate(prompts([64]), params, use_tqdm=False)
     verify(last, sites, truth)

@@ -5,16 +5,18 @@ vLLM discards what it has allocated in pools of its own (weights, KV cache); Wei
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 import vllm_weir as weir
 from tests.conformance.oracle import Oracle
 from tests.gpu.test_capture_gpu import GRAPHS, engine
-from tests.support.measure import rel_err
+from tests.support.measure import eventually, rel_err
 
 pytestmark = pytest.mark.gpu
-BOUND, BLOCK = 1e-4, 2
+BOUND, BLOCK = 5e-3, 2  # attention in float32 rounds its products as TF32 there
 IDS = [[(7 * n + 3 * j + j * j) % 200 + 5 for j in range(length)] for n, length in enumerate((40, 9, 70))]
 
 
@@ -65,6 +67,8 @@ def test_capture_and_steering_survive(graphs, level):
         assert again == tokens
         assert torch.equal(after.ids, before.ids) and rel_err(after.values, before.values) <= BOUND
     assert list(weir.list_vectors(llm)) == ["kept"] and [one.name for one in weir.saes(llm)] == ["mood"]
+    weir.unload_sae(llm, "mood")  # the next test may have the same engine
+    weir.unregister(llm, "kept")
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -87,6 +91,15 @@ def test_requests_under_way_are_aborted(level):
     (out,) = llm.generate([{"prompt_token_ids": IDS[0]}], asked, use_tqdm=False)
     assert len(out.activations["resid_post", BLOCK]) == len(IDS[0]) + 63
     del out
-    llm.llm_engine.step()  # the worker learns of the last finished request
-    for held in llm.collective_rpc("weir_usage"):
-        assert not [name for name, used in held.items() if used and name != "sae_bytes"], held
+
+    def held():
+        gc.collect()
+        llm.llm_engine.step()  # the worker learns of the last finished request, and which rows are free
+        return [
+            (name, used)
+            for worker in llm.collective_rpc("weir_usage")
+            for name, used in worker.items()
+            if used and name != "sae_bytes"
+        ]
+
+    eventually(held, [], 5)

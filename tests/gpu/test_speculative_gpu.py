@@ -66,10 +66,8 @@ def crowd(count, seed):
     names = list(kinds())
     for _ in range(count):
         length = rng.choice((1, 7, 24, 40, 150))
-        yield (
-            [rng.randrange(5, 500) for _ in range(length)],
-            rng.choice(names if length > 20 else ("plain", "read", "steer")),
-        )
+        fitting = names if 20 < length < 48 else ("plain", "read", "steer")  # "-3:45" is empty behind a longer prompt
+        yield [rng.randrange(5, 500) for _ in range(length)], rng.choice(fitting)
 
 
 def ask(kind):
