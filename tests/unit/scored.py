@@ -8,7 +8,8 @@ import numpy as np
 
 from tests.unit.request_strategies import served
 from vllm_weir import messages
-from vllm_weir.frontend.admission.admit import AdmittedRequest, admit
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence

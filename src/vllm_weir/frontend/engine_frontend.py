@@ -13,7 +13,8 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.consumers.base import EngineInfo
 from vllm_weir.controllers.async_controller import AsyncController
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.admit import AdmittedRequest, admit
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.frontend.admission.cache import CACHE_BYTES, MAX_KEY_BYTES, admission_key
 from vllm_weir.frontend.admission.continuation import Continuation
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities

@@ -14,7 +14,8 @@ import vllm_weir as weir
 from tests.support.check import expected_positions
 from tests.support.steered import _apply, of_layer
 from tests.unit.request_strategies import served
-from vllm_weir.frontend.admission.admit import AdmittedRequest, admit
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.schema.hooks import STREAM_HOOKS, Site
 from vllm_weir.schema.instructions import ResolvedIntervention

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.admit import AdmittedRequest
+from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.schema.engine_request import EngineRequest, TableNeeds
 from vllm_weir.schema.instructions import ResolvedIntervention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_weir.frontend.admission.admit import AdmittedRequest
+from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.util.lru import LruCache
 
 MAX_BYTES = 64 << 10

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.admit import AdmittedRequest
+from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import selected
 from vllm_weir.schema.row_shapes import ring_rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.admit import AdmittedRequest
+from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.schema.engine_traits import EngineTraits
 
 

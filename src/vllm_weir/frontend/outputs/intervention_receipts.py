@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_weir.frontend.admission.admit import AdmittedRequest
+from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.results.receipt import InterventionReceipt
 from vllm_weir.schema.instructions import NO_NORM, ResolvedIntervention
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.admit import AdmittedRequest
+from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.receive.row_sequence_view import RowSequenceView, SlicedRows
 from vllm_weir.frontend.receive.score_table import ScoreTable

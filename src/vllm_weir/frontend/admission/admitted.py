@@ -1,0 +1,183 @@
+"""What admission makes of a request."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_weir.frontend.admission.capture_groups import CaptureGroup
+from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
+from vllm_weir.frontend.admission.reachable import Asked
+from vllm_weir.frontend.admission.scoring import by_move
+from vllm_weir.schema.by_position import ByPosition
+from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.features import SetFeature
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.instructions import ResolvedIntervention
+from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.request import ResolvedSpec
+from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
+from vllm_weir.schema.row_shards import RowShard, ShardWidths
+from vllm_weir.schema.set_activation import SetActivation
+from vllm_weir.schema.stop_rules import StopRule
+from vllm_weir.schema.taps import STAGES, column_of, shard_column
+
+ONE_ROW = ShardWidths({}, {}, 0)
+
+
+class GivenIntervention(NamedTuple):
+    """An intervention as it was given: its name in the wire form, and its hook point."""
+
+    op: str
+    hook: str
+
+    @classmethod
+    def of(cls, intervention: Intervention) -> GivenIntervention:
+        """Describe an intervention of a request."""
+        op = SetFeature.op if isinstance(intervention, SetActivation) else intervention.op
+        return cls(op, intervention.hook)
+
+
+@dataclass(frozen=True)
+class AdmittedRequest:
+    """A request that may enter the engine.
+
+    Attributes:
+        spec: its captures, resolved.
+        parts: its captures by where their rows go; the first is what comes back on the output.
+        dtype: the model's.
+        moves: its interventions, resolved. None stands for one that changes nothing (a zero vector,
+            a scale of 0); one with different vectors at different layers is several.
+        rows: the vectors that these and the probes use, and the directions that captures project
+            on, by digest.
+        parted: for each intervention as it was given, how many of `moves` it became.
+        by_position: rows that are for one selected position each, to be counted against the
+            positions of each request.
+        asked: the request's own selectors that may select nothing, depending on its lengths.
+        widths: of the parts in which its rows come.
+        num_layers: blocks of the model.
+        probes: what scores its rows.
+        gates: what decides on interventions.
+        gate_of: for each intervention as it was given, the index of its gate, or -1.
+        stops: what ends generation.
+        told: how many of `probes`, from the first, come back on its outputs.
+        counted: the probes that score every request, each with its index among `probes`.
+        given: the kind and the hook point of each intervention as it was given.
+        dose: whether the relative doses of its interventions are measured.
+    """
+
+    spec: ResolvedSpec
+    parts: tuple[CaptureGroup, ...]
+    dtype: str
+    moves: tuple[ResolvedIntervention | None, ...] = ()
+    rows: dict[str, np.ndarray] = field(default_factory=dict)
+    parted: tuple[int, ...] = ()
+    by_position: tuple[ByPosition, ...] = ()
+    asked: Asked = ()
+    widths: ShardWidths = ONE_ROW
+    num_layers: int = 0
+    probes: tuple[ResolvedProbe, ...] = ()
+    gates: tuple[ResolvedGate, ...] = ()
+    gate_of: tuple[int, ...] = ()
+    stops: tuple[StopRule, ...] = ()
+    told: int = 0
+    counted: tuple[tuple[int, RegisteredProbe], ...] = ()
+    given: tuple[GivenIntervention, ...] = ()
+    dose: bool = False
+
+    @property
+    def cells(self) -> CellLayout:
+        """Where its probes' scores, its gates' factors and its doses stand among the cells of a token."""
+        return self.engine_spec.layout
+
+    @functools.cached_property
+    def gate_of_moves(self) -> tuple[int, ...]:
+        """For each of `moves`, the index of its gate, or -1."""
+        if not self.gates:
+            return (-1,) * len(self.moves)
+        return by_move(self.gate_of, self.parted)
+
+    @functools.cached_property
+    def columns(self) -> dict[Site | RowShard, int]:
+        """The column of the plan in which workers record each site, and what they call each part's."""
+        columns: dict[Site | RowShard, int] = {}
+        for site, _, before, _ in self.spec.site_requests:
+            column = columns[site] = column_of(site, before)
+            if site in self.widths:
+                for part, _ in self.widths.shards(site):
+                    columns[part] = shard_column(column, part.shard, self.num_layers)
+        return columns
+
+    @functools.cached_property
+    def shard_widths(self) -> dict[Site | RowShard, int]:
+        """Part of a row -> its width, for the sites whose rows come in parts."""
+        sites = {request.site for request in self.spec.site_requests if request.site in self.widths}
+        return {part: width for site in sites for part, width in self.widths.shards(site)}
+
+    @functools.cached_property
+    def _grouped(self) -> dict[int, tuple[int, ...]]:
+        groups = [sites for part in self.parts for sites, _ in part.spec.by_positions]
+        return {id(sites): tuple(map(self.columns.__getitem__, sites)) for sites in groups}
+
+    def columns_of(self, sites: Sequence[Site | RowShard]) -> tuple[int, ...]:
+        """Return the columns of sites or parts; fast for the groups of a part's ``spec.by_positions``."""
+        return self._grouped.get(id(sites)) or tuple(map(self.columns.__getitem__, sites))
+
+    @functools.cached_property
+    def effective(self) -> list[ResolvedIntervention]:
+        """The interventions that change something, in order."""
+        return [m for m in self.moves if m is not None]
+
+    @functools.cached_property
+    def shared(self) -> frozenset[Site]:
+        """Sites whose rows come back on the output and go elsewhere as well."""
+        memory, *others = (part.spec.sites for part in self.parts)
+        return frozenset(memory).intersection(itertools.chain.from_iterable(others))
+
+    @functools.cached_property
+    def engine_spec(self) -> EngineSpec:
+        """What the engine does."""
+        return EngineSpec(self.spec, tuple(self.effective), self.probes, self.gates, self.dose)
+
+    @property
+    def wire(self) -> bytes:
+        """The bytes of its `EngineSpec`."""
+        return self.engine_spec.wire
+
+    @property
+    def steps(self) -> tuple[ResolvedIntervention, ...]:
+        """What has instructions in the device tables: interventions, and what scores."""
+        return self.engine_spec.steps
+
+    @functools.cached_property
+    def max_rows_per_tap(self) -> int:
+        """The most rows of the ring that one token takes at one tap."""
+        rows: Counter[int] = Counter()
+        for site, count in {request.site: request.ring_rows for request in self.spec.site_requests}.items():
+            rows[self.columns[site] // STAGES] += count
+        return max(rows.values(), default=0)
+
+    @functools.cached_property
+    def one_program_needs(self) -> tuple[int, int] | None:
+        """(programs, instructions) if all positions that need one share one program, else None."""
+        moves = self.steps
+        if any(m.per_position or m.positions.needs_token_ids for m in moves):
+            return None
+        if any(m.positions != moves[0].positions for m in moves):
+            return None
+        return 1, sum(len(m.layers) * (len(m.instructions) + bool(m.dose_cell)) for m in moves)
+
+    @functools.cached_property
+    def digests(self) -> list[str]:
+        """Digests of the vectors that its interventions and probes use, sorted.
+
+        Directions of captures are not in the table.
+        """
+        used = [move.vectors for move in self.effective] + [probe.vectors for probe in self.probes]
+        return sorted(frozenset().union(*used))
