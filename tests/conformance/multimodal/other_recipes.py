@@ -1,4 +1,4 @@
-"""Further multimodal models: video, experts, and towers and positions of their own."""
+"""Further multimodal models: sound, video, experts, and towers and positions of their own."""
 
 from __future__ import annotations
 
@@ -78,7 +78,33 @@ def _qwen2_5_video(ids: Ids) -> dict[str, Any]:
     return config | {"vision_config": config["vision_config"] | {"tokens_per_second": 1}}
 
 
+def _qwen2_audio(ids: Ids) -> dict[str, Any]:
+    # As many positions as half a minute of sound has, which vLLM pads to.
+    tower = dict(d_model=64, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=96, num_mel_bins=16)
+    return dict(
+        text_config=dict(TEXT, model_type="qwen2"),
+        audio_config=dict(tower, model_type="qwen2_audio_encoder", max_source_positions=1500),
+        audio_token_index=ids["<|AUDIO|>"],
+    )
+
+
+def _qwen2_audio_processor(tokenizer: Any, config: Any) -> Any:
+    from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
+
+    features = WhisperFeatureExtractor(feature_size=config.audio_config.num_mel_bins, chunk_length=30)
+    return Qwen2AudioProcessor(features, tokenizer)
+
+
 OTHER_RECIPES = (
+    Recipe(
+        "Qwen2AudioForConditionalGeneration",
+        "qwen2_audio",
+        ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+        _qwen2_audio,
+        _qwen2_audio_processor,
+        {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"},
+        rename={"language_model.model.model.": "language_model.model."},
+    ),
     Recipe(
         "Glm4vForConditionalGeneration",
         "glm4v",
