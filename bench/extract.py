@@ -31,16 +31,6 @@ SMALL = {
 WORDS = 1000
 
 
-def add_tokenizer(folder: str) -> None:
-    """Give a model a tokenizer that knows the words w0, w1, ..."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0").save_pretrained(folder)
-
-
 def engine_of(llm: Any) -> Any:
     """Return what `weir.extract` starts its engine with: this one, which stays."""
     import vllm
@@ -62,11 +52,11 @@ def run(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     import vllm_weir as weir
-    from vllm_weir.bench.weights import LLAMA_8B, make_model
+    from vllm_weir.bench.weights import LLAMA_8B, add_tokenizer, make_model
 
     config = LLAMA_8B | (SMALL if given.small else {})
     model = make_model(work / "model", config)
-    add_tokenizer(model)
+    add_tokenizer(model, WORDS)
     options: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20} if given.small else {}
     llm = LLM(model, load_format="dummy", max_model_len=1024, enable_prefix_caching=False, seed=0, **options)
     draw = random.Random(0)

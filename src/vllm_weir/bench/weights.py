@@ -59,6 +59,17 @@ def make_model(directory: Path, config: dict[str, Any] = LLAMA_8B) -> str:
     return str(directory)
 
 
+def add_tokenizer(directory: str, words: int) -> None:
+    """Give a model a tokenizer of `words` tokens, which are the words w0, w1, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
+    vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="w0", pad_token="w0")
+    tokenizer.save_pretrained(directory)
+
+
 def draw(name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight called `name`: the same values in every process on the same kind of device."""
     if len(shape) == 1:

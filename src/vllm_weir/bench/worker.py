@@ -50,11 +50,8 @@ class ServedEngine:
         return {"seconds": seconds, "arguments": arguments, "about": _about(self.plan)}
 
     def fill(self) -> dict[str, Any]:
-        """Give a dummy model weights that make every block matter."""
-        from vllm_weir.bench.weights import fill_engine
-
-        apply = getattr(self.llm, "apply_model", None)
-        return {"filled": apply(fill_engine) if self.plan.dummy and apply is not None else None}
+        """Give a dummy model weights that make every block matter; `filled` is how many, on each rank."""
+        return {"filled": self.system.fill(self.llm) if self.plan.dummy else None}
 
     def run(self, case: str, size: dict[str, Any], keep: str | None) -> dict[str, Any]:
         """Generate once, and return the seconds until every output and every row asked for is here as a tensor.

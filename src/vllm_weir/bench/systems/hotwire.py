@@ -17,7 +17,8 @@ from vllm_weir.bench.systems.stock import StockSystem, is_installed, with_path
 class HotwireSystem(StockSystem):
     """hotwire: every request names its vector, whose file the engine has read at its start.
 
-    It returns no rows, so what it adds is not compared.
+    It returns no rows, so what it adds is not compared. The number of a block is a constant in what it compiles, so its
+    engine compiles every block by itself, where stock vLLM's compiles one for all: a cold start takes minutes longer.
     """
 
     name = "hotwire"
@@ -42,9 +43,10 @@ class HotwireSystem(StockSystem):
         most = max(self.plan.batches)
         for request, vector in enumerate(self.vectors(most)):
             torch.save(vector, folder / f"{request}.pt")
-        # Its engine reads both at the start; there is a slot for each vector at each block.
+        # Its engine reads both at the start. A vector takes a slot, one row of a tensor, for each block that it steers.
+        blocks = max((len(self.steered_layers(case)) for case in STEERS if case in self.plan.cases), default=1)
         os.environ["HOTWIRE_VECTORS"] = str(folder)
-        os.environ["HOTWIRE_SLOTS"] = str(most * self.plan.layers)
+        os.environ["HOTWIRE_SLOTS"] = str(most * blocks)
         return super().start(arguments)
 
     def params(self, case: str, size: BatchSize) -> list[Any]:

@@ -9,7 +9,9 @@ from typing import Any
 
 from vllm_weir.bench.plan import BatchSize, EngineChoice
 from vllm_weir.bench.systems.library import LibrarySystem
-from vllm_weir.bench.systems.stock import chosen_rows
+
+LLM_DEFAULTS = {"max_num_batched_tokens": 16_384, "max_num_seqs": 1024}
+"""What `vllm.LLM` takes for workloads on a large GPU; the asynchronous engine under interp-engine has far less."""
 
 
 class InterpEngineSystem(LibrarySystem):
@@ -20,46 +22,58 @@ class InterpEngineSystem(LibrarySystem):
 
     def engine(self, choice: EngineChoice) -> dict[str, Any]:
         arguments = super().engine(choice)
-        extra = {key: arguments[key] for key in ("load_format",) if key in arguments}
+        own = ("dtype", "max_model_len", "gpu_memory_utilization")
+        rest = {key: arguments[key] for key in arguments if key not in (*own, "model", "enforce_eager")}
         return {
             "hf_model_id": arguments["model"],
-            "backend": "vllm-static",
-            "dtype": arguments["dtype"],
+            # Its other backend that captures runs without CUDA graphs, and takes its points with each request.
+            "backend": "vllm" if arguments["enforce_eager"] else "vllm-static",
+            **{key: arguments[key] for key in own if key in arguments},
             "static_points": [f"resid_post.{layer}" for layer in choice.layers],
             "static_writes": [],
-            "max_model_len": arguments["max_model_len"],
-            "gpu_memory_utilization": arguments["gpu_memory_utilization"],
-            "extra_vllm_kwargs": extra,
+            "extra_vllm_kwargs": LLM_DEFAULTS | rest,
         }
 
     def start(self, arguments: dict[str, Any]) -> Any:
         from interp_engine import load_model
         from interp_engine.sync import sync_model
 
+        self._points = arguments["static_points"]
+        if arguments["backend"] == "vllm":
+            arguments = {key: value for key, value in arguments.items() if not key.startswith("static_")}
         model = sync_model(load_model(**arguments))
         model.warmup()
-        self._points = arguments["static_points"]
         return model
 
+    def fill(self, llm: Any) -> list[int]:
+        from vllm_weir.bench.weights import fill_engine
+
+        asked = llm.model.engine.collective_rpc("apply_model", args=(fill_engine,))
+        filled: list[int] = llm.runner.run(asked, what="weir bench")
+        return filled
+
     def params(self, case: str, size: BatchSize) -> list[Any]:
-        return [self._points] * size.count
+        return [case] * size.count
 
     def generate(self, llm: Any, prompts: list[dict[str, list[int]]], params: list[Any]) -> Sequence[Any]:
-        async def one(ids: list[int], points: list[str]) -> Any:
-            found = await llm.model.capture(ids, points)
+        async def one(ids: list[int], case: str) -> Any:
+            last = [len(ids) - 1] if case == "last_mixed" else None
+            found = await llm.model.capture(ids, self._points, rows=last)
+            rows = {str(address): tensor for address, tensor in found.items()}
             return SimpleNamespace(
-                prompt_token_ids=ids, outputs=[SimpleNamespace(token_ids=[0])], rows=list(found.values())
+                prompt_token_ids=ids,
+                outputs=[SimpleNamespace(token_ids=[0])],
+                rows=[rows[point] for point in self._points],
             )
 
         async def every() -> list[Any]:
             asked = zip(prompts, params, strict=True)
-            return await asyncio.gather(*(one(prompt["prompt_token_ids"], points) for prompt, points in asked))
+            return await asyncio.gather(*(one(prompt["prompt_token_ids"], case) for prompt, case in asked))
 
-        return llm.runner.run(every(), what="weir bench")
+        found: list[Any] = llm.runner.run(every(), what="weir bench")
+        return found
 
     def deliver(self, case: str, outputs: Sequence[Any]) -> list[Any]:
-        import torch
-
-        return [
-            chosen_rows(case, torch.stack([r.cpu() for r in out.rows]), len(out.prompt_token_ids)) for out in outputs
-        ]
+        if case == "mean":
+            return [[of_block.float().mean(0, keepdim=True) for of_block in out.rows] for out in outputs]
+        return [out.rows for out in outputs]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from typing import ClassVar
+import shutil
+from typing import Any, ClassVar
 
 from vllm_weir.bench.plan import BenchPlan, EngineChoice
 from vllm_weir.bench.systems.stock import StockSystem, is_installed, with_path
@@ -27,6 +28,20 @@ class LibrarySystem(StockSystem):
     @classmethod
     def engine_choice(cls, plan: BenchPlan, case: str) -> EngineChoice:
         return EngineChoice(kind="workloads", layers=plan.captured_layers(case))
+
+    def engine(self, choice: EngineChoice) -> dict[str, Any]:
+        """Return arguments of ``vllm.LLM`` for a model with a tokenizer, which these libraries load in any case."""
+        arguments = super().engine(choice)
+        del arguments["skip_tokenizer_init"]
+        return arguments | {"model": self._with_tokenizer()} if self.plan.dummy else arguments
+
+    def _with_tokenizer(self) -> str:
+        """Return a copy of the plan's model, with a token for each id: the other systems start without one."""
+        from vllm_weir.bench.weights import add_tokenizer
+
+        folder = shutil.copytree(self.plan.model, self.scratch / "model", dirs_exist_ok=True)
+        add_tokenizer(str(folder), self.plan.vocab)
+        return str(folder)
 
     def missing(self) -> str | None:
         if not is_installed(self.name) or importlib.util.find_spec(self.name.replace("-", "_")) is None:

@@ -66,6 +66,13 @@ class StockSystem:
 
         return LLM(**arguments)
 
+    def fill(self, llm: Any) -> list[int]:
+        """Draw the weights of the engine's dummy model in place, and return how many there are on each rank."""
+        from vllm_weir.bench.weights import fill_engine
+
+        filled: list[int] = llm.apply_model(fill_engine)
+        return filled
+
     def generate(self, llm: Any, prompts: list[dict[str, list[int]]], params: list[Any]) -> Sequence[Any]:
         """Run all prompts; this is what is timed, with `deliver` after it."""
         return llm.generate(prompts, params, use_tqdm=False)

@@ -37,6 +37,10 @@ class TransformersSystem(StockSystem):
 
         return HookedModel(transformers_model(self.plan), arguments["layers"])
 
+    def fill(self, llm: HookedModel) -> list[int]:
+        """Its weights are drawn when it is made."""
+        return []
+
     def params(self, case: str, size: BatchSize) -> list[Any]:
         return [case] * size.count
 

@@ -46,6 +46,11 @@ def test_every_request_names_the_vector_that_weir_s_adds(system: HotwireSystem) 
     assert system.params("idle", SIZE) == [None] * 3
 
 
+def test_there_are_slots_for_the_blocks_that_the_cases_steer(system: HotwireSystem) -> None:
+    system.plan = plan(cases=("idle", "steer_one"), batches=(1, 4))
+    assert system.start({})["HOTWIRE_SLOTS"] == "4"
+
+
 def test_what_it_adds_is_said_not_to_be_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = run_fake(monkeypatch, tmp_path, {}, cases=("idle", "steer_one"), systems=("stock", "weir", "hotwire"))
     steered = [case for case in found.cases if case.system == "hotwire" and case.case == "steer_one"]
