@@ -6,15 +6,22 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.readings import CaptureReading, FeatureReading, Reading
 from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.util.chat_text import chat_text
 from vllm_weir.util.parent_death import children_that_end_with_us
+
+PIECE_BYTES = 2 << 30
+"""Bytes of rows that the engine computes at a time, while at most as many are being written."""
+PIECES_AHEAD = 16
+"""Pieces of a batch that an engine has at once, so that it never waits for the next one. The smaller
+they are, the less is left to be written when the engine has done the last one."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,26 @@ class ExtractionEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadAheadEngine(ExtractionEngine, Protocol):
+    """An engine that takes pieces of a batch before it has done the ones before them."""
+
+    def read_ahead(self, pieces: Iterator[Sequence[list[int]]]) -> Generator[list[PromptRows], None, None]:
+        """Yield the rows of each piece's prompts, in order; if closed, drop what is under way.
+
+        An engine has up to PIECES_AHEAD pieces at once, and no more than one if their rows would
+        take more than PIECE_BYTES.
+        """
+        ...
+
+
+class _Piece(NamedTuple):
+    """Prompts that vLLM has: the ids of their outputs, and their tokens."""
+
+    names: list[str]
+    tokens: int
+
+
 class VllmEngine:
     """vLLM as the engine of a run; raises WeirError if it cannot give what the run extracts."""
 
@@ -82,7 +109,9 @@ class VllmEngine:
             self.reading = FeatureReading(spec.features, self.llm)
         self.row_bytes = self.reading.row_bytes
         self.limit = self.llm.model_config.max_model_len - spec.max_tokens
-        self.params = params(SamplingParams(max_tokens=spec.max_tokens, temperature=0), **self.reading.asked)
+        # Without texts of the outputs, this thread leaves the tokenizer to the one that encodes prompts.
+        sampling = SamplingParams(max_tokens=spec.max_tokens, temperature=0, detokenize=False)
+        self.params = params(sampling, **self.reading.asked)
         self.tokenizer = self.llm.get_tokenizer()
 
     def encode(self, values: Sequence[str | list[dict[str, Any]]]) -> list[list[int] | WeirError]:
@@ -106,8 +135,43 @@ class VllmEngine:
 
     def read(self, prompts: Sequence[list[int]]) -> list[PromptRows]:
         """Return the rows of each prompt."""
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
-        return [self._prompt_rows(output) for output in outputs]
+        (rows,) = self.read_ahead(iter([prompts]))
+        return rows
+
+    def read_ahead(self, pieces: Iterator[Sequence[list[int]]]) -> Generator[list[PromptRows], None, None]:
+        """Yield the rows of each piece's prompts, in order; see `ReadAheadEngine`."""
+        under_way: deque[_Piece] = deque()
+        outputs: dict[str, Any] = {}
+        following = next(pieces, None)
+        try:
+            while following is not None or under_way:
+                while following is not None and self._has_room(under_way, following):
+                    under_way.append(self._enqueue(following))
+                    following = next(pieces, None)
+                while not outputs.keys() >= set(under_way[0].names):
+                    outputs |= self._step()
+                yield [self._prompt_rows(outputs.pop(name)) for name in under_way.popleft().names]
+        finally:
+            if dropped := [name for piece in under_way for name in piece.names if name not in outputs]:
+                self.llm.llm_engine.abort_request(dropped)
+
+    def _has_room(self, under_way: Sequence[_Piece], following: Sequence[list[int]]) -> bool:
+        """Return whether a piece can be computed beside those that are under way."""
+        tokens = sum(piece.tokens for piece in under_way) + sum(map(len, following))
+        return not under_way or (len(under_way) < PIECES_AHEAD and tokens * self.row_bytes <= PIECE_BYTES)
+
+    def _enqueue(self, prompts: Sequence[list[int]]) -> _Piece:
+        """Give the engine prompts."""
+        given = self.llm.enqueue([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
+        # vLLM returns ids with a random part, which outputs do not have.
+        return _Piece([name.partition("-")[0] for name in given], sum(map(len, prompts)))
+
+    def _step(self) -> dict[str, Any]:
+        """Return the outputs of requests that end with the engine's next step, by their ids."""
+        engine = self.llm.llm_engine
+        if not engine.has_unfinished_requests():
+            raise RuntimeError("vLLM has ended, without an output of each request")
+        return {output.request_id: output for output in engine.step() if output.finished}
 
     def _prompt_rows(self, output: Any) -> PromptRows:
         completion = output.outputs[0]
