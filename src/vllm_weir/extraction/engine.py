@@ -6,15 +6,19 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.readings import CaptureReading, FeatureReading, Reading
 from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.util.chat_text import chat_text
 from vllm_weir.util.parent_death import children_that_end_with_us
+
+PIECES_AHEAD = 4
+"""Pieces of a batch that an engine has at once, so that it never waits for the next one."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,18 @@ class ExtractionEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadAheadEngine(ExtractionEngine, Protocol):
+    """An engine that takes pieces of a batch before it has done the ones before them."""
+
+    def read_ahead(self, pieces: Iterator[Sequence[list[int]]]) -> Generator[list[PromptRows], None, None]:
+        """Yield the rows of each piece's prompts, in order; have up to PIECES_AHEAD pieces at once.
+
+        If the generator is closed, the engine drops the pieces that are under way.
+        """
+        ...
+
+
 class VllmEngine:
     """vLLM as the engine of a run; raises WeirError if it cannot give what the run extracts."""
 
@@ -82,7 +98,9 @@ class VllmEngine:
             self.reading = FeatureReading(spec.features, self.llm)
         self.row_bytes = self.reading.row_bytes
         self.limit = self.llm.model_config.max_model_len - spec.max_tokens
-        self.params = params(SamplingParams(max_tokens=spec.max_tokens, temperature=0), **self.reading.asked)
+        # Without texts of the outputs, this thread leaves the tokenizer to the one that encodes prompts.
+        sampling = SamplingParams(max_tokens=spec.max_tokens, temperature=0, detokenize=False)
+        self.params = params(sampling, **self.reading.asked)
         self.tokenizer = self.llm.get_tokenizer()
 
     def encode(self, values: Sequence[str | list[dict[str, Any]]]) -> list[list[int] | WeirError]:
@@ -106,8 +124,38 @@ class VllmEngine:
 
     def read(self, prompts: Sequence[list[int]]) -> list[PromptRows]:
         """Return the rows of each prompt."""
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
-        return [self._prompt_rows(output) for output in outputs]
+        (rows,) = self.read_ahead(iter([prompts]))
+        return rows
+
+    def read_ahead(self, pieces: Iterator[Sequence[list[int]]]) -> Generator[list[PromptRows], None, None]:
+        """Yield the rows of each piece's prompts, in order; see `ReadAheadEngine`."""
+        under_way: deque[list[str]] = deque()
+        outputs: dict[str, Any] = {}
+        try:
+            while True:
+                while len(under_way) < PIECES_AHEAD and (piece := next(pieces, None)) is not None:
+                    under_way.append(self._enqueue(piece))
+                if not under_way:
+                    return
+                while not outputs.keys() >= set(under_way[0]):
+                    outputs |= self._step()
+                yield [self._prompt_rows(outputs.pop(name)) for name in under_way.popleft()]
+        finally:
+            if dropped := [name for names in under_way for name in names if name not in outputs]:
+                self.llm.llm_engine.abort_request(dropped)
+
+    def _enqueue(self, prompts: Sequence[list[int]]) -> list[str]:
+        """Give the engine prompts, and return the ids of their outputs."""
+        given = self.llm.enqueue([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
+        # vLLM returns ids with a random part, which outputs do not have.
+        return [name.partition("-")[0] for name in given]
+
+    def _step(self) -> dict[str, Any]:
+        """Return the outputs of requests that end with the engine's next step, by their ids."""
+        engine = self.llm.llm_engine
+        if not engine.has_unfinished_requests():
+            raise RuntimeError("vLLM has ended, without an output of each request")
+        return {output.request_id: output for output in engine.step() if output.finished}
 
     def _prompt_rows(self, output: Any) -> PromptRows:
         completion = output.outputs[0]

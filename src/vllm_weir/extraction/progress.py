@@ -10,7 +10,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_weir.extraction.record_loop import RecordCounts
+from vllm_weir.extraction.counts import RecordCounts
 from vllm_weir.extraction.run import Summary
 from vllm_weir.storage.cli import progress_bar
 from vllm_weir.storage.stats import readable_size

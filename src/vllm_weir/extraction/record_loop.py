@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.engine import ExtractionEngine, PromptRows
+from vllm_weir.extraction.counts import RecordCounts
+from vllm_weir.extraction.engine import PIECES_AHEAD, ExtractionEngine, PromptRows, ReadAheadEngine
+from vllm_weir.extraction.prompt_reader import Prompt, PromptReader
 from vllm_weir.extraction.run_spec import request_id
-from vllm_weir.extraction.source import InputRecord, TextSource
+from vllm_weir.extraction.source import TextSource
 from vllm_weir.schema.row_notes import KEY as ROW_NOTES_KEY
 from vllm_weir.storage.object_store import ObjectStore
 
 PIECE_BYTES = 2 << 30
-"""Bytes of rows that the engine computes at a time, while as many are being written."""
+"""Bytes of rows that the engine computes at a time, while at most as many are being written."""
 
 
 class RecordWriter(Protocol):
@@ -55,48 +58,11 @@ class RecordWriter(Protocol):
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
-@dataclass
-class RecordCounts:
-    """Counts of what was done.
-
-    Attributes:
-        requests, rows, tokens, bytes: Written; bytes of the rows as they are stored.
-        held: Records that the dataset already had.
-        truncated: Requests whose prompt was cut.
-        skipped: Record -> why it was skipped.
-    """
-
-    requests: int = 0
-    rows: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    held: int = 0
-    truncated: int = 0
-    skipped: dict[int, str] = field(default_factory=dict)
-
-    def add(self, other: RecordCounts) -> None:
-        """Add the counts of `other`."""
-        for name in ("requests", "rows", "tokens", "bytes", "held", "truncated"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.skipped |= other.skipped
-
-    @property
-    def records(self) -> int:
-        """Records that were written, already there or skipped."""
-        return self.requests + self.held + len(self.skipped)
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """The tokens of a record; `truncated_from`: how many there were, 0 if none were cut."""
-
-    index: int
-    ids: list[int]
-    truncated_from: int
-
-
 class RecordLoop:
     """Reads records with an engine, and writes their rows in a thread while the engine goes on.
+
+    Another thread encodes the records that come next. An engine that reads ahead gets pieces of a
+    batch, and further ones before it has done the first.
 
     Args:
         source: The records.
@@ -132,12 +98,12 @@ class RecordLoop:
         report: Callable[[RecordCounts], Any] = lambda counts: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        if max_length is not None and max_length > engine.limit:
-            raise WeirError(f"the engine takes prompts of up to {engine.limit} tokens", "max_length")
         self.source, self.engine, self.writer = source, engine, writer
-        self.max_length, self.batch, self.skip = max_length, batch, skip
-        self.flush_seconds, self.known_skipped = flush_seconds, known_skipped or {}
-        self.reaches, self.report, self.stop = reaches, report, stop
+        self.batch, self.flush_seconds, self.report, self.stop = batch, flush_seconds, report, stop
+        self.reader = PromptReader(
+            source, engine, writer.holds, max_length=max_length, batch=batch, skip=skip,
+            known_skipped=known_skipped or {}, reaches=reaches,
+        )  # fmt: skip
         self.extra_metadata = {} if row_notes is None else {ROW_NOTES_KEY: [row_notes]}
         self._flushed = time.monotonic()
         self._pending: Future[RecordCounts] | None = None
@@ -149,9 +115,12 @@ class RecordLoop:
             WeirError: For an invalid record (unless `skip`), or rows that cannot be written.
         """
         counts = RecordCounts()
-        with ThreadPoolExecutor(1, thread_name_prefix="weir-extract") as pool:
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="weir-extract") as writing,
+            ThreadPoolExecutor(1, thread_name_prefix="weir-encode") as encoding,
+        ):
             try:
-                self._process(start, stop, counts, pool)
+                self._process(self._pieces(start, stop, counts, encoding), counts, writing)
                 self._finish_write(counts)
             except BaseException as e:
                 self._publish_after_error(counts, e)
@@ -159,61 +128,48 @@ class RecordLoop:
             self.writer.flush()
         return counts
 
-    def _process(self, start: int, stop: int, counts: RecordCounts, pool: ThreadPoolExecutor) -> None:
-        # Groups begin at multiples of `batch`, whatever the dataset already has.
-        for _, group in itertools.groupby(self.source.read(start, stop), lambda record: record.index // self.batch):
-            if self.stop():
-                return
-            step = RecordCounts()
-            prompts = list(self._prompts(list(group), step))
-            self._count(counts, step)
-            for piece in self._pieces(prompts):
-                outputs = self.engine.read([prompt.ids for prompt in piece])
+    def _process(self, pieces: Iterator[list[Prompt]], counts: RecordCounts, writing: ThreadPoolExecutor) -> None:
+        given: deque[list[Prompt]] = deque()
+        refusals: list[WeirError] = []
+
+        def prompts() -> Iterator[list[list[int]]]:
+            try:
+                for piece in pieces:
+                    given.append(piece)
+                    yield [prompt.ids for prompt in piece]
+            except WeirError as e:  # raised below, once the engine has done what came before
+                refusals.append(e)
+
+        with contextlib.closing(self._read(prompts())) as read:
+            for outputs in read:
                 self._finish_write(counts)
-                self._pending = pool.submit(self._write, piece, outputs)
+                self._pending = writing.submit(self._write, given.popleft(), outputs)
+        if refusals:
+            raise refusals[0]
+
+    def _pieces(
+        self, start: int, stop: int, counts: RecordCounts, encoding: ThreadPoolExecutor
+    ) -> Iterator[list[Prompt]]:
+        """Yield the prompts of each piece; those of the next group are encoded meanwhile."""
+        groups = self.reader.groups(start, stop)
+        ahead = encoding.submit(next, groups, None)
+        while not self.stop() and (group := ahead.result()) is not None:
+            ahead = encoding.submit(next, groups, None)
+            self._count(counts, group.counts)
+            for piece in self._cut(group.prompts):
+                yield piece
                 if self.stop():
                     return
 
-    def _prompts(self, records: list[InputRecord], step: RecordCounts) -> Iterator[_Prompt]:
-        """Yield the prompts of records that have to be read; count or refuse the others."""
-        to_read = []
-        for record in records:
-            if self.writer.holds(request_id(self.source, record.index)):
-                step.held += 1
-            elif self.skip and record.index in self.known_skipped:
-                step.skipped[record.index] = self.known_skipped[record.index]
-            elif record.value is None:
-                self._refuse(record.index, record.reason, step)
-            else:
-                to_read.append(record)
-        limit = self.engine.limit if self.max_length is None else self.max_length
-        encoded = self.engine.encode([r.value for r in to_read if r.value])
-        for record, ids in zip(to_read, encoded, strict=True):
-            if isinstance(ids, WeirError):
-                self._refuse(record.index, ids.message, step)
-            elif not ids:
-                self._refuse(record.index, "it has no tokens", step)
-            elif len(ids) > limit and self.max_length is None:
-                reason = f"{len(ids)} tokens, the engine takes {limit}; cut it with max_length (--max-length)"
-                self._refuse(record.index, reason, step)
-            elif not self.reaches(min(len(ids), limit)):
-                reason = f"none of the selected positions has a row in a text of {min(len(ids), limit)} tokens"
-                self._refuse(record.index, reason, step)
-            else:
-                yield _Prompt(record.index, ids[:limit], len(ids) if len(ids) > limit else 0)
-
-    def _refuse(self, index: int, reason: str, step: RecordCounts) -> None:
-        if not self.skip:
-            raise WeirError(f"record {index}: {reason}; correct it, or skip such records (--on-error skip)")
-        step.skipped[index] = reason
-
-    def _pieces(self, prompts: list[_Prompt]) -> Iterator[list[_Prompt]]:
-        """Split prompts so that the rows of each piece take at most about PIECE_BYTES."""
-        piece: list[_Prompt] = []
+    def _cut(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
+        """Split prompts so that the rows of all pieces under way take at most about PIECE_BYTES."""
+        at_once = PIECES_AHEAD if isinstance(self.engine, ReadAheadEngine) else 1
+        most_bytes, most_prompts = PIECE_BYTES // at_once, max(1, self.batch // at_once)
+        piece: list[Prompt] = []
         piece_bytes = 0
         for prompt in prompts:
             prompt_bytes = len(prompt.ids) * self.engine.row_bytes
-            if piece and piece_bytes + prompt_bytes > PIECE_BYTES:
+            if piece and (piece_bytes + prompt_bytes > most_bytes or len(piece) == most_prompts):
                 yield piece
                 piece, piece_bytes = [], 0
             piece.append(prompt)
@@ -221,7 +177,14 @@ class RecordLoop:
         if piece:
             yield piece
 
-    def _write(self, piece: list[_Prompt], outputs: list[PromptRows]) -> RecordCounts:
+    def _read(self, pieces: Iterator[list[list[int]]]) -> Generator[list[PromptRows], None, None]:
+        if isinstance(self.engine, ReadAheadEngine):
+            yield from self.engine.read_ahead(pieces)
+        else:
+            for piece in pieces:
+                yield self.engine.read(piece)
+
+    def _write(self, piece: list[Prompt], outputs: list[PromptRows]) -> RecordCounts:
         step = RecordCounts()
         for prompt, output in zip(piece, outputs, strict=True):
             name = request_id(self.source, prompt.index)

@@ -12,10 +12,10 @@ from os import PathLike
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.extraction.counts import RecordCounts
 from vllm_weir.extraction.engine import ExtractionEngine, VllmEngine
 from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.plan import ExtractionPlan, FeatureTarget, OutputTarget, Ray
-from vllm_weir.extraction.record_loop import RecordCounts
 from vllm_weir.extraction.run_spec import RunSpec, check_run, read_skipped, request_id, write_skipped
 from vllm_weir.extraction.source import open_source
 from vllm_weir.schema.capture import parse_layers

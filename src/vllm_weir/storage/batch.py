@@ -63,7 +63,7 @@ class CheckedBatch:
     Attributes:
         request_id, site: As in `Batch`.
         positions, token_ids: int64 [n].
-        records: uint8 [n, record_bytes], C-contiguous.
+        records: uint8 [n, record_bytes]; the bytes of each record follow each other, the records may not.
         header: Header of the records as JSON text.
         ascending: Whether the positions ascend.
     """
@@ -105,7 +105,8 @@ def pack(batch: Batch, compression: Compression) -> CheckedBatch:
             raise WeirError(
                 f"records are uint8 [n, {width}] by their header, got {rows.dtype} {list(rows.shape)}", "batch.rows"
             )
-    records = rows.detach().cpu().contiguous().numpy()
+    host = rows.detach().cpu()
+    records = (host if host.stride(1) == 1 else host.contiguous()).numpy()
     return CheckedBatch(batch.request_id, site, positions, token_ids, records, header, ascending)
 
 
@@ -120,7 +121,8 @@ def _packed_rows(rows: torch.Tensor, compression: Compression) -> tuple[torch.Te
     rows = rows.flatten(1)
     if compression.method != "none":
         return encode(rows, compression), header
-    return (rows.view(torch.uint8) if rows.is_contiguous() and rows.numel() else as_bytes(rows)), header
+    # Rows of one site among others are copied only once, to where they are written from.
+    return (rows.view(torch.uint8) if rows.numel() and rows.stride(1) == 1 else as_bytes(rows)), header
 
 
 def check_id(request_id: object, field: str) -> None:

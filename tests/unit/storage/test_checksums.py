@@ -243,7 +243,6 @@ def test_rows_that_are_given_up_or_tried_again_leave_the_others_their_checksums(
 ) -> None:
     """Small batches and large ones, with requests abandoned between them and a write that is interrupted."""
     monkeypatch.setattr(open_shard, "GATHER_BYTES", 2000)
-    monkeypatch.setattr(open_shard, "SMALL_BATCH_BYTES", 700)
     writer = open_writer(tmp_path, "sharded")
     large = rows_of("x", *SITE, 40)
     for name in NAMES:

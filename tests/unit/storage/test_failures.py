@@ -248,7 +248,7 @@ def test_a_full_disk_fails_the_request_and_not_its_neighbours(
     write(writer, "a")
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", full)
-    big = torch.zeros(40_000, 48, dtype=torch.bfloat16)  # too large to be gathered
+    big = torch.zeros(150_000, 48, dtype=torch.bfloat16)  # too large to be gathered
     if layout == "packed":  # which writes when it is flushed
         with pytest.raises(WeirError, match=r"cannot write .*: No space left on device"):
             writer.flush()
@@ -598,6 +598,7 @@ def test_rows_of_a_request_that_is_dropped_give_their_room_back(tmp_path: Path) 
     before = sum(path.stat().st_size for path in tmp_path.iterdir())
     for layer in (0, 3):
         writer.write(Batch("x", "resid_post", layer, np.arange(len(big)), np.arange(len(big)), big))
+    writer.settle("x")
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) > 2 * big.nbytes
     writer.abandon("x")
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= before < big.nbytes
@@ -621,9 +622,8 @@ def test_requests_that_are_dropped_anywhere_on_a_disk_full_at_times(
     monkeypatch.setattr(os, "pwrite", lambda *args: full() if chance.random() < odds["full"] else real(*args))
     for seed in range(12):
         rng, path, kept = random.Random(seed), tmp_path / str(seed), []
-        limits = rng.choice([(700, 500), (5000, 600), (1500, 1400), (4 << 20, 1 << 20)])
-        for name, value in zip(("GATHER_BYTES", "SMALL_BATCH_BYTES"), limits):
-            monkeypatch.setattr(f"vllm_weir.storage.layouts.open_shard.{name}", value)
+        limit = rng.choice([50, 700, 1500, 5000, 4 << 20])
+        monkeypatch.setattr("vllm_weir.storage.layouts.open_shard.GATHER_BYTES", limit)
         writer = open_writer(path, layout, **{"sharded": {"shard_bytes": 30_000}, "packed": {}}[layout])
         for k in range(40):
             odds["full"] = rng.choice([0, 0, 0.3])

@@ -97,6 +97,7 @@ class ShardedWriter(Writer):
             if header in headers:
                 shard.drop(request_id)
                 shard.manifest_space -= _finish_space(request_id, pending[1]) if pending is not None else 0
+            shard.mend()
             if not len(shard.runs):
                 del self._open[header]
                 shard.file.discard()
