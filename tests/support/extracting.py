@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.engine import PromptRows
+from vllm_weir.extraction.engine import PIECES_AHEAD, PromptRows
 from vllm_weir.extraction.feature_writer import FeatureBatch
 from vllm_weir.extraction.run import extract
 from vllm_weir.extraction.run_spec import RunSpec
@@ -91,6 +92,34 @@ class FakeEngine:
 
     def close(self) -> None:
         pass
+
+
+class FakeAheadEngine(FakeEngine):
+    """Takes pieces while it has others, and computes them when it may take no more.
+
+    Attributes:
+        most: the most pieces, prompts and tokens that it had at once.
+        unread: pieces that it had when its generator was closed.
+    """
+
+    def __init__(self, wanted: RunSpec) -> None:
+        super().__init__(wanted)
+        self.most, self.unread = (0, 0, 0), 0
+
+    def read_ahead(self, pieces: Iterator[Sequence[list[int]]]) -> Iterator[list[PromptRows]]:
+        under_way: deque[Sequence[list[int]]] = deque()
+        try:
+            while True:
+                while len(under_way) < PIECES_AHEAD and (piece := next(pieces, None)) is not None:
+                    under_way.append(piece)
+                if not under_way:
+                    return
+                prompts = [ids for piece in under_way for ids in piece]
+                now = len(under_way), len(prompts), sum(map(len, prompts))
+                self.most = tuple(map(max, self.most, now))
+                yield self.read(under_way.popleft())
+        finally:
+            self.unread = len(under_way)
 
 
 class FakeFeatureEngine(FakeEngine):

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_weir.errors import WeirError
+from vllm_weir.extraction.counts import RecordCounts
 
 if TYPE_CHECKING:
-    from vllm_weir.extraction.counts import RecordCounts
-from vllm_weir.extraction.plan import ExtractionPlan, Ray
+    from vllm_weir.extraction.plan import ExtractionPlan, Ray
 
 GROUPS = 4
 """Groups of records in a task: one is written while the engine reads the next."""
