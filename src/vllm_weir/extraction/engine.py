@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.readings import CaptureReading, FeatureReading, Reading
@@ -17,6 +17,8 @@ from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.util.chat_text import chat_text
 from vllm_weir.util.parent_death import children_that_end_with_us
 
+PIECE_BYTES = 2 << 30
+"""Bytes of rows that the engine computes at a time, while at most as many are being written."""
 PIECES_AHEAD = 4
 """Pieces of a batch that an engine has at once, so that it never waits for the next one."""
 
@@ -66,11 +68,19 @@ class ReadAheadEngine(ExtractionEngine, Protocol):
     """An engine that takes pieces of a batch before it has done the ones before them."""
 
     def read_ahead(self, pieces: Iterator[Sequence[list[int]]]) -> Generator[list[PromptRows], None, None]:
-        """Yield the rows of each piece's prompts, in order; have up to PIECES_AHEAD pieces at once.
+        """Yield the rows of each piece's prompts, in order; if closed, drop what is under way.
 
-        If the generator is closed, the engine drops the pieces that are under way.
+        An engine has up to PIECES_AHEAD pieces at once, and no more than one if their rows would
+        take more than PIECE_BYTES.
         """
         ...
+
+
+class _Piece(NamedTuple):
+    """Prompts that vLLM has: the ids of their outputs, and their tokens."""
+
+    names: list[str]
+    tokens: int
 
 
 class VllmEngine:
@@ -129,26 +139,31 @@ class VllmEngine:
 
     def read_ahead(self, pieces: Iterator[Sequence[list[int]]]) -> Generator[list[PromptRows], None, None]:
         """Yield the rows of each piece's prompts, in order; see `ReadAheadEngine`."""
-        under_way: deque[list[str]] = deque()
+        under_way: deque[_Piece] = deque()
         outputs: dict[str, Any] = {}
+        following = next(pieces, None)
         try:
-            while True:
-                while len(under_way) < PIECES_AHEAD and (piece := next(pieces, None)) is not None:
-                    under_way.append(self._enqueue(piece))
-                if not under_way:
-                    return
-                while not outputs.keys() >= set(under_way[0]):
+            while following is not None or under_way:
+                while following is not None and self._has_room(under_way, following):
+                    under_way.append(self._enqueue(following))
+                    following = next(pieces, None)
+                while not outputs.keys() >= set(under_way[0].names):
                     outputs |= self._step()
-                yield [self._prompt_rows(outputs.pop(name)) for name in under_way.popleft()]
+                yield [self._prompt_rows(outputs.pop(name)) for name in under_way.popleft().names]
         finally:
-            if dropped := [name for names in under_way for name in names if name not in outputs]:
+            if dropped := [name for piece in under_way for name in piece.names if name not in outputs]:
                 self.llm.llm_engine.abort_request(dropped)
 
-    def _enqueue(self, prompts: Sequence[list[int]]) -> list[str]:
-        """Give the engine prompts, and return the ids of their outputs."""
+    def _has_room(self, under_way: Sequence[_Piece], following: Sequence[list[int]]) -> bool:
+        """Return whether a piece can be computed beside those that are under way."""
+        tokens = sum(piece.tokens for piece in under_way) + sum(map(len, following))
+        return not under_way or (len(under_way) < PIECES_AHEAD and tokens * self.row_bytes <= PIECE_BYTES)
+
+    def _enqueue(self, prompts: Sequence[list[int]]) -> _Piece:
+        """Give the engine prompts."""
         given = self.llm.enqueue([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
         # vLLM returns ids with a random part, which outputs do not have.
-        return [name.partition("-")[0] for name in given]
+        return _Piece([name.partition("-")[0] for name in given], sum(map(len, prompts)))
 
     def _step(self) -> dict[str, Any]:
         """Return the outputs of requests that end with the engine's next step, by their ids."""

@@ -13,15 +13,12 @@ from typing import Any, Protocol
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.counts import RecordCounts
-from vllm_weir.extraction.engine import PIECES_AHEAD, ExtractionEngine, PromptRows, ReadAheadEngine
+from vllm_weir.extraction.engine import PIECE_BYTES, PIECES_AHEAD, ExtractionEngine, PromptRows, ReadAheadEngine
 from vllm_weir.extraction.prompt_reader import Prompt, PromptReader
 from vllm_weir.extraction.run_spec import request_id
 from vllm_weir.extraction.source import TextSource
 from vllm_weir.schema.row_notes import KEY as ROW_NOTES_KEY
 from vllm_weir.storage.object_store import ObjectStore
-
-PIECE_BYTES = 2 << 30
-"""Bytes of rows that the engine computes at a time, while at most as many are being written."""
 
 
 class RecordWriter(Protocol):

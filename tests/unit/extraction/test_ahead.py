@@ -8,16 +8,18 @@ import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.extracting import FakeAheadEngine, FakeEngine, differences, run_fake, texts, write_jsonl
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.engine import PIECES_AHEAD
+from vllm_weir.extraction.engine import PIECES_AHEAD, VllmEngine
 from vllm_weir.storage import load
 
 COUNT = 120
+DONE = SimpleNamespace(token_ids=[0], finish_reason="length")
 
 
 @pytest.fixture
@@ -156,3 +158,69 @@ def test_a_failure_keeps_what_was_finished_and_drops_what_the_engine_has(
     assert held == 48 if cause == "engine" else 42 <= held <= 54
     assert run_fake(source, str(out), start_engine=FakeAheadEngine).held == held
     assert same_as_whole(out, source, tmp_path)
+
+
+class Vllm:
+    """As much of ``vllm.LLM`` as `VllmEngine` drives; each step ends the newest request that it has."""
+
+    def __init__(self) -> None:
+        self.llm_engine, self.live, self.count, self.aborted, self.most = self, {}, 0, [], 0
+
+    def enqueue(self, prompts: Sequence[Any], params: Any, use_tqdm: bool) -> list[str]:
+        names = [str(self.count + k) for k in range(len(prompts))]
+        self.count += len(prompts)
+        self.live |= {name: prompt["prompt_token_ids"] for name, prompt in zip(names, prompts, strict=True)}
+        self.most = max(self.most, sum(map(len, self.live.values())))
+        return [f"{name}-{len(name):08x}" for name in names]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.live)
+
+    def step(self) -> list[Any]:
+        name, ids = self.live.popitem()
+        return [SimpleNamespace(request_id=name, finished=True, prompt_token_ids=ids, outputs=[DONE])]
+
+    def abort_request(self, names: list[str]) -> None:
+        self.aborted += names
+
+
+def on_vllm(row_bytes: int = 1) -> Any:
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.llm, engine.params, engine.row_bytes = Vllm(), None, row_bytes
+    engine.reading = SimpleNamespace(rows=lambda output: [output.prompt_token_ids])
+    return engine
+
+
+def test_vllm_s_outputs_come_in_the_order_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompts = on_vllm(), [[k] * (1 + k % 5) for k in range(30)]
+    pieces = [prompts[k : k + 3] for k in range(0, 30, 3)]
+    read = [row for outputs in engine.read_ahead(iter(pieces)) for output in outputs for row in output.rows]
+    assert read == prompts and not engine.llm.aborted and engine.llm.most > 4 * 3
+    assert [output.rows for output in engine.read(prompts[:2])] == [[prompts[0]], [prompts[1]]]
+    assert list(engine.read_ahead(iter([]))) == []
+
+    monkeypatch.setattr("vllm_weir.extraction.engine.PIECE_BYTES", 200)
+    for row_bytes, most in ((10, 20), (100, 12), (7, 28)):
+        bounded = on_vllm(row_bytes)
+        assert sum(map(len, bounded.read_ahead(iter(pieces)))) == 30
+        assert bounded.llm.most <= most  # tokens of 200 bytes, or of one piece
+
+
+def test_vllm_drops_what_nobody_waits_for() -> None:
+    engine = on_vllm()
+    outputs = engine.read_ahead(iter([[[1]], [[2]], [[3]], [[4]], [[5]]]))
+    assert next(outputs)[0].rows == [[1]]  # as the oldest it is the last to end
+    outputs.close()
+    assert engine.llm.aborted == [] and not engine.llm.live
+    engine.llm.step = lambda: [SimpleNamespace(request_id="4", finished=True, prompt_token_ids=[6], outputs=[DONE])]
+    outputs = engine.read_ahead(iter([[[6]], [[7]], [[8], [9]]]))
+    assert next(outputs)[0].rows == [[6]]
+    outputs.close()
+    assert engine.llm.aborted == ["5", "6", "7"]
+
+
+def test_an_output_that_vllm_owes_is_an_error() -> None:
+    engine = on_vllm()
+    engine.llm.step = lambda: engine.llm.live.clear() or []
+    with pytest.raises(RuntimeError, match="without an output of each request"):
+        list(engine.read_ahead(iter([[[1]]])))

@@ -14,6 +14,7 @@ import io
 import itertools
 import posixpath
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -181,13 +182,15 @@ def is_shard(name: str) -> bool:
     return base.startswith(SHARD_PREFIX) and base.endswith(SHARD_SUFFIX)
 
 
-def read_manifest(store: ObjectStore, names: dict[str, int]) -> pa.Table:
+def read_manifest(store: ObjectStore, names: dict[str, int], known: Mapping[str, pa.Table] | None = None) -> pa.Table:
     """Read the manifest of everything published.
 
     Args:
         store: Store of the dataset.
         names: Its files, and their sizes in bytes; files that appeared meanwhile are added.
+        known: Manifests of shards, which are not read again.
     """
+    known = known or {}
     tables = []
     joined: set[str] = set()
     if MANIFEST in names:
@@ -199,11 +202,15 @@ def read_manifest(store: ObjectStore, names: dict[str, int]) -> pa.Table:
         for missing in sorted(joined - set(names)):
             raise store.error(missing or MANIFEST, "is missing, although the manifest names it")
     unjoined = sorted(name for name in names if is_shard(name) and name not in joined)
+
+    def manifest_of(name: str) -> pa.Table:
+        return known[name] if name in known else read_shard_manifest(store, name, names[name])
+
     if store.local or len(unjoined) < 2:
-        tables += [read_shard_manifest(store, name, names[name]) for name in unjoined]
+        tables += map(manifest_of, unjoined)
     else:
         with ThreadPoolExecutor(16) as pool:  # each takes a few round trips
-            tables += pool.map(lambda name: read_shard_manifest(store, name, names[name]), unjoined)
+            tables += pool.map(manifest_of, unjoined)
     return pa.concat_tables(tables).unify_dictionaries() if tables else SCHEMA.empty_table()
 
 

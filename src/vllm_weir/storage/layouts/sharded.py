@@ -8,6 +8,8 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
+import pyarrow as pa
+
 from vllm_weir.errors import WeirError
 from vllm_weir.results.safetensors_header import build_header
 from vllm_weir.schema.compression import header_bytes
@@ -29,6 +31,8 @@ from vllm_weir.storage.object_store import ObjectStore
 
 MIN_UNJOINED = 16
 """`flush` rewrites the joined manifest when it lacks this many shards, and as many as it has."""
+KEPT_BYTES = 64 << 20
+"""Bytes of manifests of published shards that are kept until they are joined."""
 
 
 class ShardedWriter(Writer):
@@ -65,6 +69,8 @@ class ShardedWriter(Writer):
         self._unjoined = shards if MANIFEST not in names else 0
         """Shards that the joined manifest lacks, as far as this writer knows."""
         self._joined = shards - self._unjoined
+        self._kept: dict[str, pa.Table] = {}
+        """Manifests of shards that this writer has published and not joined, up to KEPT_BYTES."""
 
     def _append(self, packed: CheckedBatch) -> None:
         if not len(packed.positions) and packed.site in self._written.get(packed.request_id, {}):
@@ -137,7 +143,8 @@ class ShardedWriter(Writer):
             rows_end = shard.file.size
             for request in ready:
                 shard.runs.finish(request, *self._pending[request])
-            manifest = to_parquet(shard.table())
+            table = shard.table()
+            manifest = to_parquet(table)
             shard.file.write(manifest)
             shard.file.write_at(0, _shard_header(shard.header, rows_end - HEADER_SPACE, manifest))
             shard.file.publish()
@@ -156,6 +163,8 @@ class ShardedWriter(Writer):
         for headers in self._open_headers.values():
             headers.discard(header)
         self._unjoined += 1
+        if sum(kept.nbytes for kept in self._kept.values()) + table.nbytes <= KEPT_BYTES:
+            self._kept[shard.file.name] = table
 
     def _flush(self) -> None:
         for header in list(self._open):
@@ -182,7 +191,8 @@ class ShardedWriter(Writer):
 
     def _join(self) -> None:
         names = self.store.names()
-        self.store.put(MANIFEST, to_parquet(read_manifest(self.store, names)))
+        self.store.put(MANIFEST, to_parquet(read_manifest(self.store, names, self._kept)))
+        self._kept.clear()
         self._joined, self._unjoined = sum(map(is_shard, names)), 0
 
 
