@@ -30,13 +30,11 @@ from extract import WORDS, add_tokenizer
 from transformers import AutoTokenizer
 
 import vllm_weir as weir
-from vllm_weir.extraction.engine import PromptRows
+from vllm_weir.extraction.engine import PIECES_AHEAD, PromptRows
 from vllm_weir.storage import Batch
 
 WIDTH, LONGEST = 4096, 600
 POOL_TOKENS = 16_384
-UNDER_WAY = 5
-"""Pieces that the stand-in has at once, as `VllmEngine`."""
 
 
 class StandIn:
@@ -68,7 +66,7 @@ class StandIn:
     def read_ahead(self, pieces: Iterable[Sequence[list[int]]]) -> Iterator[list[PromptRows]]:
         waiting, under_way = iter(pieces), deque()
         while True:
-            while len(under_way) < UNDER_WAY and (piece := next(waiting, None)) is not None:
+            while len(under_way) < PIECES_AHEAD and (piece := next(waiting, None)) is not None:
                 under_way.append((piece, self._submit(piece)))
             if not under_way:
                 return

@@ -19,8 +19,9 @@ from vllm_weir.util.parent_death import children_that_end_with_us
 
 PIECE_BYTES = 2 << 30
 """Bytes of rows that the engine computes at a time, while at most as many are being written."""
-PIECES_AHEAD = 4
-"""Pieces of a batch that an engine has at once, so that it never waits for the next one."""
+PIECES_AHEAD = 16
+"""Pieces of a batch that an engine has at once, so that it never waits for the next one. The smaller
+they are, the less is left to be written when the engine has done the last one."""
 
 
 @dataclass(frozen=True)

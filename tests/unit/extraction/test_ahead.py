@@ -18,7 +18,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.extraction.engine import PIECES_AHEAD, VllmEngine
 from vllm_weir.storage import load
 
-COUNT = 120
+COUNT, BATCH = 128, 2 * PIECES_AHEAD
 DONE = SimpleNamespace(token_ids=[0], finish_reason="length")
 
 
@@ -48,14 +48,14 @@ def test_the_engine_has_few_pieces_at_once_and_always_a_next_one(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = Started()
-    assert run_fake(source, str(tmp_path / "out"), start_engine=start, batch=24).requests == COUNT
-    assert start.engine.most[:2] == (PIECES_AHEAD, 24) and start.engine.reads == COUNT / (24 / PIECES_AHEAD)
+    assert run_fake(source, str(tmp_path / "out"), start_engine=start, batch=BATCH).requests == COUNT
+    assert start.engine.most[:2] == (PIECES_AHEAD, BATCH) and start.engine.reads == COUNT / 2
     assert load(tmp_path / "out").requests == sorted(load(tmp_path / "out").requests)
     assert same_as_whole(tmp_path / "out", source, tmp_path)
 
-    monkeypatch.setattr("vllm_weir.extraction.record_loop.PIECE_BYTES", 160 * FakeEngine.row_bytes)
+    monkeypatch.setattr("vllm_weir.extraction.record_loop.PIECE_BYTES", 1600 * FakeEngine.row_bytes)
     run_fake(source, str(tmp_path / "small"), start_engine=start, batch=COUNT)
-    assert 120 < start.engine.most[2] <= 160  # the longest text has 40 tokens
+    assert 900 < start.engine.most[2] <= 1600  # pieces of up to 100 tokens; the longest text has 40
 
 
 def test_rows_that_are_not_yet_written_are_bounded(
@@ -82,8 +82,8 @@ def test_rows_that_are_not_yet_written_are_bounded(
         return counts
 
     monkeypatch.setattr(RecordLoop, "_write", slow)
-    assert run_fake(source, str(tmp_path / "out"), start_engine=FakeAheadEngine, batch=24).requests == COUNT
-    assert max(behind) <= 2 and written == read == [COUNT // 6]
+    assert run_fake(source, str(tmp_path / "out"), start_engine=FakeAheadEngine, batch=BATCH).requests == COUNT
+    assert max(behind) <= 2 and written == read == [COUNT // 2]
 
 
 def test_the_next_texts_are_encoded_while_the_engine_reads(source: Path, tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_ctrl_c_finishes_what_the_engine_has(source: Path, tmp_path: Path) -> No
             return super().read(prompts)
 
     start, out = Started(Engine), tmp_path / "out"
-    summary = run_fake(source, str(out), start_engine=start, batch=24, flush_seconds=60.0, shard_bytes=10**9)
-    assert summary.interrupted and summary.requests == len(load(out)) == 6 * (5 + PIECES_AHEAD)
+    summary = run_fake(source, str(out), start_engine=start, batch=BATCH, flush_seconds=60.0, shard_bytes=10**9)
+    assert summary.interrupted and summary.requests == len(load(out)) == 2 * (5 + PIECES_AHEAD)
     assert run_fake(source, str(out), start_engine=FakeAheadEngine).held == summary.requests
     assert same_as_whole(out, source, tmp_path)
 
@@ -124,8 +124,8 @@ def test_a_bad_record_ends_the_run_behind_all_that_came_before_its_batch(tmp_pat
     values[50] = " "
     source = write_jsonl(tmp_path / "bad.jsonl", values)
     with pytest.raises(WeirError, match=r"^record 50: .*the text is empty"):
-        run_fake(source, str(tmp_path / "out"), start_engine=FakeAheadEngine, batch=24)
-    assert len(load(tmp_path / "out")) == 48
+        run_fake(source, str(tmp_path / "out"), start_engine=FakeAheadEngine, batch=BATCH)
+    assert len(load(tmp_path / "out")) == BATCH
 
 
 @pytest.mark.parametrize("cause", ["engine", "disk"])
@@ -151,11 +151,11 @@ def test_a_failure_keeps_what_was_finished_and_drops_what_the_engine_has(
     start, out = Started(Engine), tmp_path / "out"
     kind, message = (RuntimeError, "the engine died") if cause == "engine" else (WeirError, "No space left on device")
     with pytest.raises(kind, match=message):
-        run_fake(source, str(out), start_engine=start, batch=24)
+        run_fake(source, str(out), start_engine=start, batch=BATCH)
     full[0] = False
     assert start.engine.unread == PIECES_AHEAD - 1
     held = len(load(out))
-    assert held == 48 if cause == "engine" else 42 <= held <= 54
+    assert held == 16 if cause == "engine" else 14 <= held <= 18
     assert run_fake(source, str(out), start_engine=FakeAheadEngine).held == held
     assert same_as_whole(out, source, tmp_path)
 
@@ -212,11 +212,14 @@ def test_vllm_drops_what_nobody_waits_for() -> None:
     assert next(outputs)[0].rows == [[1]]  # as the oldest it is the last to end
     outputs.close()
     assert engine.llm.aborted == [] and not engine.llm.live
-    engine.llm.step = lambda: [SimpleNamespace(request_id="4", finished=True, prompt_token_ids=[6], outputs=[DONE])]
+    first, *others = (str(engine.llm.count + k) for k in range(4))
+    engine.llm.step = lambda: [
+        SimpleNamespace(request_id=first, finished=True, prompt_token_ids=engine.llm.live.pop(first), outputs=[DONE])
+    ]
     outputs = engine.read_ahead(iter([[[6]], [[7]], [[8], [9]]]))
     assert next(outputs)[0].rows == [[6]]
     outputs.close()
-    assert engine.llm.aborted == ["5", "6", "7"]
+    assert engine.llm.aborted == others
 
 
 def test_an_output_that_vllm_owes_is_an_error() -> None:
