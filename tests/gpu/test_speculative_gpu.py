@@ -15,7 +15,7 @@ from vllm_weir.worker.planning.drafts import DraftLedger
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 METHODS = ("ngram", "draft_model", "eagle", "eagle3")
-MADE, BOUND = 40, 5e-3
+MADE, BOUND = 40, 1e-2  # attention in float32 rounds its products as TF32 there
 D = 128
 
 

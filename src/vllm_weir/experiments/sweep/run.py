@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from os import PathLike
 from typing import Any
@@ -14,6 +15,9 @@ from vllm_weir.experiments.sweep.prepare import prepare
 from vllm_weir.experiments.sweep.result import Sweep
 from vllm_weir.experiments.sweep.stream import RequestStream
 from vllm_weir.storage.cli import progress_bar
+
+REPORT_SECONDS = 0.1
+"""Between two updates of the bar: each takes a tenth of a cell's time."""
 
 
 def sweep(
@@ -94,8 +98,14 @@ def _reporter(progress: bool | Callable[[int, int], Any], total: int) -> Iterato
         return
     with progress_bar(not progress) as bar:
         task = bar.add_task("cells", total=total, rate="")
+        shown = 0.0
 
         def report(done: int) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if done < total and now - shown < REPORT_SECONDS:
+                return
+            shown = now
             speed = bar.tasks[0].speed
             bar.update(task, completed=done, rate=f"{speed:,.0f} cells/s" if speed else "")
 
