@@ -17,6 +17,9 @@ from vllm_weir.bench.weights import fill_engine, fill_reference
 CYCLE = 7
 LOGIT = 0.02
 """What the unembedding is scaled with: logits of about ten, as a model's are."""
+ADDED = 0.2
+"""What the outputs of attention and MLP are scaled with at 8B shapes: what 32 blocks add together is then about twice
+as long as the embedding, which the cycle needs to be seen."""
 KINDS = ("plain", "stream", "sides", "inside", "steer", "steer generated", "ablate", "probe")
 UNSTEERED = frozenset({"plain", "stream", "sides", "inside", "probe"})
 HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "q", "z", "mlp_post")
@@ -38,9 +41,13 @@ def set_cycle(embedding: torch.Tensor, head: torch.Tensor) -> None:
     head[after] = embedding[tokens] * LOGIT
 
 
+@torch.no_grad()
 def fill_cyclic(model: torch.nn.Module) -> None:
     """Draw the weights of vLLM's model, with that unembedding; not on a CPU, where engines repack weights."""
     fill_engine(model)
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            parameter.mul_(ADDED)
     set_cycle(model.model.embed_tokens.weight, model.lm_head.weight)
 
 

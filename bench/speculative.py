@@ -12,13 +12,15 @@ are mostly accepted): stock vLLM and Weir with drafts, and Weir without.
   made and accepted is read from vLLM's counters.
 * Rows: the mixed crowd, which also steers, runs with drafts. Its prompts and generated tokens then are the prompts of
   the engine without drafts, one kind of request at a time, with the same interventions at the same positions. A row is
-  wrong if it is further from that than `SLACK` times what the engine's own rows differ by if all kinds run in one
-  batch (or 1e-5 of the largest); a token is, if the engine without drafts finds another one likelier by a margin.
+  wrong if it is further from that than `SLACK` times what the engine's own rows differ by (or 1e-5 of the largest): if
+  all kinds run in one batch, and if its own tokens come one by one and in one prompt, whose kernels round otherwise. A
+  token is wrong if the engine without drafts finds another one likelier by a margin.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -127,11 +129,17 @@ class Served:
         alone: dict[int, Any] = {}
         for kind in KINDS:
             alone |= self._forced(kept, [n for n in range(len(kept)) if kind_of(n) == kind])
-        together = self._forced(kept, list(range(len(kept))))
+        every = list(range(len(kept)))
+        free = self._generate("mixed")
+        own = [
+            {"prompt": len(ids), "ids": [*ids, *out.outputs[0].token_ids]}
+            for ids, out in zip(self.prompts, free, strict=True)
+        ]
+        pairs = [(alone, self._forced(kept, every)), (self._forced(own, every), dict(enumerate(free)))]
         noise: dict[tuple[str, str], float] = {}
-        for n, out in alone.items():
-            twin = delivered(together[n])
-            for name, tensor in delivered(out).items():
+        for n, (expected, other) in itertools.product(every, pairs):
+            twin = delivered(other[n])
+            for name, tensor in delivered(expected[n]).items():
                 key = kind_of(n), name
                 noise[key] = max(noise.get(key, 0.0), *_distances(twin[name], tensor).tolist())
         found: dict[str, Any] = {
@@ -151,7 +159,6 @@ class Served:
                 found["worst"] = max(found["worst"], float(far.max()))
                 apart = _distances(expected[name][1:], expected[name][:-1])
                 found["apart"] = min(found["apart"], float(apart.median()))
-        free = self._generate("mixed")
         same = [list(out.outputs[0].token_ids) == kept[n]["ids"][kept[n]["prompt"] :] for n, out in enumerate(free)]
         return found | _tokens(kept, alone) | {"same_as_without_drafts": sum(same), "requests": len(kept)}
 
