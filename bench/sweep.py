@@ -3,10 +3,11 @@
 PYTHONPATH=src python3 bench/sweep.py --out bench/results/sweep_h100.json
 PYTHONPATH=src python3 bench/sweep.py --small          # a few cells of a small model, also on a CPU
 
-Cells are 28 blocks x 68 positions x 3 hook points (resid_pre, attn_out, mlp_out), or with `--positions 204`
-28 x 204 x 1; prompts have as many tokens as there are positions. Both systems have random weights of the same shapes
-and bfloat16, on one card, and take turns: a repeat is one whole sweep, the capture of the clean run included, from the
-two prompts' token ids to the array of logit differences. Weir's prefix cache is emptied before each.
+Cells are 28 blocks x 68 positions x 3 hook points (resid_pre, attn_out, mlp_out), with `--positions 204` 28 x 204 x 1,
+and with `--shapes 8b` 36 blocks of a larger model; prompts have as many tokens as there are positions. Both systems
+have random weights of the same shapes and bfloat16, on one card, and take turns: a repeat is one whole sweep, the
+capture of the clean run included, from the two prompts' token ids to the array of logit differences. Weir's prefix
+cache is emptied before each.
 
 TransformerLens (`pip install transformer-lens`; without it Weir is timed alone) runs batches of cells that share a
 block and a hook point, as its users do by hand: on a `HookedTransformer` up to its version 3, and from version 4 on,
@@ -35,6 +36,10 @@ QWEN3_06B = {
     "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
     "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
+QWEN3_8B = QWEN3_06B | {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 SMALL = QWEN3_06B | {
     "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
@@ -43,7 +48,7 @@ HOOKS = ("resid_pre", "attn_out", "mlp_out")
 TL_NAMES = {"resid_pre": "hook_resid_pre", "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out"}
 A, B = 101, 202
 """Tokens of the metric."""
-CELLS = 5712
+SHAPES = {"0.6b": QWEN3_06B, "8b": QWEN3_8B}
 
 
 def prompts(length: int) -> tuple[list[int], list[int]]:
@@ -230,7 +235,10 @@ def measure(found: list[Any], given: argparse.Namespace, hooks: list[str]) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a small model and few cells")
-    parser.add_argument("--positions", type=int, help="tokens of the prompts: 68 with three hook points, 204 with one")
+    parser.add_argument("--shapes", choices=SHAPES, default="0.6b", help="Qwen3's")
+    parser.add_argument(
+        "--positions", type=int, help="tokens of the prompts; from 204 on with one hook point, not three"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tl-batch", default="34,68")
     parser.add_argument("--max-num-seqs", type=int, default=512)
@@ -239,13 +247,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    config = SMALL if given.small else QWEN3_06B
+    config = SMALL if given.small else SHAPES[given.shapes]
     given.positions = given.positions or (12 if given.small else 68)
-    count = 3 if given.small else CELLS // config["num_hidden_layers"] // given.positions
-    hooks = list(HOOKS[:count])
+    hooks = list(HOOKS[:1] if given.positions >= 3 * 68 else HOOKS)
     cells = len(hooks) * config["num_hidden_layers"] * given.positions
-    if not given.small and cells != CELLS:
-        raise SystemExit(f"{cells} cells, not {CELLS}: take --positions 68 or 204")
     found = systems(config, given)
     weir = found[0]
     times = measure(found, given, hooks)
@@ -279,6 +284,7 @@ def report(
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "versions": versions,
         "cells": cells, "layers": weir.layers, "positions": given.positions, "hooks": hooks, "small": given.small,
+        "shapes": given.shapes,
         "noise_floor": weir.last.noise_floor, "seconds": times, "median_seconds": medians,
         "fastest_transformer_lens_over_weir": ratio,
     }  # fmt: skip
