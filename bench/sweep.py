@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -208,8 +208,8 @@ def systems(config: dict[str, Any], given: argparse.Namespace) -> list[Any]:
     return found
 
 
-def measure(found: list[Any], given: argparse.Namespace, hooks: list[str]) -> dict[str, list[float]]:
-    """Seconds of each repeat; what does not fit the card is left out."""
+def measure(found: list[Any], given: argparse.Namespace, hooks: list[str]) -> Iterator[dict[str, list[float]]]:
+    """Yield, after each repeat, the seconds of those so far; what does not fit the card is left out."""
     import torch
 
     clean, corrupt = prompts(given.positions)
@@ -229,7 +229,8 @@ def measure(found: list[Any], given: argparse.Namespace, hooks: list[str]) -> di
             print(f"{repeat or 'warm-up'}  {system.name:38} {seconds:8.3f} s", flush=True)
             if repeat:
                 times[system.name].append(round(seconds, 4))
-    return times
+        if repeat:
+            yield times
 
 
 def main() -> None:
@@ -253,15 +254,15 @@ def main() -> None:
     cells = len(hooks) * config["num_hidden_layers"] * given.positions
     found = systems(config, given)
     weir = found[0]
-    times = measure(found, given, hooks)
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    others = [seconds for name, seconds in medians.items() if name != "weir"]
-    ratio = round(min(others) / medians["weir"], 2) if others else None
+    for times in measure(found, given, hooks):
+        medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+        others = [seconds for name, seconds in medians.items() if name != "weir"]
+        ratio = round(min(others) / medians["weir"], 2) if others else None
+        if given.out:
+            given.out.write_text(json.dumps(report(given, weir, hooks, cells, times, medians, ratio), indent=1) + "\n")
     for name, seconds in medians.items():
         print(f"{name:40} {seconds:8.3f} s  {cells / seconds:8.0f} cells/s")
     print(f"{cells} cells; fastest TransformerLens / Weir: {ratio}")
-    if given.out:
-        given.out.write_text(json.dumps(report(given, weir, hooks, cells, times, medians, ratio), indent=1) + "\n")
 
 
 def report(
