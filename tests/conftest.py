@@ -25,6 +25,8 @@ from tests.support import machine
 # own inherit it, and vLLM leaves the threads as they are.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# No test needs the hub, and one that asks it for a name waits through its retries. Read when its client is imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Each file of a group uses the engine, or the server, that the one before it has started.
 TOGETHER = {
