@@ -82,6 +82,7 @@ def run(given: argparse.Namespace, work: Path) -> dict[str, Any]:
             assert done.requests == given.texts and done.rows == n * sum(lengths), done
             shutil.rmtree(target)
         print({name: round(of[-1]) for name, of in rates.items()}, "" if repeat else "(does not count)", flush=True)
+    llm.llm_engine.engine_core.shutdown()  # else the process waits for the engine's at its end
     plain = statistics.median(rates["plain"][1:])
     rows = {
         name: {
