@@ -40,7 +40,8 @@ class RequestStream:
         self._waiting: dict[str, Done] = {}
 
     def submit(self, token_ids: Sequence[int], params: Any, done: Done) -> None:
-        """Send a request, and do not wait for it."""
+        """Send a request, whose `params` are for it alone, and do not wait for it."""
+        params.skip_clone = True  # vLLM's copy would take as long as half of Weir's admission
         request_id = f"{self._prefix}-{self._count}"
         self._count += 1
         self._engine.add_request(request_id, {"type": "token", "prompt_token_ids": list(token_ids)}, params)
