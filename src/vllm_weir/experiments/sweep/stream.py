@@ -41,7 +41,7 @@ class RequestStream:
 
     def submit(self, token_ids: Sequence[int], params: Any, done: Done) -> None:
         """Send a request, whose `params` are for it alone, and do not wait for it."""
-        params.skip_clone = True  # vLLM's copy would take as long as half of Weir's admission
+        params.skip_clone = True  # vLLM need not copy them
         request_id = f"{self._prefix}-{self._count}"
         self._count += 1
         self._engine.add_request(request_id, {"type": "token", "prompt_token_ids": list(token_ids)}, params)
