@@ -26,10 +26,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from extract import WORDS, add_tokenizer
+from extract import WORDS
 from transformers import AutoTokenizer
 
 import vllm_weir as weir
+from vllm_weir.bench.weights import add_tokenizer
 from vllm_weir.extraction.engine import PIECES_AHEAD, PromptRows
 from vllm_weir.storage import Batch
 
@@ -123,7 +124,7 @@ def main() -> None:
     tokens = sum(map(len, ids))
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         work = Path(folder)
-        add_tokenizer(str(work / "tokenizer"))
+        add_tokenizer(str(work / "tokenizer"), WORDS)
         lines = (json.dumps({"text": " ".join(f"w{i}" for i in one)}) + "\n" for one in ids)
         (work / "texts.jsonl").write_text("".join(lines))
         for blocks in given.blocks:
