@@ -9,6 +9,7 @@ from typing import Any
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.engine import ExtractionEngine, VllmEngine
 from vllm_weir.extraction.feature_writer import PART_BYTES, FeatureWriter
+from vllm_weir.extraction.prompt_reader import PromptReader
 from vllm_weir.extraction.record_loop import RecordLoop, RecordWriter
 from vllm_weir.extraction.run_spec import RunSpec, begin_run, check_run, read_skipped
 from vllm_weir.extraction.source import TextSource
@@ -106,7 +107,8 @@ class ExtractionPlan:
         spec: What is extracted.
         source: The records.
         target: Where rows go.
-        batch, skip, flush_seconds: As for `RecordLoop`.
+        batch, skip: As for `PromptReader`.
+        flush_seconds: As for `RecordLoop`.
         start_engine: Starts the engine.
     """
 
@@ -126,11 +128,13 @@ class ExtractionPlan:
 
     def record_loop(self, engine: ExtractionEngine, writer: RecordWriter, **options: Any) -> RecordLoop:
         """Return the loop of one engine and writer; `options`: further ones of `RecordLoop`."""
-        return RecordLoop(
-            self.source, engine, writer, max_length=self.spec.max_length, batch=self.batch, skip=self.skip,
-            flush_seconds=self.flush_seconds, known_skipped=read_skipped(writer.store) if self.skip else {},
-            row_notes=describe_rows(self.spec.capture), reaches=self.spec.reaches, **options,
+        reader = PromptReader(
+            self.source, engine, writer.holds, max_length=self.spec.max_length, batch=self.batch, skip=self.skip,
+            known_skipped=read_skipped(writer.store) if self.skip else {}, reaches=self.spec.reaches,
         )  # fmt: skip
+        return RecordLoop(
+            reader, writer, flush_seconds=self.flush_seconds, row_notes=describe_rows(self.spec.capture), **options
+        )
 
     def known_skipped(self, total: int) -> dict[int, str]:
         """Return why earlier runs skipped some of the first `total` records, by record."""

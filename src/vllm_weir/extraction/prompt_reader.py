@@ -37,7 +37,11 @@ class PromptReader:
         source: The records.
         engine: Encodes them.
         holds: Returns whether the dataset has a request.
-        max_length, batch, skip, known_skipped, reaches: As for `RecordLoop`.
+        max_length: Prompts are cut to this many tokens; None refuses those over the engine's limit.
+        batch: Records of a group.
+        skip: Skip invalid records and count them, instead of raising.
+        known_skipped: Records that an earlier run skipped, and why.
+        reaches: Returns whether a prompt of this many tokens can give a row.
 
     Raises:
         WeirError: If `max_length` is more than the engine takes.

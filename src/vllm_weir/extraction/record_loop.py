@@ -13,10 +13,9 @@ from typing import Any, Protocol
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.counts import RecordCounts
-from vllm_weir.extraction.engine import PIECE_BYTES, PIECES_AHEAD, ExtractionEngine, PromptRows, ReadAheadEngine
+from vllm_weir.extraction.engine import PIECE_BYTES, PIECES_AHEAD, PromptRows, ReadAheadEngine
 from vllm_weir.extraction.prompt_reader import Prompt, PromptReader
 from vllm_weir.extraction.run_spec import request_id
-from vllm_weir.extraction.source import TextSource
 from vllm_weir.schema.row_notes import KEY as ROW_NOTES_KEY
 from vllm_weir.storage.object_store import ObjectStore
 
@@ -62,45 +61,26 @@ class RecordLoop:
     batch, and further ones before it has done the first.
 
     Args:
-        source: The records.
-        engine: The engine.
+        reader: The prompts, and the engine.
         writer: The writer.
-        max_length: Prompts are cut to this many tokens; None refuses those over the engine's limit.
-        batch: Records that the engine gets at once.
-        skip: Skip invalid records and count them, instead of raising.
         flush_seconds: Least time between two publications of finished requests.
-        known_skipped: Records that an earlier run skipped, and why.
         row_notes: From `describe_rows`, for rows that are not simply those of all prompt positions.
-        reaches: Returns whether a prompt of this many tokens can give a row.
         report: Called after every step with its counts.
         stop: Called between steps; returns whether to end early.
-
-    Raises:
-        WeirError: If `max_length` is more than the engine takes.
     """
 
     def __init__(
         self,
-        source: TextSource,
-        engine: ExtractionEngine,
+        reader: PromptReader,
         writer: RecordWriter,
         *,
-        max_length: int | None = None,
-        batch: int = 256,
-        skip: bool = False,
         flush_seconds: float = 30.0,
-        known_skipped: dict[int, str] | None = None,
         row_notes: dict[str, Any] | None = None,
-        reaches: Callable[[int], bool] = lambda tokens: True,
         report: Callable[[RecordCounts], Any] = lambda counts: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.source, self.engine, self.writer = source, engine, writer
-        self.batch, self.flush_seconds, self.report, self.stop = batch, flush_seconds, report, stop
-        self.reader = PromptReader(
-            source, engine, writer.holds, max_length=max_length, batch=batch, skip=skip,
-            known_skipped=known_skipped or {}, reaches=reaches,
-        )  # fmt: skip
+        self.reader, self.source, self.engine, self.writer = reader, reader.source, reader.engine, writer
+        self.flush_seconds, self.report, self.stop = flush_seconds, report, stop
         self.extra_metadata = {} if row_notes is None else {ROW_NOTES_KEY: [row_notes]}
         self._flushed = time.monotonic()
         self._pending: Future[RecordCounts] | None = None
@@ -161,7 +141,7 @@ class RecordLoop:
     def _cut(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
         """Split prompts so that the rows of all pieces under way take at most about PIECE_BYTES."""
         at_once = PIECES_AHEAD if isinstance(self.engine, ReadAheadEngine) else 1
-        most_bytes, most_prompts = PIECE_BYTES // at_once, max(1, self.batch // at_once)
+        most_bytes, most_prompts = PIECE_BYTES // at_once, max(1, self.reader.batch // at_once)
         piece: list[Prompt] = []
         piece_bytes = 0
         for prompt in prompts:
