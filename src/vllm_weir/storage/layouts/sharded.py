@@ -71,6 +71,7 @@ class ShardedWriter(Writer):
         self._joined = shards - self._unjoined
         self._kept: dict[str, pa.Table] = {}
         """Manifests of shards that this writer has published and not joined, up to KEPT_BYTES."""
+        self._kept_bytes = 0
 
     def _append(self, packed: CheckedBatch) -> None:
         if not len(packed.positions) and packed.site in self._written.get(packed.request_id, {}):
@@ -163,8 +164,9 @@ class ShardedWriter(Writer):
         for headers in self._open_headers.values():
             headers.discard(header)
         self._unjoined += 1
-        if sum(kept.nbytes for kept in self._kept.values()) + table.nbytes <= KEPT_BYTES:
+        if self._kept_bytes + table.nbytes <= KEPT_BYTES:
             self._kept[shard.file.name] = table
+            self._kept_bytes += table.nbytes
 
     def _flush(self) -> None:
         for header in list(self._open):
@@ -193,6 +195,7 @@ class ShardedWriter(Writer):
         names = self.store.names()
         self.store.put(MANIFEST, to_parquet(read_manifest(self.store, names, self._kept)))
         self._kept.clear()
+        self._kept_bytes = 0
         self._joined, self._unjoined = sum(map(is_shard, names)), 0
 
 
