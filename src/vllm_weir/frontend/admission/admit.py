@@ -248,7 +248,22 @@ class _Admission:
         return parts, Postprocess(None, read_outs=tuple(dict.fromkeys(one.read_out for one in read_outs)))
 
     def _check(self, site: Site, path: str, layers_field: str = "") -> None:
-        _check_site(self.capabilities, self.has_embeddings, self.has_media, site, path, layers_field)
+        """Raise WeirError, naming the field, unless the request can have the site."""
+        sites = self.capabilities.sites
+        if why := sites.get(site, "no worker has this block"):
+            hook_is_served = any(s.hook == site.hook and not w for s, w in sites.items())
+            raise WeirError(
+                f"{site} is refused: {why}", (layers_field or f"{path}.layers") if hook_is_served else f"{path}.hook"
+            )
+        if site.hook != "embed":
+            return
+        if self.has_embeddings or (self.has_media and not self.capabilities.embeds_media):
+            what = "embeddings" if self.has_embeddings else "images or the like"
+            raise WeirError(
+                f"embed is refused for this request: its prompt, or a part of it, is given as {what}, which never pass "
+                "the embedding layer; resid_pre at layer 0 is what enters the first block",
+                f"{path}.hook",
+            )
 
 
 def _resolved(
@@ -304,29 +319,3 @@ def _site_requests(parts: Sequence[CaptureGroup]) -> tuple[SiteRequest, ...]:
             "features" if any(part.read_outs for part in parts) else "capture",
         )
     return site_requests
-
-
-def _check_site(
-    capabilities: EngineCapabilities,
-    has_embeddings: bool,
-    has_media: bool,
-    site: Site,
-    path: str,
-    layers_field: str = "",
-) -> None:
-    """Raise WeirError, naming the field, unless a request can have the site."""
-    why = capabilities.sites.get(site, "no worker has this block")
-    if why:
-        hook_is_served = any(s.hook == site.hook and not w for s, w in capabilities.sites.items())
-        raise WeirError(
-            f"{site} is refused: {why}", (layers_field or f"{path}.layers") if hook_is_served else f"{path}.hook"
-        )
-    if site.hook != "embed":
-        return
-    if has_embeddings or (has_media and not capabilities.embeds_media):
-        what = "embeddings" if has_embeddings else "images or the like"
-        raise WeirError(
-            f"embed is refused for this request: its prompt, or a part of it, is given as {what}, which never pass "
-            "the embedding layer; resid_pre at layer 0 is what enters the first block",
-            f"{path}.hook",
-        )
