@@ -7,6 +7,7 @@ so of the drafts of an n-gram drafter, or of a draft model with the same cycle, 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,11 @@ LOGIT = 0.02
 ADDED = 0.2
 """What the outputs of attention and MLP are scaled with at 8B shapes. What 32 blocks add together is then about twice
 as long as the embedding; unscaled it is ten times as long, and predictions seldom follow the cycle."""
-KINDS = ("plain", "stream", "sides", "inside", "steer", "steer generated", "ablate", "probe")
-UNSTEERED = frozenset({"plain", "stream", "sides", "inside", "probe"})
+BETWEEN = ("plain", "stream", "steer", "steer generated", "ablate", "probe")
+"""Kinds of requests that read and write between blocks alone."""
+ALL = ("plain", "stream", "sides", "inside", "steer", "steer generated", "ablate", "probe", "probe inside")
+KINDS = {"between": BETWEEN, "all": ALL}
+UNSTEERED = frozenset({"plain", "stream", "sides", "inside", "probe", "probe inside"})
 HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "q", "z", "mlp_post")
 """What they read and write."""
 SERVED = {"all": "all", "prompt": "prompt", "generated": "generated"}
@@ -89,16 +93,14 @@ def make_prompts(count: int, longest: int, vocabulary: int) -> list[list[int]]:
     return found
 
 
-def kind_of(number: int) -> str:
-    """Return what the request of this number asks for."""
-    return KINDS[number % len(KINDS)]
-
-
-def asked(number: int, config: Mapping[str, Any], at: Mapping[str, str], captures_only: bool = False) -> dict[str, Any]:
-    """Return the arguments of `weir.params` for the request of this number.
+def asked(
+    kind: str, draw: int, config: Mapping[str, Any], at: Mapping[str, str], captures_only: bool
+) -> dict[str, Any]:
+    """Return the arguments of `weir.params` for a request of a kind.
 
     Args:
-        number: of the request.
+        kind: one of `ALL`.
+        draw: of its vectors.
         config: the model's.
         at: see `SERVED`.
         captures_only: leave out what changes the stream.
@@ -107,15 +109,13 @@ def asked(number: int, config: Mapping[str, Any], at: Mapping[str, str], capture
 
     layers, d = config["num_hidden_layers"], config["hidden_size"]
     third, half = layers // 3, layers // 2
-    draws = torch.Generator().manual_seed(number // len(KINDS) % 4)
-    vector = torch.randn(d, generator=draws)
+    vector = torch.randn(d, generator=torch.Generator().manual_seed(draw))
     steered: dict[str, Any] = {"capture": weir.Capture("resid_post", [half, layers - 1], at["all"])}
     interventions = {
         "steer": weir.Add(vector, third, 1.0, positions=at["all"]),
         "steer generated": weir.Add(vector, [third, half], 1.0, positions=at["generated"]),
         "ablate": weir.Ablate(vector, list(range(layers)), positions=at["generated"]),
     }
-    kind = kind_of(number)
     if kind in interventions:
         return steered if captures_only else {**steered, "interventions": interventions[kind]}
     linear = weir.Probe("linear", vector[None] / d**0.5, torch.zeros(1), "resid_post", half, positions=at["all"])
@@ -135,13 +135,14 @@ def asked(number: int, config: Mapping[str, Any], at: Mapping[str, str], capture
                 weir.Capture("q", half, at["prompt"]),
             ]
         },
-        "probe": {"probes": [linear, smooth]},
+        "probe": {"probes": linear},
+        "probe inside": {"probes": [linear, smooth]},
     }
     return of_kind[kind]
 
 
 def params_of(
-    numbers: Sequence[int],
+    kinds: Sequence[str],
     config: Mapping[str, Any],
     tokens: int,
     crowd: str,
@@ -151,7 +152,7 @@ def params_of(
     """Return the parameters of the requests.
 
     Args:
-        numbers: of the requests.
+        kinds: of the requests.
         config: the model's.
         tokens: how many are generated.
         crowd: "plain", "capture" or "mixed".
@@ -162,13 +163,14 @@ def params_of(
 
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, **more)
     if crowd == "plain":
-        return [sampling] * len(numbers)
+        return [sampling] * len(kinds)
     import vllm_weir as weir
 
-    places = [SERVED] * len(numbers) if prompt_lens is None else [forced(n) for n in prompt_lens]
-    found = []
-    for number, at in zip(numbers, places, strict=True):
-        fields = asked(number, config, at, captures_only=crowd == "capture")
+    places = [SERVED] * len(kinds) if prompt_lens is None else [forced(n) for n in prompt_lens]
+    found, seen = [], Counter[str]()
+    for kind, at in zip(kinds, places, strict=True):
+        fields = asked(kind, seen[kind] % 4, config, at, captures_only=crowd == "capture")
+        seen[kind] += 1
         found.append(weir.params(sampling, **fields) if fields else sampling)
     return found
 
