@@ -34,6 +34,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import sampler
 from crowd import (
     HOOKS,
     KINDS,
@@ -116,6 +117,16 @@ class Served:
             list(out.outputs[0].token_ids) for out, kind in zip(outs, self.kinds, strict=True) if kind in UNSTEERED
         ]
         return {"seconds": seconds, "generated": generated, "rows": rows, "tokens": tokens, **counted}
+
+    def profile(self, crowd: str) -> dict[str, Any]:
+        """Run the crowd five times, sampled in both processes."""
+        params = self._params(crowd)
+        sampler.start()
+        self.llm.collective_rpc(sampler.start)
+        for _ in range(5):
+            [delivered(out) for out in self._generate(params)]
+        (engine,) = self.llm.collective_rpc(sampler.stop)
+        return {"caller": sampler.stop(), "engine": engine}
 
     def keep(self, path: str) -> dict[str, Any]:
         """Run the mixed crowd, and write its tokens, rows and scores to a file."""
@@ -343,11 +354,12 @@ def run(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         engines["weir"].ask("keep", path=str(folder / "rows.pt"))
         rows = engines["reference"].ask("compare", path=str(folder / "rows.pt"))
         timing = measure(engines, given.repeats)
+        profile = {crowd: engines["weir"].ask("profile", crowd=crowd) for crowd in ("plain", "capture")}
     finally:
         for engine in engines.values():
             engine.kill()
     settings = {name: getattr(given, name) for name in ("method", "drafts", "points", "requests", "tokens", "tiny")}
-    return {"settings": settings, "time": timing, "rows": rows}
+    return {"settings": settings, "time": timing, "rows": rows, "profile": profile}
 
 
 def main() -> None:
