@@ -20,7 +20,7 @@ from tests.support.measure import eventually
 from tests.support.patched import Patched
 from tests.support.steered import idle
 from tests.support.zygote import zygote
-from vllm_weir.experiments.sweep.stream import RequestStream
+from vllm_weir.frontend.request_stream import RequestStream
 
 pytestmark = pytest.mark.engine
 BOUND = 1e-5

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.readings import CaptureReading, FeatureReading, Reading
 from vllm_weir.extraction.run_spec import RunSpec
+from vllm_weir.frontend.request_stream import RequestStream
 from vllm_weir.util.chat_text import chat_text
 from vllm_weir.util.parent_death import children_that_end_with_us
 
@@ -77,11 +79,27 @@ class ReadAheadEngine(ExtractionEngine, Protocol):
         ...
 
 
-class _Piece(NamedTuple):
-    """Prompts that vLLM has: the ids of their outputs, and their tokens."""
+class _Piece:
+    """Prompts that vLLM has, and their outputs.
 
-    names: list[str]
-    tokens: int
+    Attributes:
+        outputs: of each prompt, in order; None until it is there.
+        tokens: of all prompts.
+    """
+
+    def __init__(self, prompts: Sequence[list[int]]) -> None:
+        self.outputs: list[Any] = [None] * len(prompts)
+        self.tokens = sum(map(len, prompts))
+        self._missing = len(prompts)
+
+    def take(self, number: int, output: Any) -> None:
+        """Keep the output of a prompt."""
+        self.outputs[number] = output
+        self._missing -= 1
+
+    def is_done(self) -> bool:
+        """Return whether every output is there."""
+        return not self._missing
 
 
 class VllmEngine:
@@ -141,37 +159,28 @@ class VllmEngine:
     def read_ahead(self, pieces: Iterator[Sequence[list[int]]]) -> Generator[list[PromptRows], None, None]:
         """Yield the rows of each piece's prompts, in order; see `ReadAheadEngine`."""
         under_way: deque[_Piece] = deque()
-        outputs: dict[str, Any] = {}
+        stream = RequestStream(self.llm.llm_engine)
         following = next(pieces, None)
         try:
             while following is not None or under_way:
                 while following is not None and self._has_room(under_way, following):
-                    under_way.append(self._enqueue(following))
+                    under_way.append(self._submit(stream, following))
                     following = next(pieces, None)
-                while not outputs.keys() >= set(under_way[0].names):
-                    outputs |= self._step()
-                yield [self._prompt_rows(outputs.pop(name)) for name in under_way.popleft().names]
+                stream.wait_until(under_way[0].is_done)
+                yield [self._prompt_rows(output) for output in under_way.popleft().outputs]
         finally:
-            if dropped := [name for piece in under_way for name in piece.names if name not in outputs]:
-                self.llm.llm_engine.abort_request(dropped)
+            stream.abort()
 
     def _has_room(self, under_way: Sequence[_Piece], following: Sequence[list[int]]) -> bool:
         """Return whether a piece can be computed beside those that are under way."""
         tokens = sum(piece.tokens for piece in under_way) + sum(map(len, following))
         return not under_way or (len(under_way) < PIECES_AHEAD and tokens * self.row_bytes <= PIECE_BYTES)
 
-    def _enqueue(self, prompts: Sequence[list[int]]) -> _Piece:
-        """Give the engine prompts."""
-        given = self.llm.enqueue([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
-        # vLLM returns ids with a random part, which outputs do not have.
-        return _Piece([name.partition("-")[0] for name in given], sum(map(len, prompts)))
-
-    def _step(self) -> dict[str, Any]:
-        """Return the outputs of requests that end with the engine's next step, by their ids."""
-        engine = self.llm.llm_engine
-        if not engine.has_unfinished_requests():
-            raise RuntimeError("vLLM has ended, without an output of each request")
-        return {output.request_id: output for output in engine.step() if output.finished}
+    def _submit(self, stream: RequestStream, prompts: Sequence[list[int]]) -> _Piece:
+        piece = _Piece(prompts)
+        for number, ids in enumerate(prompts):
+            stream.submit(ids, self.params, functools.partial(piece.take, number))
+        return piece
 
     def _prompt_rows(self, output: Any) -> PromptRows:
         completion = output.outputs[0]

@@ -160,25 +160,26 @@ def test_a_failure_keeps_what_was_finished_and_drops_what_the_engine_has(
     assert same_as_whole(out, source, tmp_path)
 
 
+def finished(name: str, ids: list[int]) -> Any:
+    return SimpleNamespace(request_id=name, finished=True, prompt_token_ids=ids, outputs=[DONE])
+
+
 class Vllm:
     """As much of ``vllm.LLM`` as `VllmEngine` drives; each step ends the newest request that it has."""
 
     def __init__(self) -> None:
-        self.llm_engine, self.live, self.count, self.aborted, self.most = self, {}, 0, [], 0
+        self.llm_engine, self.live, self.aborted, self.most = self, {}, [], 0
 
-    def enqueue(self, prompts: Sequence[Any], params: Any, use_tqdm: bool) -> list[str]:
-        names = [str(self.count + k) for k in range(len(prompts))]
-        self.count += len(prompts)
-        self.live |= {name: prompt["prompt_token_ids"] for name, prompt in zip(names, prompts, strict=True)}
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        self.live[name] = prompt["prompt_token_ids"]
         self.most = max(self.most, sum(map(len, self.live.values())))
-        return [f"{name}-{len(name):08x}" for name in names]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.live)
 
     def step(self) -> list[Any]:
         name, ids = self.live.popitem()
-        return [SimpleNamespace(request_id=name, finished=True, prompt_token_ids=ids, outputs=[DONE])]
+        return [finished(name, ids)]
 
     def abort_request(self, names: list[str]) -> None:
         self.aborted += names
@@ -186,7 +187,7 @@ class Vllm:
 
 def on_vllm(row_bytes: int = 1) -> Any:
     engine = VllmEngine.__new__(VllmEngine)
-    engine.llm, engine.params, engine.row_bytes = Vllm(), None, row_bytes
+    engine.llm, engine.params, engine.row_bytes = Vllm(), SimpleNamespace(), row_bytes
     engine.reading = SimpleNamespace(rows=lambda output: [output.prompt_token_ids])
     return engine
 
@@ -212,14 +213,16 @@ def test_vllm_drops_what_nobody_waits_for() -> None:
     assert next(outputs)[0].rows == [[1]]  # as the oldest it is the last to end
     outputs.close()
     assert engine.llm.aborted == [] and not engine.llm.live
-    first, *others = (str(engine.llm.count + k) for k in range(4))
-    engine.llm.step = lambda: [
-        SimpleNamespace(request_id=first, finished=True, prompt_token_ids=engine.llm.live.pop(first), outputs=[DONE])
-    ]
+
+    def step_the_oldest() -> list[Any]:
+        name = next(iter(engine.llm.live))
+        return [finished(name, engine.llm.live.pop(name))]
+
+    engine.llm.step = step_the_oldest
     outputs = engine.read_ahead(iter([[[6]], [[7]], [[8], [9]]]))
     assert next(outputs)[0].rows == [[6]]
     outputs.close()
-    assert engine.llm.aborted == others
+    assert [engine.llm.live[name] for name in engine.llm.aborted] == [[7], [8], [9]]
 
 
 def test_an_output_that_vllm_owes_is_an_error() -> None:

@@ -10,7 +10,7 @@ from vllm_weir.api import params
 from vllm_weir.experiments.metrics import BoundMetric, OnOutput
 from vllm_weir.experiments.sweep.plan import BASE_RUN, SOURCE_RUN, Job, SweepPlan
 from vllm_weir.experiments.sweep.rows import RunRows, capture, put
-from vllm_weir.experiments.sweep.stream import RequestStream
+from vllm_weir.frontend.request_stream import RequestStream
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.interventions import Replace
 

@@ -13,7 +13,7 @@ from vllm_weir.experiments.sweep.checkpoint import Checkpoint, NoCheckpoint
 from vllm_weir.experiments.sweep.path import FREEZABLE
 from vllm_weir.experiments.sweep.prepare import prepare
 from vllm_weir.experiments.sweep.result import Sweep
-from vllm_weir.experiments.sweep.stream import RequestStream
+from vllm_weir.frontend.request_stream import RequestStream
 from vllm_weir.storage.cli import progress_bar
 
 REPORT_SECONDS = 0.1
@@ -86,7 +86,7 @@ def sweep(
         _reporter(progress, plan.keys) as report,
     ):
         report(len(store.values))
-        CellRunner(RequestStream(llm), plan, prepared.metric, store, report).run()
+        CellRunner(RequestStream.to(llm), plan, prepared.metric, store, report).run()
         return Sweep.of(plan, store.values, prepared.metric.name, prepared.position_labels)
 
 

@@ -1,7 +1,8 @@
-"""`RequestStream`: requests to an engine that go in while others come out, so that it is never idle."""
+"""`RequestStream`: requests to an engine that go in while others come out, so that it never waits for more."""
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,34 +15,46 @@ Done = Callable[[Any], None]
 
 
 class RequestStream:
-    """The requests of one caller to an ``LLM``.
+    """The requests of one caller to an ``LLMEngine`` that has no others."""
 
-    Args:
-        llm: ``LLM``, ``LLMEngine`` or Weir's drop-in class.
-
-    Attributes:
-        window: requests that are with the engine before a further one waits: enough that its queue
-            does not run empty while outputs are read.
-
-    Raises:
-        WeirError: for another kind of engine, or one that works on other requests.
-    """
-
-    def __init__(self, llm: Any) -> None:
-        from vllm import LLMEngine
-
-        self._engine = engine_of(llm)
-        if not isinstance(self._engine, LLMEngine):
-            raise WeirError(f"a sweep runs on an LLM, which {type(llm).__name__} is not", "llm")
-        if self._engine.has_unfinished_requests():
-            raise WeirError("the engine has unfinished requests, whose outputs would be lost; finish them first", "llm")
-        self.window = max(64, 2 * self._engine.vllm_config.scheduler_config.max_num_seqs)
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
         self._prefix, self._count = f"weir-{secrets.token_hex(6)}", 0
         self._waiting: dict[str, Done] = {}
 
+    @classmethod
+    def to(cls, llm: Any) -> RequestStream:
+        """Return a stream to an ``LLM``, ``LLMEngine`` or Weir's drop-in class.
+
+        Raises:
+            WeirError: for another kind of engine, or one that works on other requests.
+        """
+        from vllm import LLMEngine
+
+        engine = engine_of(llm)
+        if not isinstance(engine, LLMEngine):
+            raise WeirError(f"a sweep runs on an LLM, which {type(llm).__name__} is not", "llm")
+        if engine.has_unfinished_requests():
+            raise WeirError("the engine has unfinished requests, whose outputs would be lost; finish them first", "llm")
+        return cls(engine)
+
+    @functools.cached_property
+    def window(self) -> int:
+        """Requests that are with the engine before a further one waits.
+
+        Enough that its queue does not run empty while outputs are read.
+        """
+        return max(64, 2 * self._engine.vllm_config.scheduler_config.max_num_seqs)
+
     def submit(self, token_ids: Sequence[int], params: Any, done: Done) -> None:
-        """Send a request, whose `params` are for it alone, and do not wait for it."""
-        params.skip_clone = True  # vLLM need not copy them
+        """Send a request and do not wait for it.
+
+        Args:
+            token_ids: its prompt.
+            params: ``SamplingParams`` that nobody changes any more; several requests may share them.
+            done: called with its output.
+        """
+        params.skip_clone = True  # vLLM then makes a shallow copy
         request_id = f"{self._prefix}-{self._count}"
         self._count += 1
         self._engine.add_request(request_id, {"type": "token", "prompt_token_ids": list(token_ids)}, params)
@@ -55,7 +68,6 @@ class RequestStream:
     def wait_until(self, holds: Callable[[], bool]) -> None:
         """Step the engine until `holds` returns True."""
         while not holds():
-            assert self._waiting, "no request is left that could make it true"
             self._step()
 
     def drain(self) -> None:
@@ -70,6 +82,8 @@ class RequestStream:
             self._waiting.clear()
 
     def _step(self) -> None:
+        if not self._engine.has_unfinished_requests():
+            raise RuntimeError("vLLM has ended, without an output of each request")
         for output in self._engine.step():
             if output.finished and (done := self._waiting.pop(output.request_id, None)) is not None:
                 for completion in output.outputs:
