@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from vllm_weir.patches.scheduler import WAITING, engine_request_of
 from vllm_weir.patches.speculation import drafts_of, patch_sample_tokens, traits_of
 from vllm_weir.patches.unembedding import unembedding_of
 from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.util.frozen_heap import frozen_heap
 from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
 from vllm_weir.worker.tap.warmup import TapWarmup
 
@@ -220,16 +220,9 @@ def _patch_warm_up(worker: Any, warmup: TapWarmup, settings: Settings) -> None:
 
     @functools.wraps(measure)
     def frozen(*args: Any, **kwargs: Any) -> Any:
-        # Tracing makes millions of objects, with which the collector would visit all older ones
-        # again and again. Unfrozen afterwards, or nothing of an engine that fails to start would
-        # ever be collected.
-        if gc.get_freeze_count():  # somebody else has frozen objects, which our unfreeze would undo
+        # Tracing makes millions of objects.
+        with frozen_heap():
             return profile(*args, **kwargs)
-        gc.freeze()
-        try:
-            return profile(*args, **kwargs)
-        finally:
-            gc.unfreeze()
 
     @functools.wraps(warm_up)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from vllm_weir.experiments.sweep.prepare import prepare
 from vllm_weir.experiments.sweep.result import Sweep
 from vllm_weir.frontend.request_stream import RequestStream
 from vllm_weir.storage.cli import progress_bar
+from vllm_weir.util.frozen_heap import frozen_heap
 
 REPORT_SECONDS = 0.1
 """Between two updates of the bar: each takes a tenth of a cell's time."""
@@ -84,6 +85,7 @@ def sweep(
     with (
         NoCheckpoint() if checkpoint is None else Checkpoint(checkpoint, plan.digest(), plan.keys) as store,
         _reporter(progress, plan.keys) as report,
+        frozen_heap(),
     ):
         report(len(store.values))
         CellRunner(RequestStream.to(llm), plan, prepared.metric, store, report).run()
