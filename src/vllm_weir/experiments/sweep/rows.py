@@ -33,15 +33,15 @@ class RunRows:
         return rows if heads is None else rows[:, list(heads)]
 
 
-def capture(sites: Sequence[Site], positions: Sequence[int], heads: Sequence[int] | None = None) -> list[Capture]:
+def capture(sites: Sequence[Site], positions: Sequence[int], heads: Sequence[int] | None = None) -> tuple[Capture, ...]:
     """Return captures of some sites at some positions."""
     layers: dict[str, list[int]] = {}
     for site in sites:
         layers.setdefault(site.hook, []).append(site.layer)
-    return [
+    return tuple(
         Capture(hook, _layers(hook, at), positions=list(positions), heads=None if heads is None else list(heads))
         for hook, at in layers.items()
-    ]
+    )
 
 
 def put(site: Site, rows: np.ndarray, positions: Sequence[int], heads: Sequence[int] | None = None) -> Replace:
