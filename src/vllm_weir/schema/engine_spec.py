@@ -61,6 +61,8 @@ class EngineSpec:
         Args:
             prompt_len: tokens of the prompt.
         """
+        if not self.gates:
+            return None
         layout = self.layout
         firsts = []
         for move in self.moves:
