@@ -60,7 +60,7 @@ class CacheKeys:
                 effect = self._scattered(intervention, start, token_ids)
             else:
                 first, end = max(bounds[0] - start, 0), min(bounds[1] - start, len(token_ids))
-                effect = _effect(intervention.digest, first, end)
+                effect = _effect(intervention.digest, first, end) if first < end else ""
             if effect:
                 effects.append(effect)
         return _digest(tuple(effects)) if effects else None
@@ -86,7 +86,7 @@ class CacheKeys:
 @functools.lru_cache(maxsize=4096)
 def _effect(digest: str, first: int, end: int) -> str:
     """Describe what an intervention does at the positions [first, end) of a block."""
-    return f"{digest}@{list(range(first, end))}" if first < end else ""
+    return f"{digest}@{list(range(first, end))}"
 
 
 @functools.lru_cache(maxsize=4096)

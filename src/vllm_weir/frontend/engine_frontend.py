@@ -316,7 +316,8 @@ class EngineFrontend:
             self.probes.by_name_only() if step else self.probes,
             bool(media),
         )
-        if not self.served:  # there are no metrics: what scores every request comes back with each
+        if not self.served and admitted.told < len(admitted.probes):
+            # There are no metrics: what scores every request comes back with each.
             admitted = replace(admitted, told=len(admitted.probes))
         if key is not None and key.cacheable:
             self._cache.put(key.key, admitted, key.size)

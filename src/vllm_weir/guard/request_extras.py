@@ -13,7 +13,10 @@ PLACES = ("extra_args", "extra_kwargs")
 
 def place_in(params: Any) -> str | None:
     """Return the attribute in which params carry keys of plugins; None if they have none."""
-    return next((place for place in PLACES if hasattr(params, place)), None)
+    for place in PLACES:
+        if hasattr(params, place):
+            return place
+    return None
 
 
 def extras_in(params: Any) -> dict[str, Any] | None:

@@ -199,12 +199,13 @@ def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) ->
         engine_request = engine_request_of(request)
         if engine_request is None or engine_request.table_needs is None:
             return keys, *rest
-        if request not in _cache_keys:
+        own_keys = _cache_keys.get(request)
+        if own_keys is None:
             spec = EngineSpec.from_wire(engine_request.spec)
             prompt_len = engine_request.prompt_len or request.num_prompt_tokens
-            _cache_keys[request] = CacheKeys(spec.moves, prompt_len, spec.gated_from(prompt_len))
+            own_keys = _cache_keys[request] = CacheKeys(spec.moves, prompt_len, spec.gated_from(prompt_len))
         tokens = request.all_token_ids[start_token_idx:end_token_idx]
-        digest = _cache_keys[request].of_block(start_token_idx, tokens)
+        digest = own_keys.of_block(start_token_idx, tokens)
         if digest is not None:
             salt = engine_request.cache_salt
             keys = (*(keys or ()), ("weir", ENGINE_KEY, digest, salt) if salt else ("weir", ENGINE_KEY, digest))

@@ -181,14 +181,16 @@ def parse_layers(layers: object, field: str, ordered: bool = False) -> Literal["
     listed = Positions.parse(layers if several else [layers], field)
     if listed.kind != "list":
         raise WeirError("layers is 'all', an int or a list of ints", field)
-    for layer in listed.numbers:
+    numbers = listed.numbers
+    for layer in numbers:
         if layer < 0:
             raise WeirError(f"block {layer} does not exist: blocks count from 0", field)
+    distinct = set(numbers)
     if not ordered:
-        return tuple(sorted(set(listed.numbers)))
-    if len(set(listed.numbers)) < len(listed.numbers):
+        return tuple(sorted(distinct))
+    if len(distinct) < len(numbers):
         raise WeirError("a block is named twice, and per_layer gives each its own vector", field)
-    return listed.numbers
+    return numbers
 
 
 def parse_place(

@@ -61,6 +61,8 @@ class EngineSpec:
         Args:
             prompt_len: tokens of the prompt.
         """
+        if not self.gates:
+            return None
         layout = self.layout
         firsts = []
         for move in self.moves:
@@ -107,13 +109,17 @@ class EngineSpec:
     def layout(self) -> CellLayout:
         """Where its numbers stand among the cells of a token."""
         doses = count_doses(self.moves) if self.dose else 0
-        return CellLayout.of(self.probes, self.gates, doses, count_activations(self.moves))
+        return CellLayout.of(self.probes, self.gates, doses, self._activations)
+
+    @functools.cached_property
+    def _activations(self) -> int:
+        return count_activations(self.moves)
 
     @functools.cached_property
     def steps(self) -> tuple[ResolvedIntervention, ...]:
         """What has instructions in the device tables: interventions, and what scores or reads for them."""
         moves = with_doses(self.moves, self.layout) if self.dose else self.moves
-        if count_activations(moves):
+        if self._activations:
             placed, reading = with_activations(moves, self.layout.activations)
             moves = (*placed, *reading)
         return (*moves, *scoring_steps(self.probes, self.layout)) if self.probes else moves

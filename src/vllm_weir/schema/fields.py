@@ -8,7 +8,6 @@ means. `config.settings`, which has neither need, is a pydantic model.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
@@ -27,8 +26,8 @@ def set_fields(instance: object, **values: Any) -> None:
 
 def with_fields(instance: Instance, **values: Any) -> Instance:
     """Return a copy of a frozen dataclass with these fields, which are not checked."""
-    out = copy.copy(instance)
-    vars(out).update(values)
+    out = object.__new__(type(instance))
+    vars(out).update(vars(instance), **values)
     return out
 
 

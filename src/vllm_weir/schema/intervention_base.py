@@ -72,6 +72,8 @@ class Intervention:
     path: str
     where = ""
     """The layer, appended to the vectors' fields in errors; set by `by_layer`."""
+    by_layer_field = ""
+    """The first field that has a vector for each layer, if any."""
 
     def __post_init__(self) -> None:
         parse_flag(self.per_layer, "per_layer", self.path)
@@ -129,7 +131,7 @@ class Intervention:
             raise WeirError("{layer: vector} says which layer each vector is for; leave per_layer out", field)
         if self.layers not in ("all", vectors.layers):
             raise WeirError(f"vectors for layers {list(vectors.layers)}, but layers is {list(self.layers)}", field)
-        set_fields(self, layers=vectors.layers)
+        set_fields(self, layers=vectors.layers, by_layer_field=self.by_layer_field or name)
         return vectors.replaced(lambda vector, vector_field: self._checked(vector, name, vector_field), field)
 
     def _check_stack(self, name: str, array: np.ndarray, num_layers: int | None) -> None:
@@ -213,8 +215,7 @@ class Intervention:
     @property
     def layers_field(self) -> str:
         """The field that says the layers: that of ``{layer: vector}``, or `layers`."""
-        by_layer = (name for name in self.vectors if isinstance(getattr(self, name), VectorsByLayer))
-        return f"{self.path}.{next(by_layer, 'layers')}"
+        return f"{self.path}.{self.by_layer_field or 'layers'}"
 
     def with_vectors(self, change: Callable[[Vector, str], Vector]) -> Intervention:
         """Return a copy of which each vector is ``change(vector, its field)``."""
@@ -242,6 +243,8 @@ class Intervention:
             Interventions that together do the same; ``[self]`` if the vectors are those of all
             layers.
         """
+        if not self.per_layer and not self.by_layer_field:
+            return [self]
         values = {name: getattr(self, name) for name in self.vectors}
         if self.per_layer:
             layers = self.resolve_layers(num_layers)
@@ -250,16 +253,14 @@ class Intervention:
                 (layer, f"[{k}]", {name: Vector(array=stack[k]) for name, stack in stacks.items()})
                 for k, layer in enumerate(layers)
             ]
-        elif any(isinstance(value, VectorsByLayer) for value in values.values()):
+        else:
             parts = [
                 (layer, f".{layer}", {name: _at_layer(value, layer) for name, value in values.items()})
                 for layer in self.resolve_layers(num_layers)
             ]
-        else:
-            return [self]
         parts.sort(key=lambda part: part[0])
         return [
-            with_fields(self, layers=(layer,), per_layer=False, where=where, **vectors)
+            with_fields(self, layers=(layer,), per_layer=False, where=where, by_layer_field="", **vectors)
             for layer, where, vectors in parts
         ]
 
@@ -300,7 +301,7 @@ class Intervention:
                 lowered = on_neurons(lowered, self.neurons, shape[0])
         else:
             lowered = on_heads(self._lower_heads(split), self.heads, shape[1], by_position.rows if by_position else 0)
-        return lowered._replace(by_position=by_position)
+        return lowered if by_position is None else lowered._replace(by_position=by_position)
 
     def _read(self, name: str, array: np.ndarray, shape: RowShape, field: str) -> list[np.ndarray]:
         """Return a field's array for the row, or those for the heads that are picked; check them."""

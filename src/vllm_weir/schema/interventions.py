@@ -228,7 +228,8 @@ class Replace(Intervention):
         if self.alpha == 0:
             return LoweredIntervention((), {})
         collector = VectorCollector()
-        instructions = tuple(Instruction(BLEND, collector.add(row), a=self.alpha) for row in np.atleast_2d(values))
+        rows = values if values.ndim == 2 else (values,)
+        instructions = tuple([Instruction(BLEND, collector.add(row), a=self.alpha) for row in rows])
         return LoweredIntervention(instructions, collector.rows)
 
 

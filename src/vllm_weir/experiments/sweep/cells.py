@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from vllm_weir.api import params
 from vllm_weir.experiments.metrics import BoundMetric, OnOutput
 from vllm_weir.experiments.sweep.plan import BASE_RUN, SOURCE_RUN, Job, SweepPlan
 from vllm_weir.experiments.sweep.rows import RunRows, capture, put
+from vllm_weir.experiments.sweep.template import RequestTemplate
 from vllm_weir.frontend.request_stream import RequestStream
+from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.interventions import Replace
 
@@ -47,8 +48,8 @@ class CellRunner:
         self._stream, self._plan, self._metric, self._store, self._report = stream, plan, metric, store, report
         self._rows: dict[tuple[int, int], RunRows] = {}
         self._submitted: set[int] = set()
-        self._samplings: dict[int, Any] = {}
-        self._one_token = _sampling_params(max_tokens=1, temperature=0.0, detokenize=False)
+        self._measured: dict[int, RequestTemplate] = {}
+        self._one_token = RequestTemplate(_sampling_params(max_tokens=1, temperature=0.0, detokenize=False))
         self._held: dict[Site, Replace] = {}
         self._held_for: tuple[int, int] | None = None
 
@@ -77,13 +78,13 @@ class CellRunner:
         first = self._plan.run_key(pair, 0)
         return any(key not in self._store.values for key in range(first, first + self._plan.keys_of_pair))
 
-    def _sampling(self, pair: int) -> Any:
-        """Return the ``SamplingParams`` of the runs that are measured."""
-        if isinstance(self._metric, OnOutput) and self._metric.arguments is not None:
-            return self._metric.arguments
-        if pair not in self._samplings:
-            self._samplings[pair] = _sampling_params(**self._metric.sampling(pair))
-        return self._samplings[pair]
+    def _template(self, pair: int) -> RequestTemplate:
+        """Return what makes the params of the runs that are measured."""
+        if pair not in self._measured:
+            given = self._metric.arguments if isinstance(self._metric, OnOutput) else None
+            made = _sampling_params(**self._metric.sampling(pair)) if given is None else given
+            self._measured[pair] = RequestTemplate(made)
+        return self._measured[pair]
 
     def _submit_runs(self, pair: int) -> None:
         """Submit the two unpatched runs of a pair, unless they have been."""
@@ -101,7 +102,7 @@ class CellRunner:
             (BASE_RUN, plan.base(pair), capture(tuple(dict.fromkeys([*plan.sites, *held])), of_base)),
         )
         for run, token_ids, captures in runs:
-            asked = params(self._sampling(pair), capture=captures)
+            asked = self._template(pair).asking(capture=captures)
             self._stream.submit(token_ids, asked, functools.partial(self._take_run, pair, run))
 
     def _take_run(self, pair: int, run: int, out: Any) -> None:
@@ -118,11 +119,11 @@ class CellRunner:
             return
         self._stream.submit(
             self._plan.base(job.pair),
-            params(self._one_token, interventions=[patch, *self._hold_still(job)], capture=self._receiver(job)),
+            self._one_token.asking(interventions=(patch, *self._hold_still(job)), capture=self._receiver(job)),
             functools.partial(self._patch_receiver, job),
         )
 
-    def _receiver(self, job: Job) -> Any:
+    def _receiver(self, job: Job) -> tuple[Capture, ...]:
         """Return the capture of the receiver, from the first position that the sender can change."""
         to = self._plan.to
         assert to is not None
@@ -151,7 +152,7 @@ class CellRunner:
         self._measure(job, put(to.site, rows, positions, to.heads))
 
     def _measure(self, job: Job, patch: Replace) -> None:
-        asked = params(self._sampling(job.pair), interventions=patch)
+        asked = self._template(job.pair).asking(interventions=(patch,))
         self._stream.submit(self._plan.base(job.pair), asked, functools.partial(self._keep, job.key, job.pair))
 
     def _keep(self, key: int, pair: int, out: Any) -> None:

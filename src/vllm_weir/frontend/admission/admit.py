@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.lowering import lower
 from vllm_weir.frontend.admission.postprocesses import PostprocessChoice, postprocesses_of
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry
-from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, asked_of, resolve_tokens
+from vllm_weir.frontend.admission.reachable import UNKNOWN, Asked, Vocabulary, asked_of, resolve_tokens
 from vllm_weir.frontend.admission.read_outs import AskedReadOut, on_device, read_outs_of
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.scoring import ProbeResolver
@@ -137,6 +139,28 @@ class _Given(NamedTuple):
         return cls(spec, captures, interventions, lens_layers)
 
 
+class _ResolvedCaptures(NamedTuple):
+    """The fields of an `AdmittedRequest` that its captures, features and lens determine.
+
+    Attributes:
+        spec: what workers capture.
+        parts: by where rows go.
+        directions: what workers project rows on, by digest.
+        asked: selectors of features and lens that may select nothing.
+    """
+
+    spec: ResolvedSpec
+    parts: tuple[CaptureGroup, ...]
+    directions: Mapping[str, np.ndarray] = MappingProxyType({})
+    asked: Asked = ()
+
+
+@functools.cache
+def _nothing_captured(dtype: str) -> _ResolvedCaptures:
+    """Return what all requests that want no rows share."""
+    return _ResolvedCaptures(ResolvedSpec(()), (CaptureGroup(ResolvedSpec(()), {}, dtype),))
+
+
 @dataclass(frozen=True)
 class _Admission:
     """What `admit` was given beside the request, and the steps that it takes."""
@@ -162,25 +186,19 @@ class _Admission:
             capabilities, self.lookup, self.probes, self.vocabulary, self.has_token_ids, self._check
         ).resolve(spec.probes, spec.stop_when, interventions, len(interventions) - len(given.interventions), spec.dose)
         captures = self._captures(given)
-        kept = _kept(captures, spec, scoring.probes, capabilities)
-        expansion = DerivedPoints.expand(captures, capabilities, self.has_embeddings or self.has_media)
-        postprocesses = postprocesses_of(expansion.captures, capabilities, self.lookup)
-        read_outs = read_outs_of(spec.features, spec.lens, capabilities, self.saes.find, self.vocabulary)
-        if expansion.sources or read_outs:
-            postprocesses = postprocesses._replace(device=None)  # the sources' rows are wanted as they are
-        parts, device = self._groups(expansion, postprocesses, read_outs, given.lens_layers)
-        resolved, parts = _resolved(parts, device, kept)
-        of_captures = postprocesses.directions if postprocesses.device is not None else {}
-        asked = asked_of((*given.captures, *given.interventions))
+        captured = _nothing_captured(capabilities.dtype)
+        if captures or spec.features or spec.lens is not None:
+            captured = self._resolve(captures, given, scoring.probes)
+        asked = (*asked_of((*given.captures, *given.interventions)), *scoring.asked, *captured.asked)
         admitted = AdmittedRequest(
-            spec=resolved,
-            parts=parts,
+            spec=captured.spec,
+            parts=captured.parts,
             dtype=capabilities.dtype,
             moves=scoring.gated(lowered.moves, lowered.parted),
-            rows={**lowered.rows, **scoring.rows, **of_captures},
+            rows={**lowered.rows, **scoring.rows, **captured.directions},
             parted=tuple(lowered.parted),
             by_position=tuple(dict.fromkeys(lowered.by_position)),
-            asked=tuple(dict.fromkeys((*asked, *scoring.asked, *asked_of([one.source for one in read_outs])))),
+            asked=tuple(dict.fromkeys(asked)),
             widths=capabilities.shard_widths,
             num_layers=capabilities.num_layers,
             probes=scoring.probes,
@@ -199,6 +217,22 @@ class _Admission:
                 "probes",
             )
         return admitted
+
+    def _resolve(
+        self, captures: tuple[Capture, ...], given: _Given, probes: Sequence[ResolvedProbe]
+    ) -> _ResolvedCaptures:
+        """Resolve captures, features and the lens."""
+        spec, capabilities = given.spec, self.capabilities
+        kept = _kept(captures, spec, probes, capabilities)
+        expansion = DerivedPoints.expand(captures, capabilities, self.has_embeddings or self.has_media)
+        postprocesses = postprocesses_of(expansion.captures, capabilities, self.lookup)
+        read_outs = read_outs_of(spec.features, spec.lens, capabilities, self.saes.find, self.vocabulary)
+        if expansion.sources or read_outs:
+            postprocesses = postprocesses._replace(device=None)  # the sources' rows are wanted as they are
+        parts, device = self._groups(expansion, postprocesses, read_outs, given.lens_layers)
+        resolved, parts = _resolved(parts, device, kept)
+        directions = postprocesses.directions if postprocesses.device is not None else {}
+        return _ResolvedCaptures(resolved, parts, directions, asked_of([one.source for one in read_outs]))
 
     def _interventions(self, given: _Given) -> tuple[Intervention, ...]:
         """Return those of every request, of the request's modules, and its own, in the order in which they act."""

@@ -166,12 +166,12 @@ class AdmittedRequest:
     @functools.cached_property
     def one_program_needs(self) -> tuple[int, int] | None:
         """(programs, instructions) if all positions that need one share one program, else None."""
-        moves = self.steps
-        if any(m.per_position or m.positions.needs_token_ids for m in moves):
-            return None
-        if any(m.positions != moves[0].positions for m in moves):
-            return None
-        return 1, sum(len(m.layers) * (len(m.instructions) + bool(m.dose_cell)) for m in moves)
+        moves, instructions = self.steps, 0
+        for m in moves:
+            if m.per_position or m.positions.needs_token_ids or m.positions != moves[0].positions:
+                return None
+            instructions += len(m.layers) * (len(m.instructions) + bool(m.dose_cell))
+        return 1, instructions
 
     @functools.cached_property
     def digests(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -51,6 +51,28 @@ def make_engine_request(
     """
     if not admitted.spec.site_requests and not admitted.steps:
         return None
+    request = EngineRequest(admitted.wire, reader_endpoint, max_row_tokens=0, max_tokens=max_tokens)
+    if admitted.spec.site_requests:
+        _bound_rows(request, admitted, prompt_ids, prompt_len, capabilities, chunked)
+    request.first_position = _first_position(admitted, prompt_len, prompt_ids)
+    if admitted.steps:
+        request.table_needs = _table_needs(admitted, prompt_ids, prompt_len, max_tokens, capabilities.d_model, sizes)
+    return request
+
+
+def _bound_rows(
+    request: EngineRequest,
+    admitted: AdmittedRequest,
+    prompt_ids: Sequence[int] | None,
+    prompt_len: int,
+    capabilities: EngineCapabilities,
+    chunked: bool,
+) -> None:
+    """Set how many rows the captures of a request can give.
+
+    Raises:
+        WeirError: if the ring can never hold them.
+    """
     spec = admitted.spec
     rows_per_group, rows_per_token = spec.cell(capabilities.d_model, capabilities.itemsize), spec.width
     last_reduced = spec.last(prompt_len, prompt_ids) if rows_per_group else None
@@ -68,25 +90,15 @@ def make_engine_request(
             "capture fewer blocks or hook points, or raise the setting buffer_bytes",
             "capture",
         )
-    needs = None
-    if admitted.steps:
-        needs = _table_needs(admitted, prompt_ids, prompt_len, max_tokens, capabilities.d_model, sizes)
-    return EngineRequest(
-        spec=admitted.wire,
-        reader_endpoint=reader_endpoint,
-        first_position=_first_position(admitted, prompt_len, prompt_ids),
-        rows_per_token=rows_per_token,
-        rows_per_tap=admitted.max_rows_per_tap,
-        max_row_tokens=max_row_tokens,
-        rows_per_group=0 if last_reduced is None else rows_per_group,
-        last_reduced=last_reduced,
-        max_tokens=max_tokens,
-        table_needs=needs,
-    )
+    request.rows_per_token, request.rows_per_tap = rows_per_token, admitted.max_rows_per_tap
+    request.max_row_tokens = max_row_tokens
+    request.rows_per_group, request.last_reduced = 0 if last_reduced is None else rows_per_group, last_reduced
 
 
 def _first_position(admitted: AdmittedRequest, prompt_len: int, prompt_ids: Sequence[int] | None) -> int | None:
     """Return the first position that has to be computed for the request itself; None if none has."""
+    if not admitted.spec.site_requests and not admitted.probes and not admitted.gates:
+        return None
     firsts = [admitted.spec.first(prompt_len, prompt_ids)]
     firsts += [probe.positions.first(prompt_len, prompt_ids) for probe in admitted.probes]
     if any(gate.controller for gate in admitted.gates):
@@ -111,27 +123,39 @@ def _table_needs(
     if counts is None:
         counts = _count_programs(admitted.steps, prompt_ids, prompt_len, max_tokens)
     programs, instructions = counts
-    row_counts = ((digest, ring_rows(admitted.rows[digest].size, d_model)) for digest in admitted.digests)
-    wide = {digest: rows for digest, rows in row_counts if rows > 1}
-    rows = len(admitted.digests) - len(wide) + sum(wide.values())
-    for name, need, capacity, setting in (
-        ("rows of vectors" if wide else "vectors", rows, sizes.vectors, "vector_bytes"),
-        ("programs", programs, sizes.programs, "max_programs"),
-        ("instructions", instructions, sizes.nodes, "max_instructions"),
-    ):
-        if need > capacity:
-            raise WeirError(
-                f"needs {need} {name}, the engine's table holds {capacity}; raise the setting {setting}",
-                "interventions" if admitted.effective else "probes",
-            )
+    digests, widths = admitted.digests, admitted.rows
+    wide = {one: ring_rows(size, d_model) for one in digests if (size := widths[one].size) > d_model}
+    rows = len(digests) - len(wide) + sum(wide.values())
+    if rows > sizes.vectors or programs > sizes.programs or instructions > sizes.nodes:
+        raise _too_many(admitted, wide, (rows, programs, instructions), sizes)
     states = _check_probes(admitted, sizes)
-    return TableNeeds(admitted.digests, programs, instructions, wide, len(admitted.probes), len(admitted.gates), states)
+    return TableNeeds(digests, programs, instructions, wide, len(admitted.probes), len(admitted.gates), states)
+
+
+def _too_many(
+    admitted: AdmittedRequest, wide: Mapping[str, int], needs: tuple[int, int, int], sizes: TableSizes
+) -> WeirError:
+    """Return the error for a request that needs more (vectors, programs, instructions) than a table holds."""
+    tables = (
+        ("rows of vectors" if wide else "vectors", sizes.vectors, "vector_bytes"),
+        ("programs", sizes.programs, "max_programs"),
+        ("instructions", sizes.nodes, "max_instructions"),
+    )
+    need, (name, capacity, setting) = next(
+        (need, table) for need, table in zip(needs, tables, strict=True) if need > table[1]
+    )
+    return WeirError(
+        f"needs {need} {name}, the engine's table holds {capacity}; raise the setting {setting}",
+        "interventions" if admitted.effective else "probes",
+    )
 
 
 def _check_probes(admitted: AdmittedRequest, sizes: TableSizes) -> int:
     """Return how many numbers the probes and gates keep; raise WeirError if the device can never hold them."""
-    states = sum(probe.state_size for probe in admitted.probes) + len(admitted.gates)
     layout = admitted.cells
+    if not layout.cells:  # there are neither probes nor gates
+        return 0
+    states = sum(probe.state_size for probe in admitted.probes) + len(admitted.gates)
     if layout.cells > sizes.cells and (doses := layout.reported - layout.doses):
         raise WeirError(
             f"measuring takes {doses} numbers for each token, one for each intervention at each block, and the engine "

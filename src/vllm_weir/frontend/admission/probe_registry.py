@@ -39,6 +39,7 @@ class ProbeRegistry:
 
     Attributes:
         controllers: likewise.
+        everyone: the probes of every request, by name.
         version: grows whenever a name changes its meaning.
     """
 
@@ -50,6 +51,7 @@ class ProbeRegistry:
         self._by_name: dict[str, RegisteredProbe] = dict(probes or {})
         self.controllers = dict(controllers or {})
         self.version = 0
+        self.everyone = self._for_everyone()
 
     def with_probes(self, probes: Mapping[str, RegisteredProbe]) -> ProbeRegistry:
         """Return a registry of other probes, and the same controllers."""
@@ -66,7 +68,7 @@ class ProbeRegistry:
     def load(self, probes: Mapping[str, RegisteredProbe]) -> None:
         """Replace everything that is registered."""
         self._by_name = dict(probes)
-        self.version += 1
+        self._changed()
 
     def put(self, registered: RegisteredProbe) -> None:
         """Register a probe under its name, replacing any other."""
@@ -74,12 +76,16 @@ class ProbeRegistry:
         if len(self._by_name) >= MAX_NAMES and name not in self._by_name:
             raise WeirError(f"{MAX_NAMES} probes are registered already; unregister some", "name")
         self._by_name[name] = registered
-        self.version += 1
+        self._changed()
 
     def remove(self, name: str) -> None:
         """Unregister a name; requests admitted with it keep their probe."""
         self.find(name, "name")
         del self._by_name[name]
+        self._changed()
+
+    def _changed(self) -> None:
+        self.everyone = self._for_everyone()
         self.version += 1
 
     def find(self, name: str, field: str) -> AnyProbe:
@@ -104,10 +110,8 @@ class ProbeRegistry:
             )
         return self.controllers[controller]
 
-    @property
-    def everyone(self) -> list[RegisteredProbe]:
-        """The probes of every request, by name."""
-        return [one for _, one in sorted(self._by_name.items()) if one.everyone]
+    def _for_everyone(self) -> tuple[RegisteredProbe, ...]:
+        return tuple(one for _, one in sorted(self._by_name.items()) if one.everyone)
 
     def by_name_only(self) -> ProbeRegistry:
         """Return a registry of the same probes, of which none scores every request."""

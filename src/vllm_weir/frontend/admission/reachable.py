@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
@@ -13,7 +12,7 @@ from vllm_weir.schema.compat.vllm_lens import lens_field
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
-from vllm_weir.schema.media import Media
+from vllm_weir.schema.media import NO_MEDIA, Media
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.probe_base import ProbeBase
 
@@ -69,8 +68,15 @@ class Vocabulary:
 
     def of_request(self, media: Media) -> Vocabulary:
         """Return the same for a request's prompt; all requests share what is looked up."""
-        made = copy.copy(self)
-        made._media = media
+        return self._with_media(media) if media else self._without_media
+
+    @functools.cached_property
+    def _without_media(self) -> Vocabulary:
+        return self._with_media(NO_MEDIA)
+
+    def _with_media(self, media: Media) -> Vocabulary:
+        made = Vocabulary()
+        made._ids, made._media = self._ids, media
         return made
 
     @property

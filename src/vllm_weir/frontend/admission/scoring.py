@@ -137,6 +137,9 @@ class ProbeResolver:
         Raises:
             WeirError: naming the field, if the engine cannot do it exactly.
         """
+        everyone = self._registry.everyone
+        if not (probes or stop_when or dose or everyone or any(one.when is not None for one in interventions)):
+            return AdmittedScoring(gate_of=(-1,) * len(interventions))
         own = [
             self._registry.find(one, f"probes[{k}]").at(f"probes[{k}]") if isinstance(one, str) else one
             for k, one in enumerate(probes)
@@ -154,10 +157,10 @@ class ProbeResolver:
             gate_of.append(gates.setdefault(gate, len(gates)))
         stops = tuple(self._stop(rule) for rule in stop_when)
         told = len(self._probes)
-        for one in self._registry.everyone:
+        for one in everyone:
             self._add(one.probe.at(f"probes.{one.probe.name}"))
         names = list(self._probes)
-        counted = tuple((names.index(one.probe.name), one) for one in self._registry.everyone)
+        counted = tuple((names.index(one.probe.name), one) for one in everyone)
         resolved = tuple(self._probes.values())
         self._check_stages(resolved, [one for one in interventions if dose or one.when is not None])
         if dose:
