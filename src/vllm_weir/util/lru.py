@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from cachetools import LRUCache
 
 Value = TypeVar("Value")
 
@@ -13,16 +14,16 @@ Value = TypeVar("Value")
 class LruCache(Generic[Value]):
     """The most recently used values, up to a total size.
 
+    The callers know what a value and its key take better than a `getsizeof` of cachetools could, so `put` is told.
+
     Args:
         max_bytes: total size of all entries.
         max_entry_bytes: size of the largest entry that is kept; by default `max_bytes`.
     """
 
     def __init__(self, max_bytes: int, max_entry_bytes: int | None = None) -> None:
-        # cachetools.LRUCache does the same in several times the time, and admission is full of look-ups.
-        self._entries: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
-        self._size, self._max_bytes = 0, max_bytes
-        self._max_entry_bytes = max_bytes if max_entry_bytes is None else min(max_entry_bytes, max_bytes)
+        self._entries: LRUCache[Hashable, tuple[Value, int]] = LRUCache(max_bytes, getsizeof=_size_of)
+        self._max_entry_bytes = max_bytes if max_entry_bytes is None else max_entry_bytes
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -31,31 +32,25 @@ class LruCache(Generic[Value]):
     @property
     def size(self) -> int:
         """Total size of all entries in bytes, as `put` was told."""
-        return self._size
+        return int(self._entries.currsize)
 
     def get(self, key: Hashable) -> Value | None:
         """Return the value of `key`, or None, and mark it as used."""
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None:
-                return None
-            self._entries.move_to_end(key)
-        return entry[0]
+        return None if entry is None else entry[0]
 
     def put(self, key: Hashable, value: Value, size: int) -> None:
         """Keep `value`, which takes about `size` bytes together with its key; too large a value is not kept."""
-        if size > self._max_entry_bytes:
-            return
-        with self._lock:
-            if (replaced := self._entries.pop(key, None)) is not None:
-                self._size -= replaced[1]
-            self._entries[key] = value, size
-            self._size += size
-            while self._size > self._max_bytes:
-                self._size -= self._entries.popitem(last=False)[1][1]
+        if size <= self._max_entry_bytes:
+            with self._lock:
+                self._entries[key] = value, size
 
     def clear(self) -> None:
         """Forget all entries."""
         with self._lock:
             self._entries.clear()
-            self._size = 0
+
+
+def _size_of(entry: tuple[Any, int]) -> int:
+    return entry[1]
