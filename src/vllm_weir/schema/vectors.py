@@ -119,7 +119,7 @@ def _cached_vector(value: Mapping) -> Vector | None:
 def digest_of(array: np.ndarray) -> str:
     """Return the content address of a float32 array: a hash of its shape and bytes."""
     content = hashlib.sha256(f"{list(array.shape)}".encode())
-    content.update(np.ascontiguousarray(array, _FLOAT32))
+    content.update(np.ascontiguousarray(array, _FLOAT32).data)
     return content.hexdigest()[:32]
 
 
