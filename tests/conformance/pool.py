@@ -22,7 +22,7 @@ from typing import Any
 from tests.conformance.engine import device_name, set_environment
 from tests.conformance.verdict import CANNOT, FAILS, Verdict
 from tests.conformance.zoo import Entry
-from tests.support.zygote import replace_kernels
+from tests.support.zygote import inspect_models_here, replace_kernels
 
 LIMIT = 300.0
 """Seconds for one architecture."""
@@ -117,6 +117,7 @@ def _import_everything() -> None:
         import vllm.v1.worker.cpu_worker
 
         replace_kernels()
+        inspect_models_here()
     transformers.logging.disable_progress_bar()
     assert vllm.entrypoints.llm
     gc.collect()

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from tests.support.without import WITHOUT, block
-from tests.support.zygote import fork_instead_of_spawn, replace_kernels_once
+from tests.support.zygote import fork_instead_of_spawn, inspect_models_here, replace_kernels_once
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -140,6 +140,7 @@ def quick_start(eager: bool) -> Iterator[None]:
     """
     if torch.version.cuda is None:
         replace_kernels_once()
+        inspect_models_here()
     if eager:  # where a model is traced, Weir itself freezes the heap
         gc.freeze()  # vLLM does so at the end, and undoes it when the engine is closed
     try:
@@ -168,6 +169,7 @@ def quick_processes() -> Iterator[None]:
             process._target = _with_environment
             super().__init__(process)
 
+    inspect_models_here()
     set_forkserver_preload(["tests.support.preload"])
     before = context.SpawnProcess._Popen
     context.SpawnProcess._Popen = staticmethod(Popen)  # type: ignore[assignment]

@@ -148,6 +148,19 @@ def replace_kernels_once() -> None:
         CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
 
 
+@cache
+def inspect_models_here() -> None:
+    """On CPU, have vLLM look at a model's class in the process that asks, and not in one that imports all of it again.
+
+    It does so for every class that its cache on disk does not know, half a minute each.
+    """
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        registry._run_in_subprocess = lambda look: look()
+
+
 def import_vllm() -> None:
     """What engines and servers import, without any plugin."""
     import uvicorn  # noqa: F401
@@ -162,6 +175,7 @@ def import_vllm() -> None:
     import vllm_weir  # noqa: F401
 
     replace_kernels()
+    inspect_models_here()
     gc.collect()
     gc.freeze()  # what is imported stays: no child's collections need look at it
 
