@@ -161,8 +161,9 @@ def inspect_models_here() -> None:
         registry._run_in_subprocess = lambda look: look()
 
 
+@cache
 def import_vllm() -> None:
-    """What engines and servers import, without any plugin."""
+    """What engines and servers import, without any plugin; no collection of garbage looks at it later."""
     import uvicorn  # noqa: F401
     import vllm.entrypoints.openai.api_server
     import vllm.model_executor.models.llama
@@ -177,7 +178,7 @@ def import_vllm() -> None:
     replace_kernels()
     inspect_models_here()
     gc.collect()
-    gc.freeze()  # what is imported stays: no child's collections need look at it
+    gc.freeze()
 
 
 def replace_kernels() -> None:
