@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from tests.support.without import WITHOUT, block
-from tests.support.zygote import fork_instead_of_spawn, import_vllm, inspect_models_here
+from tests.support.zygote import fork_instead_of_spawn, import_vllm, inspect_models_here, keep_frozen
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -192,6 +192,7 @@ def _with_environment(environment: Mapping[str, str], target: Any, *arguments: A
     os.environ.clear()
     os.environ.update(environment)
     fork_instead_of_spawn()
+    keep_frozen()
     if WITHOUT in os.environ:
         block(os.environ[WITHOUT])
     target(*arguments, **more)

@@ -129,6 +129,14 @@ def fork_instead_of_spawn() -> None:
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
+def keep_frozen() -> None:
+    """In this process and its children, what is frozen stays so.
+
+    vLLM unfreezes all as an engine ends, and collects: in a fork that also copies whatever was imported before.
+    """
+    gc.unfreeze = lambda: None
+
+
 def forking() -> dict[str, str]:
     """The environment in which a program does so from its start, whatever it starts itself."""
     before = filter(None, [os.environ.get("PYTHONPATH")])  # first: a `sitecustomize` there is to be found
@@ -227,6 +235,7 @@ def _become(argv: list[str], env: dict[str, str], cwd: str, out: str, err: str |
     os.environ.clear()
     os.environ.update(env)
     fork_instead_of_spawn()
+    keep_frozen()
     # What was chosen by the environment when it was imported.
     import prometheus_client.values as values
 
