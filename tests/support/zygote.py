@@ -125,8 +125,15 @@ def fork_instead_of_spawn() -> None:
     from multiprocessing import context, popen_fork
 
     context.SpawnProcess._Popen = staticmethod(popen_fork.Popen)  # type: ignore[assignment]
-    # A loop's descriptor, which a fork has too: the child's signals would come to the parent.
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    os.register_at_fork(after_in_child=_as_if_imported)
+
+
+def _as_if_imported() -> None:
+    """What a spawned process would have, and a fork has not."""
+    import prometheus_client.values as values
+
+    signal.set_wakeup_fd(-1)  # a loop's descriptor: the child's signals would come to the parent
+    values.ValueClass = values.get_value_class()  # chosen by the environment when it is imported
 
 
 def keep_frozen() -> None:
@@ -236,10 +243,7 @@ def _become(argv: list[str], env: dict[str, str], cwd: str, out: str, err: str |
     os.environ.update(env)
     fork_instead_of_spawn()
     keep_frozen()
-    # What was chosen by the environment when it was imported.
-    import prometheus_client.values as values
-
-    values.ValueClass = values.get_value_class()
+    _as_if_imported()
     if argv[0] == "-m":
         sys.argv[:], sys.path[0] = argv[1:], cwd
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
