@@ -165,7 +165,7 @@ def test_every_example_is_known() -> None:
 
 NO_ENGINE = {"keep.py", "analyse.py"}
 NEEDS = {"images.py": [needs(module("torchvision"))]}
-# These start a server as users do, whose processes are forks; test_serve_processes has one that spawns them, as vLLM does.
+# These start a server as users do, whose processes are forks; test_serve_processes has one that spawns them like vLLM.
 # The others are forks of a process that has imported vLLM, and have their engine in them, but for the asynchronous one.
 SERVERS = {"client_capture.py", "inspect_eval.py", "probes_in_production.py", "serve_rows.py", "steering_server.py"}
 PROCESSES = SERVERS | {"stream.py"}
