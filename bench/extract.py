@@ -18,6 +18,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,7 +49,8 @@ def engine_of(llm: Any) -> Any:
     return start
 
 
-def run(given: argparse.Namespace, work: Path) -> dict[str, Any]:
+def run(given: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
+    """Yield, after each repeat, what those so far have given."""
     from vllm import LLM, SamplingParams
 
     import vllm_weir as weir
@@ -82,7 +84,12 @@ def run(given: argparse.Namespace, work: Path) -> dict[str, Any]:
             assert done.requests == given.texts and done.rows == n * sum(lengths), done
             shutil.rmtree(target)
         print({name: round(of[-1]) for name, of in rates.items()}, "" if repeat else "(does not count)", flush=True)
+        if repeat:
+            yield report(given, lengths, rates)
     llm.llm_engine.engine_core.shutdown()  # else the process waits for the engine's at its end
+
+
+def report(given: argparse.Namespace, lengths: list[int], rates: dict[str, list[float]]) -> dict[str, Any]:
     plain = statistics.median(rates["plain"][1:])
     rows = {
         name: {
@@ -97,6 +104,7 @@ def run(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         "model": "small" if given.small else "llama-8b shapes",
         "texts": given.texts,
         "tokens": sum(lengths),
+        "repeats": len(rates["plain"]) - 1,
         **rows,
     }
 
@@ -111,10 +119,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        found = run(given, Path(folder))
+        for found in run(given, Path(folder)):
+            if given.out:
+                given.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
-    if given.out:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
