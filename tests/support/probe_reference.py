@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -169,9 +168,8 @@ class Act:
     gate: GateCase | None = None
     item: Any = None
 
-    @cached_property
+    @property
     def plain(self) -> Any:
-        """Without its gate."""
         return self.item if self.item is not None else self.make()
 
     def public(self) -> Any:
