@@ -74,14 +74,8 @@ class Ledger(Consumer):
         Ledger.open_names.discard(request.name)
 
 
-@pytest.fixture
-def elsewhere():
-    """What other engines of this process hold, before the tested one starts."""
-    return census()
-
-
 @pytest.fixture(params=["plain", "ngram"])
-def llm(root, elsewhere, request, monkeypatch):
+def llm(root, request, monkeypatch):
     monkeypatch.setitem(consumers._SHIPPED, "ledger", f"{__name__}:Ledger")
     model_dir = directory(root)
     more = {} if request.param == "plain" else {"speculative_config": drafting(model_dir, "ngram")}
@@ -232,7 +226,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     return torch.allclose(got.double(), wanted.double(), rtol=bound, atol=bound * float(wanted.abs().max()))
 
 
-def test_a_thousand_aborted_requests_leave_nothing(root, llm, elsewhere, request):
+def test_a_thousand_aborted_requests_leave_nothing(root, llm, request):
     truth, count = oracle(directory(root)), ABORTS[request.node.callspec.params["llm"]]
     short, endless = ({name: params_of(kind, n) for name, kind in kinds().items()} for n in (6, MADE))
     wanted = run_each(llm, short)
@@ -248,8 +242,7 @@ def test_a_thousand_aborted_requests_leave_nothing(root, llm, elsewhere, request
     assert free_blocks(llm) == blocks
     assert threading.active_count() == threads and len(os.listdir("/proc/self/fd")) == files
     more = grown(before, census())
-    bounds = {name: most + elsewhere[name] for name, most in BOUNDED.items()}
-    assert {name: n for name, n in more.items() if n[1] > bounds.get(name, 0)} == {}
+    assert {name: n for name, n in more.items() if n[1] > BOUNDED.get(name, 0)} == {}
     got = run_each(llm, short)
     for name, values in wanted.items():
         assert got[name].keys() == values.keys(), name
