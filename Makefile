@@ -37,6 +37,8 @@ demo: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/weir bench $(ARGS)
 
+# Every process of the tests would compile Weir again where this is set, as in many containers.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 

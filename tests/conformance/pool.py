@@ -22,7 +22,7 @@ from typing import Any
 from tests.conformance.engine import device_name, set_environment
 from tests.conformance.verdict import CANNOT, FAILS, Verdict
 from tests.conformance.zoo import Entry
-from tests.support.zygote import replace_kernels
+from tests.support.zygote import inspect_models_here, keep_frozen, replace_kernels
 
 LIMIT = 300.0
 """Seconds for one architecture."""
@@ -117,6 +117,7 @@ def _import_everything() -> None:
         import vllm.v1.worker.cpu_worker
 
         replace_kernels()
+        inspect_models_here()
     transformers.logging.disable_progress_bar()
     assert vllm.entrypoints.llm
     gc.collect()
@@ -136,6 +137,7 @@ def _start(entry: Entry, out: Path, retry: bool, alone: bool = False) -> Any:
 def _child(entry: Entry, out: Path, retry: bool, alone: bool) -> None:
     # A session of its own: whatever it starts ends with it.
     os.setsid()
+    keep_frozen()
     name = f"{entry.name}.alone" if alone else entry.name
     log = os.open(out / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)

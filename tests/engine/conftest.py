@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def close_engines():
     yield
     close_all()
+    gc.unfreeze()  # what `quick_start` froze: libraries complain of objects that outlive the interpreter
 
 
 @pytest.fixture(scope="module", autouse=True)

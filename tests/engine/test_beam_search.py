@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -41,8 +42,9 @@ class Reference:
 
     def __init__(self, truth, v=None, selector="all") -> None:
         self.truth, self.v, self.selector = truth, v, selector
+        self.run = cache(self._run)  # searches of one prompt are repeated
 
-    def run(self, prompt_len: int, ids: list[int]):
+    def _run(self, prompt_len: int, ids: tuple[int, ...]):
         """Rows at every point, and log probabilities of the next token."""
         if self.v is None:
             rows, logits = self.truth.points.points(ids)
@@ -51,12 +53,18 @@ class Reference:
             rows, logits = self.truth.points.steer(ids, "resid_post", BLOCK, self.v, at)
         return rows, logits[-1].log_softmax(-1)
 
+    def logprobs(self, prompt_len: int, ids: list[int]) -> torch.Tensor:
+        """Those of the next token alone."""
+        if self.v is None:
+            return self.truth.logits(ids)[-1].log_softmax(-1)
+        return self.run(prompt_len, tuple(ids))[1]
+
     def search(self, prompt: list[int]) -> list[list[int]]:
         alive = [(0.0, prompt)]
         for _ in range(G):
             found = []
             for total, ids in alive:
-                logprobs = self.run(len(prompt), ids)[1]
+                logprobs = self.logprobs(len(prompt), ids)
                 values, best = logprobs.topk(2 * WIDTH)
                 found += [(total + v, [*ids, t]) for v, t in zip(values.tolist(), best.tolist(), strict=True)]
             alive = sorted(found, key=lambda one: one[0] / len(one[1]), reverse=True)[:WIDTH]
@@ -68,7 +76,7 @@ def check(outputs, reference: Reference, selectors=("all",)) -> None:
         prompt = tokens(n, LENGTHS.index(n))
         assert [beam.tokens for beam in output.sequences] == reference.search(prompt)
         for beam in output.sequences:
-            rows, _ = reference.run(n, beam.tokens[:-1])
+            rows, _ = reference.run(n, tuple(beam.tokens[:-1]))
             at = sorted({p for one in selectors for p in expected_positions(one, n, G, beam.tokens)})
             for site in beam.activations.sites:
                 assert beam.activations.positions_of(*site).tolist() == at

@@ -88,7 +88,7 @@ class Engines:
 
         def init(llm: Any, *args: Any, **options: Any) -> None:
             close_all()
-            with quick_start(eager=True):
+            with quick_start():
                 start(llm, *args, **DEFAULTS | {name: v for name, v in options.items() if name not in QUIET})
             self.own.append(llm)
 

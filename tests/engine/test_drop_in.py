@@ -24,7 +24,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 @contextlib.contextmanager
 def engine(model_dir, layers="all", **arguments):
     options = DEFAULTS | arguments
-    with environment(IN_PROCESS), quick_start(options["enforce_eager"]):
+    with environment(IN_PROCESS), quick_start():
         llm = weir.LLM(str(model_dir), layers, options.pop("dtype"), **options)  # by place, as in vllm-probe-hook
     try:
         yield llm
@@ -99,7 +99,7 @@ def test_every_way_to_ask_carries_hidden_states(root):
     from vllm.engine.arg_utils import EngineArgs
 
     llama = directory(root)
-    with environment(IN_PROCESS), quick_start(eager=True):
+    with environment(IN_PROCESS), quick_start():
         llm = weir.LLM.from_engine_args(EngineArgs(model=str(llama), **DEFAULTS))
     try:
         chat = [{"role": "user", "content": "w5 w6"}]

@@ -165,10 +165,9 @@ def test_every_example_is_known() -> None:
 
 NO_ENGINE = {"keep.py", "analyse.py"}
 NEEDS = {"images.py": [needs(module("torchvision"))]}
-# These start a server as users do, one of them with processes that import everything again; the others are forks of one
-# that has imported vLLM, and have their engine in them, but for the asynchronous one.
+# These start a server as users do, whose processes are forks; test_serve_processes has one that spawns them like vLLM.
+# The others are forks of a process that has imported vLLM, and have their engine in them, but for the asynchronous one.
 SERVERS = {"client_capture.py", "inspect_eval.py", "probes_in_production.py", "serve_rows.py", "steering_server.py"}
-SPAWNING = "steering_server.py"
 PROCESSES = SERVERS | {"stream.py"}
 
 
@@ -195,7 +194,7 @@ def arguments(name: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize("path", map(example, EXAMPLES), ids=lambda path: path.name)
 def test_example(path: Path, tmp_path: Path) -> None:
     if path.name in SERVERS:
-        env = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | ({} if path.name == SPAWNING else forking())
+        env = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | forking()
         done: Any = subprocess.run(
             [sys.executable, str(path)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=800, check=False
         )

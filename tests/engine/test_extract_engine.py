@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -20,7 +20,7 @@ from tests.support.extracting import differences, texts, write_jsonl
 from tests.support.machine import GIB, engine_processes, memory, module, needs
 from tests.support.measure import eventually, rel_err
 from tests.support.oracle import Oracle
-from tests.support.zygote import ROOT, zygote
+from tests.support.zygote import ROOT, Child, zygote
 from vllm_weir.storage import load
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500), needs(engine_processes)]
@@ -43,26 +43,31 @@ def environment() -> dict[str, str]:
     return env
 
 
-def begin(source: Path, out: Path, *more: str, **env: str) -> subprocess.Popen[str]:
-    """`weir extract` in a process group of its own, as a terminal would start it."""
-    return subprocess.Popen(
-        [sys.executable, *extract(source, out), *more], cwd=ROOT, env=environment() | env,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+class Run(NamedTuple):
+    """`weir extract` at work, in a process group of its own, as a terminal would start it."""
+
+    process: Child
+    said: Path
+    log: Path
 
 
-def end(process: subprocess.Popen[str], code: int) -> dict[str, Any]:
+def begin(source: Path, out: Path, *more: str, **env: str) -> Run:
+    said, log = (out.parent / f"{len(more)}.{kind}" for kind in ("said", "log"))
+    return Run(zygote().start([*extract(source, out), *more], environment() | env, ROOT, said, log), said, log)
+
+
+def end(run: Run, code: int) -> dict[str, Any]:
     """Its summary."""
     try:
-        out, err = process.communicate(timeout=600)
+        found = run.process.wait()
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == code, (process.returncode, err[-3000:])
-    return json.loads(out.strip().splitlines()[-1])
+        if run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGKILL)
+    assert found == code, (found, run.log.read_text()[-3000:])
+    return json.loads(run.said.read_text().strip().splitlines()[-1])
 
 
-def wait_for(path: Path, shards: int, process: subprocess.Popen[str]) -> None:
+def wait_for(path: Path, shards: int, process: Child | subprocess.Popen[bytes]) -> None:
     """Until so many are published."""
 
     def there() -> bool:
@@ -101,22 +106,24 @@ def test_rows_are_those_of_transformers(whole: tuple[Path, Path]) -> None:
 def test_ctrl_c_then_ray_whose_workers_die(whole: tuple[Path, Path], tmp_path: Path) -> None:
     """The engine's processes get Ctrl-C too, as in a terminal, and still finish what is under way."""
     source, out = whole[0], tmp_path / "out"
-    process = begin(source, out)
-    wait_for(out, 2, process)
-    os.killpg(process.pid, signal.SIGINT)
-    first = end(process, 130)
+    run = begin(source, out)
+    wait_for(out, 2, run.process)
+    os.killpg(run.process.pid, signal.SIGINT)
+    first = end(run, 130)
     held = len(load(out))
     assert first["interrupted"] and 0 < first["requests"] == held < RECORDS
 
     ray = ["--ray", "--ray-workers", "2", "--ray-cpus", "1", "--ray-options", json.dumps(RAY)]
-    process = begin(source, out, *ray, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    run = begin(source, out, *ray, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     shards = len(list(out.glob("shard-*")))
-    wait_for(out, shards + 1, process)
-    workers = [p for p in psutil.Process(process.pid).children(recursive=True) if "MapWorker" in p.name() + _title(p)]
+    wait_for(out, shards + 1, run.process)
+    workers = [
+        p for p in psutil.Process(run.process.pid).children(recursive=True) if "MapWorker" in p.name() + _title(p)
+    ]
     assert len(workers) == 2, workers
     for worker in workers:  # one of them has published
         worker.kill()
-    second = end(process, 0)
+    second = end(run, 0)
     found = load(out)
     # What the dead workers had published of their last tasks is there, and in no count.
     assert second["held"] >= held and second["requests"] + second["held"] == RECORDS == len(found)
@@ -133,8 +140,10 @@ def _title(process: psutil.Process) -> str:
 
 
 def test_no_process_of_the_engine_outlives_a_run_that_is_killed(whole: tuple[Path, Path], tmp_path: Path) -> None:
-    """Left alone they would hold the memory that the next run needs."""
-    process = begin(whole[0], tmp_path / "out")
+    """Left alone they would hold the memory that the next run needs. Forks do not ask to end with their parent."""
+    with (tmp_path / "said").open("w") as said:
+        command = [sys.executable, *extract(whole[0], tmp_path / "out")]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=said, start_new_session=True)
     wait_for(tmp_path / "out", 1, process)
     engine = [p for p in psutil.Process(process.pid).children(recursive=True) if "VLLM::" in p.name() + _title(p)]
     assert engine, "the engine has processes of its own"

@@ -30,7 +30,7 @@ PRODUCTS = {"hook": "resid_post", "layers": [LAYER], "positions": "all", "projec
 def client(tmp_path_factory):
     log = tmp_path_factory.mktemp("probes") / "log"
     more = ["--weir-admin-key", ADMIN_KEY, "--api-server-count", "2"]
-    with running(log, WEIR, *more) as found:
+    with running(log, WEIR, *more, forked=True) as found:
         yield found
     assert "Traceback" not in log.read_text()
 

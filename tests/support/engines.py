@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from tests.support.without import WITHOUT, block
-from tests.support.zygote import fork_instead_of_spawn, replace_kernels_once
+from tests.support.zygote import fork_instead_of_spawn, import_vllm, inspect_models_here, keep_frozen
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -83,7 +83,7 @@ def get_llm(
 
     while len(_alive) >= max(1, keep):
         _close(next(iter(_alive)))
-    with environment(env), quick_start(arguments["enforce_eager"]) if in_process else quick_processes():
+    with environment(env), quick_start() if in_process else quick_processes():
         from vllm import LLM
 
         llm = LLM(**arguments)
@@ -120,8 +120,7 @@ def _close(key: str) -> None:
 
 def shut_down(llm: LLM) -> None:
     """End an engine; its memory is there for the next one once nobody holds it and garbage has been collected."""
-    # vLLM collects garbage while the engine is still held: half a second each time, in a process of tests.
-    with mock.patch.object(gc, "collect"):
+    with _collector_at_rest():
         # Its processes do not end by themselves in the five seconds that it gives them.
         llm.llm_engine.engine_core.shutdown(timeout=0)
 
@@ -132,21 +131,32 @@ def _settings() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def quick_start(eager: bool) -> Iterator[None]:
+def quick_start() -> Iterator[None]:
     """While this holds, an engine that starts in this process passes over what was there before.
 
-    vLLM collects garbage five times during a start, and looks through all that has been imported for kernels that it
-    has to replace on CPU; in a process that has imported transformers and all tests, that takes longer than the rest.
+    In a process that has imported transformers and all tests, collections of garbage take longer than the rest of a
+    start. They pass over what is imported before the first engine.
     """
     if torch.version.cuda is None:
-        replace_kernels_once()
-    if eager:  # where a model is traced, Weir itself freezes the heap
-        gc.freeze()  # vLLM does so at the end, and undoes it when the engine is closed
-    try:
+        import_vllm()
+    with _collector_at_rest():
         yield
-    except BaseException:
-        gc.unfreeze()
-        raise
+
+
+@contextlib.contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """While this holds, nobody collects garbage, and nobody freezes or unfreezes objects.
+
+    vLLM collects several times during a start and an end. It freezes an engine with the rest, and unfreezes all when
+    the engine ends: the collection that frees it would then visit everything that was ever imported.
+    """
+    with (
+        mock.patch.object(gc, "collect"),
+        mock.patch.object(gc, "freeze"),
+        mock.patch.object(gc, "unfreeze"),
+        mock.patch.object(gc, "get_freeze_count", lambda: 1),  # counting them visits each
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -168,6 +178,7 @@ def quick_processes() -> Iterator[None]:
             process._target = _with_environment
             super().__init__(process)
 
+    inspect_models_here()
     set_forkserver_preload(["tests.support.preload"])
     before = context.SpawnProcess._Popen
     context.SpawnProcess._Popen = staticmethod(Popen)  # type: ignore[assignment]
@@ -181,6 +192,7 @@ def _with_environment(environment: Mapping[str, str], target: Any, *arguments: A
     os.environ.clear()
     os.environ.update(environment)
     fork_instead_of_spawn()
+    keep_frozen()
     if WITHOUT in os.environ:
         block(os.environ[WITHOUT])
     target(*arguments, **more)

@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -168,8 +169,9 @@ class Act:
     gate: GateCase | None = None
     item: Any = None
 
-    @property
+    @cached_property
     def plain(self) -> Any:
+        """Without its gate."""
         return self.item if self.item is not None else self.make()
 
     def public(self) -> Any:

@@ -125,8 +125,23 @@ def fork_instead_of_spawn() -> None:
     from multiprocessing import context, popen_fork
 
     context.SpawnProcess._Popen = staticmethod(popen_fork.Popen)  # type: ignore[assignment]
-    # A loop's descriptor, which a fork has too: the child's signals would come to the parent.
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    os.register_at_fork(after_in_child=_as_if_imported)
+
+
+def _as_if_imported() -> None:
+    """What a spawned process would have, and a fork has not."""
+    import prometheus_client.values as values
+
+    signal.set_wakeup_fd(-1)  # a loop's descriptor: the child's signals would come to the parent
+    values.ValueClass = values.get_value_class()  # chosen by the environment when it is imported
+
+
+def keep_frozen() -> None:
+    """In this process and its children, what is frozen stays so.
+
+    vLLM unfreezes all as an engine ends, and collects: in a fork that also copies whatever was imported before.
+    """
+    gc.unfreeze = lambda: None
 
 
 def forking() -> dict[str, str]:
@@ -148,8 +163,22 @@ def replace_kernels_once() -> None:
         CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
 
 
+@cache
+def inspect_models_here() -> None:
+    """On CPU, have vLLM look at a model's class in the process that asks, and not in one that imports all of it again.
+
+    It does so for every class that its cache on disk does not know, half a minute each.
+    """
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        registry._run_in_subprocess = lambda look: look()
+
+
+@cache
 def import_vllm() -> None:
-    """What engines and servers import, without any plugin."""
+    """What engines and servers import, without any plugin; no collection of garbage looks at it later."""
     import uvicorn  # noqa: F401
     import vllm.entrypoints.openai.api_server
     import vllm.model_executor.models.llama
@@ -162,8 +191,9 @@ def import_vllm() -> None:
     import vllm_weir  # noqa: F401
 
     replace_kernels()
+    inspect_models_here()
     gc.collect()
-    gc.freeze()  # what is imported stays: no child's collections need look at it
+    gc.freeze()
 
 
 def replace_kernels() -> None:
@@ -212,10 +242,8 @@ def _become(argv: list[str], env: dict[str, str], cwd: str, out: str, err: str |
     os.environ.clear()
     os.environ.update(env)
     fork_instead_of_spawn()
-    # What was chosen by the environment when it was imported.
-    import prometheus_client.values as values
-
-    values.ValueClass = values.get_value_class()
+    keep_frozen()
+    _as_if_imported()
     if argv[0] == "-m":
         sys.argv[:], sys.path[0] = argv[1:], cwd
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
