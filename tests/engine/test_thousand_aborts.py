@@ -36,7 +36,7 @@ from vllm_weir.consumers import Consumer
 from vllm_weir.frontend.receive.score_table import KEPT
 from vllm_weir.frontend.sinks.mark_buffer import MAX_ENDED
 from vllm_weir.patches.cuda_graph_sets import MAX_REMEMBERED
-from vllm_weir.schema.selectors import MOST_STEPS
+from vllm_weir.schema.selectors import MOST_STEPS, _shared
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 ABORTS = {"plain": 1000, "ngram": 240}
@@ -228,6 +228,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def test_a_thousand_aborted_requests_leave_nothing(root, llm, request):
     truth, count = oracle(directory(root)), ABORTS[request.node.callspec.params["llm"]]
+    _shared.cache_clear()  # selectors of the requests of other engines of this process
     short, endless = ({name: params_of(kind, n) for name, kind in kinds().items()} for n in (6, MADE))
     wanted = run_each(llm, short)
     abort_all(llm, endless, count)  # caches and tables grow to their size
