@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import vllm_weir as weir
-from tests.conformance.oracle import Oracle
+from tests.conformance.oracle import Oracle, Rows
 from tests.engine.common import assert_nothing_is_held, directory, ids_of, sampling, tokens
 from tests.engine.test_points import DENSE
 from tests.support.engines import get_llm
@@ -47,16 +48,30 @@ def embedded(truth: Oracle, ids: list[int]) -> torch.Tensor:
         return truth.model.get_input_embeddings()(torch.tensor(ids))
 
 
-def wrong(out: Any, rows: Mapping[tuple[str, int], torch.Tensor]) -> dict[str, list[int]]:
-    """Positions of wrong rows, by site."""
-    found = {}
-    for site in out.activations.sites:
-        got, true = out.activations[site], rows[tuple(site)]
-        if rel_err(got, true) > BOUND:
-            room = BOUND * true[true.isfinite()].abs().max().item()
-            right = torch.isclose(got.to(true.dtype), true, rtol=0, atol=room).flatten(1).all(1)
-            found[str(site)] = (~right).nonzero().flatten().tolist()
-    return found
+def wrong(out: Any, truth: Oracle, read: Callable[[], tuple[Rows, torch.Tensor]]) -> str:
+    """Which points are wrong, and how far the engine and transformers, which `read` asks, are from float64."""
+    reference, _ = read()
+    found = [site for site in out.activations.sites if rel_err(out.activations[site], reference[tuple(site)]) > BOUND]
+    if not found:
+        return ""
+    truth.model.double()
+    try:
+        exact, _ = read()
+    finally:
+        truth.model.float()
+    inside = sorted(found, key=lambda site: (site.layer, list(DENSE).index(site.hook)))[:8]
+    return "\n".join(
+        f"{site} of {len(found)}: {far(out.activations[site], reference[tuple(site)], exact[tuple(site)])}"
+        for site in inside
+    )
+
+
+def far(got: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor) -> str:
+    """How far two fp32 results [n, ...] are from the exact one, and in which rows the first is."""
+    room = BOUND * exact[exact.isfinite()].abs().max()
+    right = torch.isclose(got.double(), exact, rtol=0, atol=float(room)).flatten(1).all(1)
+    rows = (~right).nonzero().flatten().tolist()
+    return f"engine {rel_err(got, exact):.1e}, transformers {rel_err(reference, exact):.1e}, in {rows}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,7 +97,7 @@ def test_rows_in_mixed_batches(root, family):
                 site for site in rows if n % 3 != 1 or site[0] != "embed"
             }
             assert all(out.activations[site].shape == rows[tuple(site)].shape for site in out.activations.sites)
-            assert wrong(out, rows) == {}, n
+            assert wrong(out, truth, partial(truth.points, ids)) == "", n
     del outs, out
     assert_nothing_is_held(llm)
 
@@ -98,8 +113,7 @@ def test_what_is_added_at_embed_arrives(root, family):
     add = weir.params(sampling(5), capture=every(family), interventions=weir.Add(v, 0, hook="embed", positions="2:"))
     out, *beside = llm.generate([{"prompt_token_ids": ids}, *others], [add, sampling(5), sampling(5)], use_tqdm=False)
     ids = ids_of(out)[:-1]
-    rows, _ = truth.steer(ids, "embed", 0, v, list(range(2, len(ids))))
-    assert wrong(out, rows) == {}
+    assert wrong(out, truth, partial(truth.steer, ids, "embed", 0, v, list(range(2, len(ids))))) == ""
     assert [other.outputs[0].token_ids for other in beside] == alone
     early = weir.params(
         sampling(1), capture=weir.Capture("embed", before=True), interventions=weir.Add(v, 0, hook="embed")
