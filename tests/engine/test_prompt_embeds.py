@@ -49,16 +49,20 @@ def embedded(truth: Oracle, ids: list[int]) -> torch.Tensor:
 
 
 def wrong(out: Any, truth: Oracle, read: Callable[[], tuple[Rows, torch.Tensor]]) -> str:
-    """Which points are wrong, and how far the engine and transformers, which `read` asks, are from float64."""
+    """Which points are wrong, and how far the engine and transformers, which `read` asks, are from float64.
+
+    A point that is far from transformers' fp32 has to be as near to its float64.
+    """
     reference, _ = read()
-    found = [site for site in out.activations.sites if rel_err(out.activations[site], reference[tuple(site)]) > BOUND]
-    if not found:
+    far_off = [site for site in out.activations.sites if rel_err(out.activations[site], reference[tuple(site)]) > BOUND]
+    if not far_off:
         return ""
     truth.model.double()
     try:
         exact, _ = read()
     finally:
         truth.model.float()
+    found = [site for site in far_off if rel_err(out.activations[site], exact[tuple(site)]) > BOUND]
     inside = sorted(found, key=lambda site: (site.layer, list(DENSE).index(site.hook)))[:8]
     return "\n".join(
         f"{site} of {len(found)}: {far(out.activations[site], reference[tuple(site)], exact[tuple(site)])}"

@@ -89,10 +89,12 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "a": dict(n_embd=128, n_layer=4, n_head=4, n_positions=512),
         "b": dict(n_embd=64, n_layer=3, n_head=1, n_positions=512, n_inner=160),
     },
-    "opt": {  # "b": embeddings narrower than the stream, so projections sit before block 0 and after the last
+    # "a": an MLP of a width of its own, since vLLM's CPU kernels are kept in a process by the shape of the weight.
+    # "b": embeddings narrower than the stream, so projections sit before block 0 and after the last.
+    "opt": {
         "a": dict(
             hidden_size=128,
-            ffn_dim=192,
+            ffn_dim=320,
             num_hidden_layers=4,
             num_attention_heads=4,
             word_embed_proj_dim=128,
