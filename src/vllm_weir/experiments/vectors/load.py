@@ -160,6 +160,8 @@ def _feature(path: Path, feature: int, given: Given) -> Found:
         raise WeirError("the file of an autoencoder names its hook point; leave it out", "numbering")
     if (given.hook is None) != (given.layers is None) or (given.layers is not None and len(given.layers) != 1):
         raise WeirError("to say where an autoencoder reads, give hook= and one block in layers=", "layers")
+    if given.layers is None and (path.suffix == ".npz" or (path / "params.npz").exists()):
+        raise WeirError("Gemma Scope's files do not say where they read; give hook= and one block in layers=", "layers")
     sae = SAE.load(path, site=None if given.layers is None else (given.hook, given.layers[0]))
     if sae.head is not None:
         raise WeirError(f"it reads head {sae.head} alone, so its rows are of one head; use weir.SetFeature", "feature")

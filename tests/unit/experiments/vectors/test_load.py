@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
 import vllm_weir as weir
+from tests.support.sae_reference import weights, write_npz
 from vllm_weir.errors import MissingFile, WeirError
 from vllm_weir.experiments.vectors.load import load_vector
 from vllm_weir.schema.gguf import write_gguf
@@ -219,3 +220,10 @@ def test_a_feature_of_an_autoencoder(tmp_path):
     refused("feature", path, feature=sae.d_sae)
     refused("layers", path, feature=5, layers=3)
     assert load_vector(path, feature=5, hook="resid_pre", layers=1).layers == (1,)
+
+
+def test_a_feature_of_gemma_scope_needs_its_place(tmp_path):
+    file = write_npz(tmp_path, weights("jumprelu"))
+    for path in (tmp_path, file):
+        assert "give hook= and one block in layers=" in refused("layers", path, feature=5)
+        assert load_vector(path, feature=5, hook="resid_post", layers=2).layers == (2,)
