@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from vllm import PoolingParams
+from vllm.sampling_params import RequestOutputKind
 
 import vllm_weir as weir
 from tests.engine.common import directory, tokens
@@ -257,6 +259,11 @@ def test_metrics_on_logits_and_on_text(case: Case) -> None:
         metric=lambda out: texts.append(out.outputs[0].text) or len(out.outputs[0].token_ids),
     )  # fmt: skip
     assert (counted.grid.array == 3).all() and all(texts) and len(set(texts)) > 1
+    kind = RequestOutputKind.DELTA  # of no use here: a metric is given the whole output
+    sampling = weir.SamplingParams(n=2, max_tokens=3, temperature=1, seed=4, ignore_eos=True, output_kind=kind)
+    tokens = lambda out: sum(len(completion.token_ids) for completion in out.outputs) + len(out.outputs) / 8
+    drawn = case.sweep("resid_post", **at, sampling=sampling, metric=tokens)
+    assert (drawn.grid.array == 6.25).all() and drawn.baseline == (6.25, 6.25)
 
 
 def test_prompts_of_different_lengths_correspond_where_positions_say_so(case: Case) -> None:
@@ -290,6 +297,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tokens": ({"metric": weir.logit_diff(1, [3, 4])}, "metric.b"),
     "text of several tokens": ({"metric": weir.logit_diff("w3 w4", 1)}, "metric.a"),
     "sampling": ({"sampling": object()}, "sampling"),
+    "sampling of another kind": ({"metric": len, "sampling": PoolingParams()}, "sampling"),
+    "sampling of no kind": ({"metric": len, "sampling": {"max_tokens": 3}}, "sampling"),
+    "sampling that captures": (
+        {"metric": len, "sampling": weir.params(weir.SamplingParams(), capture=weir.Capture())},
+        "sampling",
+    ),
+    "sampling that steers": (
+        {"metric": len, "sampling": weir.params(weir.SamplingParams(), interventions=weir.Add([1.0] * 128, 1))},
+        "sampling",
+    ),
+    "sampling in other keys": (
+        {"metric": len, "sampling": weir.SamplingParams(extra_args={"output_residual_stream": [1]})},
+        "sampling",
+    ),
     "receiver": ({"to": "resid_post"}, "to"),
     "receiver's layer": ({"to": ("resid_post", 99)}, "to"),
     "receiver's heads": ({"to": ("z", 3, [9])}, "to"),

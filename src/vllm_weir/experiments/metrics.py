@@ -9,6 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.guard.request_extras import extras_in
+from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
+from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.scalars import is_int, plain
 
 Encode = Callable[[str], Sequence[int]]
@@ -207,7 +210,28 @@ def bind_metric(
             f"{type(metric).__name__}",
             path,
         )
+    if sampling is not None:
+        _check_sampling(sampling)
     return OnOutput(metric, sampling, "" if sampling is None else repr(sampling))
+
+
+def _check_sampling(sampling: Any) -> None:
+    """Raise WeirError unless these are params whose runs differ in nothing but what is patched or added."""
+    from vllm import SamplingParams
+
+    if not isinstance(sampling, SamplingParams):
+        raise WeirError(f"expected vLLM's SamplingParams, got {type(sampling).__name__}", "sampling")
+    extras = extras_in(sampling) or {}
+    carried = extras.get(WIRE_KEY)
+    spec = RequestSpec() if carried is None else RequestSpec.parse(carried)
+    asked = [name for name in ("capture", "interventions", "modules") if getattr(spec, name)]
+    asked += [key for key in (LENS_CAPTURE_KEY, LENS_STEER_KEY) if key in extras]
+    if asked:
+        raise WeirError(
+            f"they ask for {', '.join(asked)}, which these runs set themselves; leave it out, or use weir.set_global "
+            "for what every run shall undergo",
+            "sampling",
+        )
 
 
 def as_number(value: Any) -> float:

@@ -35,7 +35,11 @@ class RequestStream:
         if not isinstance(engine, LLMEngine):
             raise WeirError(f"a sweep runs on an LLM, which {type(llm).__name__} is not", "llm")
         if engine.has_unfinished_requests():
-            raise WeirError("the engine has unfinished requests, whose outputs would be lost; finish them first", "llm")
+            raise WeirError(
+                "the engine has unfinished requests, whose outputs would be lost; step it until they are done, or end "
+                "them with llm.llm_engine.abort_request([...])",
+                "llm",
+            )
         return cls(engine)
 
     @functools.cached_property
@@ -52,13 +56,15 @@ class RequestStream:
         Args:
             token_ids: its prompt.
             params: ``SamplingParams`` that nobody changes any more; several requests may share them.
-            done: called with its output.
+                Their `output_kind` becomes that of finished outputs alone.
+            done: called with its output, which has all completions.
         """
         params.skip_clone = True  # vLLM then makes a shallow copy
+        params.output_kind = type(params.output_kind).FINAL_ONLY
         request_id = f"{self._prefix}-{self._count}"
         self._count += 1
+        self._waiting[request_id] = done  # first: vLLM may have the request even if adding it fails
         self._engine.add_request(request_id, {"type": "token", "prompt_token_ids": list(token_ids)}, params)
-        self._waiting[request_id] = done
 
     def wait_for_room(self) -> None:
         """Step the engine until another request may go in."""

@@ -53,13 +53,15 @@ def unload(llm: Any, frontend: EngineFrontend, name: str) -> None:
     """Remove an autoencoder from the workers of an ``LLM``; see `vllm_weir.api.unload_sae`."""
     call = _blocking_caller_of(engine_of(llm))
     refuse_used(frontend, name)
-    completed(call(UNLOAD, frontend.saes.remove(name).key))
+    with frontend.saes.removed(name) as loaded:
+        completed(call(UNLOAD, loaded.key))
 
 
 async def unload_async(engine: Any, frontend: EngineFrontend, name: str) -> None:
     """Do what `unload` does, for an ``AsyncLLM``."""
     refuse_used(frontend, name)
-    await caller_of(engine)(UNLOAD, frontend.saes.remove(name).key)
+    with frontend.saes.removed(name) as loaded:
+        await caller_of(engine)(UNLOAD, loaded.key)
 
 
 def refuse_used(frontend: EngineFrontend, name: str) -> None:

@@ -22,6 +22,8 @@ MAX_TUNED = 4
 """Tuned lenses that are kept ready."""
 Translator = tuple[torch.Tensor, torch.Tensor]
 """(A [d_model, d_model], b [d_model]), float32: a row h becomes h + (A h + b)."""
+_Version = tuple[str, int, int]
+"""A directory, and when its translators were written and how long they are."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Lenses:
     def __init__(self, unembedding: Unembedding, num_layers: int, d_model: int, device: torch.device) -> None:
         self.unembedding = unembedding
         self._num_layers, self._d_model, self._device = num_layers, d_model, device
-        self._tuned: dict[str, list[Translator]] = {}
+        self._tuned: dict[_Version, list[Translator]] = {}
 
     def reader(self, read_out: ReadOut) -> LensReader:
         """Return the reader of a lens at a block.
@@ -103,13 +105,38 @@ class Lenses:
 
     def _translator(self, read_out: ReadOut) -> Translator | None:
         """Return the translator of what leaves a block: that of the next block; the last has none."""
-        if read_out.key not in self._tuned:
+        version = _version(Path(read_out.key))
+        if version not in self._tuned:
             translators = load_translators(Path(read_out.key), self._num_layers, self._d_model)
+            self._tuned = {kept: ready for kept, ready in self._tuned.items() if kept[0] != version[0]}
             while len(self._tuned) >= MAX_TUNED:
                 del self._tuned[next(iter(self._tuned))]
-            self._tuned[read_out.key] = [(a.to(self._device), b.to(self._device)) for a, b in translators]
+            self._tuned[version] = self._on_device(translators)
         layer = read_out.site.layer + 1
-        return None if layer == self._num_layers else self._tuned[read_out.key][layer]
+        return None if layer == self._num_layers else self._tuned[version][layer]
+
+    def _on_device(self, translators: list[Translator]) -> list[Translator]:
+        """Return translators on the device, for which those of other lenses may have to go."""
+        while True:
+            try:
+                return [(a.to(self._device), b.to(self._device)) for a, b in translators]
+            except torch.OutOfMemoryError:
+                if not self._tuned:
+                    size = sum(tensor.nbytes for pair in translators for tensor in pair)
+                    raise WeirError(
+                        f"the device has no room for the {size} bytes of this lens; start the engine with a lower "
+                        "gpu_memory_utilization",
+                        "lens.path",
+                    ) from None
+                del self._tuned[next(iter(self._tuned))]
+
+
+def _version(path: Path) -> _Version:
+    try:
+        file = os.stat(path / "params.pt")
+    except OSError as e:
+        raise WeirError(f"{path} has no params.pt: {e}", "lens.path") from None
+    return str(path), file.st_mtime_ns, file.st_size
 
 
 def check_tuned_lens(path: Path, num_layers: int, d_model: int, field: str = "lens.path") -> None:
@@ -150,7 +177,11 @@ def load_translators(path: Path, num_layers: int, d_model: int) -> list[Translat
     if not isinstance(state, dict) or set(state) != wanted:
         raise WeirError("its params.pt does not have one weight and one bias for each block", "lens.path")
     found = [(state[f"{layer}.weight"], state[f"{layer}.bias"]) for layer in range(num_layers)]
-    for weight, bias in found:
+    for layer, (weight, bias) in enumerate(found):
+        if not (isinstance(weight, torch.Tensor) and isinstance(bias, torch.Tensor)):
+            raise WeirError(f"the translator of block {layer} is no pair of tensors", "lens.path")
         if weight.shape != (d_model, d_model) or bias.shape != (d_model,):
             raise WeirError("a translator has another width than the model", "lens.path")
+        if not (weight.isfinite().all() and bias.isfinite().all()):
+            raise WeirError(f"the translator of block {layer} has numbers that are not finite", "lens.path")
     return [(weight.float(), bias.float()) for weight, bias in found]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.metrics import BoundLogitDiff, OnOutput, as_number, bind_metric, logit_diff, on_logits
@@ -84,11 +85,16 @@ def test_all_logits_come_in_the_order_of_the_vocabulary() -> None:
 
 
 def test_binding() -> None:
-    metric = bind_metric(len, "greedy", None, 1)
-    assert metric == OnOutput(len, "greedy") and metric.name == "len"
-    assert metric.identity() == ["output", "builtins.len", "'greedy'"]
+    greedy = SamplingParams(temperature=0)
+    metric = bind_metric(len, greedy, None, 1)
+    assert metric == OnOutput(len, greedy, repr(greedy)) and metric.name == "len"
+    assert metric.identity() == ["output", "builtins.len", repr(greedy)]
     assert bind_metric(on_logits(max), None, None, 1).name == "max"
-    for given, field in (((3, None), "metric"), ((logit_diff(1, 2), "greedy"), "sampling")):
+    for given, field in (
+        ((3, None), "metric"),
+        ((logit_diff(1, 2), greedy), "sampling"),
+        ((len, "greedy"), "sampling"),
+    ):
         with pytest.raises(WeirError) as error:
             bind_metric(*given, None, 1)
         assert error.value.field == field

@@ -17,15 +17,15 @@ class RequestTemplate:
     which admission has to parse again.
 
     Args:
-        params: ``SamplingParams``, perhaps a result of `weir.params`.
+        params: ``SamplingParams``, which may carry Weir's keys; they stay as they are.
 
     Raises:
         WeirError: if what they ask of Weir is malformed.
     """
 
     def __init__(self, params: Any) -> None:
-        self._params = params
-        self._extras = extras_in(params) or {}
+        self._params = params.clone()  # vLLM completes its requests' params, sharing what copies share
+        self._extras = extras_in(self._params) or {}
         carried = self._extras.get(WIRE_KEY)
         self._spec = RequestSpec() if carried is None else RequestSpec.parse(carried)
 

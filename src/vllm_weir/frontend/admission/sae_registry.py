@@ -87,12 +87,24 @@ class SAERegistry:
         self._by_name[loaded.name] = loaded
         self.version += 1
 
-    def remove(self, name: str) -> LoadedSAE:
-        """Take out the autoencoder under a name; raise WeirError if there is none."""
+    @contextmanager
+    def removed(self, name: str) -> Iterator[LoadedSAE]:
+        """Take out the autoencoder under a name, for good unless the block fails.
+
+        Raises:
+            WeirError: if there is none.
+        """
         loaded = self.find(name, "name")
         del self._by_name[name]
         self.version += 1
-        return loaded
+        self._claimed.add(name)  # nothing else is loaded under it meanwhile
+        try:
+            yield loaded
+        except BaseException:
+            self.put(loaded)
+            raise
+        finally:
+            self._claimed.discard(name)
 
     def infos(self) -> list[SAEInfo]:
         """Return what is told of each, in the order of their names."""

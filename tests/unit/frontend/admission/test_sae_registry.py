@@ -155,3 +155,22 @@ def test_one_head_is_changed_where_one_is_read():
     (one,), vectors, *_ = found.lower((4, 8), lambda *_: pytest.fail("no vector is named"))
     assert (one.start, one.stop) == (16, 24)
     assert np.array_equal(vectors[one.u], tensors["W_dec"][1].numpy())
+
+
+def test_one_that_the_workers_may_still_have_is_not_forgotten():
+    registry = SAERegistry()
+    registry.put(loaded := LoadedSAE.new("it", weir.SAE.from_tensors("topk", ("z", 1), k=3, **weights("topk"))))
+    with pytest.raises(OSError), registry.removed("it") as removed:
+        assert removed is loaded
+        with pytest.raises(WeirError, match="no autoencoder is loaded"):
+            registry.find("it", "name")
+        with pytest.raises(WeirError, match="unload it, or choose another"), registry.claimed("it"):
+            pass
+        raise OSError("a worker has ended")
+    assert registry.find("it", "name") is loaded
+    with registry.removed("it"):
+        pass
+    with pytest.raises(WeirError, match="none is"):
+        registry.find("it", "name")
+    with registry.claimed("it"):
+        pass

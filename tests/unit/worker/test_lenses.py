@@ -1,0 +1,101 @@
+"""Translators of tuned lenses on a worker: files that change, files that are damaged, and devices that are full."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.read_outs import LENS, ReadOut
+from vllm_weir.worker.lenses import MAX_TUNED, Lenses, Unembedding, load_translators
+
+D, LAYERS = 4, 2
+UNEMBEDDING = Unembedding(lambda rows: rows, D, "")
+
+
+def state(value: float) -> dict[str, Any]:
+    return {f"{i}.weight": torch.full((D, D), value + i) for i in range(LAYERS)} | {
+        f"{i}.bias": torch.full((D,), value - i) for i in range(LAYERS)
+    }
+
+
+def save(folder: Path, tensors: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"d_model": D, "num_hidden_layers": LAYERS}))
+    torch.save(tensors, folder / "params.pt")
+    return folder
+
+
+def lenses() -> Lenses:
+    return Lenses(UNEMBEDDING, LAYERS, D, torch.device("cpu"))
+
+
+def weight(made: Lenses, folder: Path, layer: int = 0) -> float | None:
+    reader = made.reader(ReadOut(LENS, Site("resid_post", layer), str(folder), 1))
+    return None if reader.translator is None else float(reader.translator[0][0, 0])
+
+
+def test_a_lens_that_is_saved_again_is_read_again(tmp_path):
+    made, folder = lenses(), save(tmp_path / "lens", state(1.0))
+    assert (weight(made, folder), weight(made, folder, 1)) == (2.0, None)
+    before = (folder / "params.pt").stat()
+    save(folder, state(5.0))
+    os.utime(folder / "params.pt", ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # even within a clock's tick
+    assert weight(made, folder) == 6.0
+    assert len(made._tuned) == 1
+
+
+def test_a_few_lenses_stay_ready(tmp_path, monkeypatch):
+    made = lenses()
+    folders = [save(tmp_path / f"{n}", state(n)) for n in range(MAX_TUNED + 2)]
+    for n, folder in enumerate(folders):
+        assert weight(made, folder) == n + 1
+    assert {version[0] for version in made._tuned} == set(map(str, folders[2:]))
+    monkeypatch.setattr("vllm_weir.worker.lenses.load_translators", lambda *_: pytest.fail("it was ready"))
+    assert weight(made, folders[-1]) == MAX_TUNED + 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"0.weight": 3}, "block 0 is no pair of tensors"),
+        ({"1.bias": torch.full((D,), float("nan"))}, "block 1 has numbers that are not finite"),
+        ({"1.weight": torch.zeros(D, D + 1)}, "another width"),
+        ({"2.weight": torch.zeros(D, D)}, "one weight and one bias for each block"),
+    ],
+)
+def test_damaged_translators_are_refused(tmp_path, change, says):
+    with pytest.raises(WeirError, match=says) as e:
+        load_translators(save(tmp_path, state(1.0) | change), LAYERS, D)
+    assert e.value.field == "lens.path"
+
+
+def test_files_that_are_gone_are_refused(tmp_path):
+    with pytest.raises(WeirError, match=r"no params\.pt"):
+        weight(lenses(), tmp_path)
+
+
+def test_a_full_device_gives_up_other_lenses_and_then_refuses(tmp_path, monkeypatch):
+    made, room = lenses(), [2]
+    for n in range(2):
+        weight(made, save(tmp_path / f"{n}", state(n)))
+    to = torch.Tensor.to
+
+    def full(tensor: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        if len(made._tuned) >= room[0]:
+            raise torch.OutOfMemoryError("full")
+        return to(tensor, *given, **more)
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    assert weight(made, save(tmp_path / "2", state(2))) == 3.0
+    assert [Path(version[0]).name for version in made._tuned] == ["1", "2"]
+    room[0] = 0
+    with pytest.raises(WeirError, match="160 bytes of this lens; start the engine with a lower") as e:
+        weight(made, save(tmp_path / "3", state(3)))
+    assert e.value.field == "lens.path"
