@@ -162,3 +162,10 @@ def test_a_capture_that_cannot_fit_the_ring_is_refused(root):
     assert e.value.field == "capture"
     for out in llm.generate(prompts([14, 13, 5, 14]), params, use_tqdm=False):
         verify(out, wanted, truth)
+    # Prompts that record nothing are longer than a step of those behind them may be.
+    (alone,) = llm.generate(prompts([100]), sampling(4), use_tqdm=False)
+    asked = [sampling(4), params, params, sampling(4), params]
+    first, *others = llm.generate(prompts([100, 14, 14, 90, 13]), asked, use_tqdm=False)
+    assert first.outputs[0].token_ids == alone.outputs[0].token_ids and len(others[2].outputs[0].token_ids) == 4
+    for out in (others[0], others[1], others[3]):
+        verify(out, wanted, truth)

@@ -225,6 +225,9 @@ def test_the_check_reads_the_probe_further_down_and_any_metric(llm):
         sampling=weir.SamplingParams(max_tokens=3, temperature=0),
     ).details["causal"]  # fmt: skip
     assert says["readout"] == "<lambda>" and says["means"]["plain_positive"] > says["means"]["plain_negative"]
+    with pytest.raises(weir.WeirError, match="not finite") as error:
+        fit(llm, layers=3, metric=lambda out: float("nan"))
+    assert error.value.field == "metric"
     assert fit(llm, check=True, layers=2).details["causal"]["skipped"].startswith("one block was fitted")
     assert "too few prompts" in fit(llm, HAPPY[:1], SAD[:1], check=True).details["causal"]["skipped"]
 

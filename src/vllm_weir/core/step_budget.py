@@ -102,14 +102,14 @@ class StepBudget:
         if self._stale:
             self._measure()
             self._stale = False
-        if self._max_token_rows:
-            limit = max(1, min(limit, self._host_rows // self._max_token_rows))
         group_rows = self._group_rows(live)
         if self._fits(limit, group_rows):
             return limit
         return max(1, bisect_left(range(1, limit), True, key=lambda tokens: not self._fits(tokens, group_rows)))
 
     def _fits(self, tokens: int, group_rows: Callable[[int], int]) -> bool:
+        if min(tokens, self._total_row_tokens) * self._max_token_rows > self._host_rows:
+            return False
         if self._fits_ring(tokens, self._max_token_rows, group_rows):
             return True
         above = self._streams_above

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -130,7 +131,7 @@ class OnLogits:
         return as_number(self.function(logits))
 
     def identity(self) -> Any:
-        return ["on_logits", _qualified(self.function)]
+        return ["on_logits", qualified_name(self.function)]
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class OnOutput:
         return as_number(self.function(out))
 
     def identity(self) -> Any:
-        return ["output", _qualified(self.function), self.described]
+        return ["output", qualified_name(self.function), self.described]
 
 
 def logit_diff(a: Any, b: Any) -> LogitDiff:
@@ -278,6 +279,10 @@ def function_name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _qualified(function: Any) -> str:
+def qualified_name(function: Any) -> str:
+    """Return where a function is defined; of a `functools.partial`, also what it is given."""
+    if isinstance(function, functools.partial):
+        given = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in sorted(function.keywords.items()))]
+        return f"{qualified_name(function.func)}({', '.join(given)})"
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__qualname__)
     return f"{module}.{name}"

@@ -248,12 +248,8 @@ def schedule(original: Callable[..., Any], _status: PatchStatus) -> Callable[...
             return original(self, *args, **kwargs)
         for request in state.waiting.release(self.requests):
             state.schedule(self, request)
-        limit = self.max_num_scheduled_tokens
-        self.max_num_scheduled_tokens = state.budget.tokens(self.requests, limit)
-        try:
+        with _bounded(self, state.budget):
             output = original(self, *args, **kwargs)
-        finally:
-            self.max_num_scheduled_tokens = limit
         if len(state.waiting):
             setattr(output, WAITING, len(state.waiting))
         if state.connectors is not None:
@@ -261,6 +257,35 @@ def schedule(original: Callable[..., Any], _status: PatchStatus) -> Callable[...
         return output
 
     return wrapper
+
+
+@contextlib.contextmanager
+def _bounded(scheduler: Any, budget: StepBudget) -> Iterator[None]:
+    """While this holds, a step of vLLM's has as many tokens as have room for what they record.
+
+    Where prompts are not split, one that is longer than that, because of what requests behind it
+    record, would wait for ever, and they with it. It gets a step of its own, for which admission has
+    found room.
+    """
+    most = _most_requests(scheduler)
+    limit, all_requests = scheduler.max_num_scheduled_tokens, getattr(scheduler, most)
+    tokens, requests = budget.tokens(scheduler.requests, limit), all_requests
+    if not scheduler.scheduler_config.enable_chunked_prefill and not scheduler.running and scheduler.waiting:
+        first = scheduler.waiting.peek_request().num_tokens
+        if tokens < first <= limit:
+            tokens, requests = first, 1
+    scheduler.max_num_scheduled_tokens = tokens
+    setattr(scheduler, most, requests)
+    try:
+        yield
+    finally:
+        scheduler.max_num_scheduled_tokens = limit
+        setattr(scheduler, most, all_requests)
+
+
+def _most_requests(scheduler: Any) -> str:
+    """Return the attribute that says how many requests may run, which vLLM 0.32 has renamed."""
+    return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
 
 
 def finish_requests(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:

@@ -141,6 +141,12 @@ def test_a_large_step_is_bounded_by_the_rows_of_one_tap():
     assert budget.tokens({"r": None, "both hooks, before and after": None}, 16_384) == 32_768 // 96
 
 
+def test_few_rows_of_a_long_prompt_take_little_of_the_host():
+    budget = StepBudget(10**9, 65_536, 512)
+    budget.join("its last token at 32 blocks", asks(rows_per_token=32, rows_per_tap=1, max_row_tokens=1))
+    assert budget.tokens({"its last token at 32 blocks": None}, 8_192) == 8_192
+
+
 def test_prompts_that_are_reduced_bound_a_step_by_their_groups():
     """The mean of all blocks of Llama-3.1-8B under the defaults on an H100, texts of 50 to 600 tokens."""
     budget = StepBudget(32_768, 524_288, 512, 1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,15 @@ import pytest
 from vllm import SamplingParams
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.metrics import BoundLogitDiff, OnOutput, as_number, bind_metric, logit_diff, on_logits
+from vllm_weir.experiments.metrics import (
+    BoundLogitDiff,
+    OnOutput,
+    as_number,
+    bind_metric,
+    logit_diff,
+    on_logits,
+    qualified_name,
+)
 
 IDS = {" Mary": [5], " John": [6], " Johnson": [6, 9]}
 
@@ -101,6 +110,12 @@ def test_binding() -> None:
     with pytest.raises(WeirError) as error:
         on_logits(3)  # type: ignore[arg-type]
     assert error.value.field == "function"
+
+
+def test_a_partial_is_known_by_what_it_is_given() -> None:
+    given = [partial(max, 1), partial(max, 2), partial(max, key=abs), partial(partial(max, 1), key=abs), max]
+    assert len({str(bind_metric(one, None, None, 1).identity()) for one in given}) == len(given)
+    assert qualified_name(partial(max, 1, key=2)) == "builtins.max(1, key=2)"
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.array(1.0), np.bool_(True)])

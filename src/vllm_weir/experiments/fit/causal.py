@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import vllm
 
+from vllm_weir.errors import WeirError
 from vllm_weir.experiments.fit.engine import FitEngine, Question
 from vllm_weir.experiments.metrics import bind_metric
 from vllm_weir.fitting.layer import Direction
@@ -95,6 +96,8 @@ def check(engine: FitEngine, held: HeldOut, readout: Readout) -> dict[str, Any]:
     questions = [Question(tokens, moves) for prompts, moves in groups.values() for tokens in prompts]
     numbers = iter(engine.ask(questions, readout.sampling, readout.capture, readout.read))
     means = {name: float(np.mean([next(numbers) for _ in prompts])) for name, (prompts, _) in groups.items()}
+    if not np.isfinite(list(means.values())).all():
+        raise WeirError(f"its means over the prompts are not finite: {means}", "metric")
     span = means["plain_positive"] - means["plain_negative"]
     moved = means["added_negative"] - means["plain_negative"]
     lowered = means["plain_positive"] - means["subtracted_positive"]

@@ -25,7 +25,7 @@ def read_prompts(path: str | PathLike, field: str, column: str = "text") -> list
         StoreError: if the file cannot be read.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not where Unicode sees further ends of lines
     except OSError as e:
         raise StoreError(f"cannot read {path}: {e.strerror or e}", field) from None
     except UnicodeDecodeError as e:

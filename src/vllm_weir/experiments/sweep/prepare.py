@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.experiments.metrics import BoundMetric, OnLogits, bind_metric
+from vllm_weir.experiments.metrics import BoundMetric, OnLogits, bind_metric, qualified_name
 from vllm_weir.experiments.mode import DENOISE, parse_mode
 from vllm_weir.experiments.prompts import Prompt, encode, named, parse_one_or_more
 from vllm_weir.experiments.sweep.path import Receiver, parse_freeze, precedes
@@ -39,9 +39,24 @@ class EngineFacts:
     """What a sweep asks of an ``LLM``: what it serves, and its tokenizer."""
 
     def __init__(self, llm: Any) -> None:
-        self.capabilities: EngineCapabilities = frontend_of(llm).require_capabilities()
+        self._frontend = frontend_of(llm)
+        self.capabilities: EngineCapabilities = self._frontend.require_capabilities()
         self.model = engine_of(llm).vllm_config.model_config
         self.tokenizer: Any = None if self.model.skip_tokenizer_init else llm.get_tokenizer()
+
+    def identity(self) -> dict[str, Any]:
+        """Return, as JSON data, what numbers depend on: the model as it runs, and what every request undergoes."""
+        model, overrides = self.model, self.model.hf_overrides
+        self._frontend.refresh()
+        return {
+            "model": model.model,
+            "dtype": str(model.dtype),
+            "revision": model.revision,
+            "quantization": str(model.quantization),
+            "hf_overrides": qualified_name(overrides) if callable(overrides) else repr(overrides),
+            "logprobs_mode": str(model.logprobs_mode),
+            "always": [one.to_json() for one in self._frontend.always],
+        }
 
     def encode(self, prompts: Sequence[Prompt], field: str) -> list[tuple[int, ...]]:
         """Return the token ids of prompts, with the tokenizer's special tokens if they are texts."""
@@ -91,7 +106,7 @@ def prepare(
     plan = SweepPlan(
         pairs, names, _layers(names, layers, receiver, engine.capabilities), labels, places,
         _heads(names, heads, engine.capabilities), mode, receiver, () if receiver is None else parse_freeze(freeze),
-        engine.capabilities.num_layers, [engine.model.model, str(engine.model.dtype), bound.identity()],
+        engine.capabilities.num_layers, [engine.identity(), bound.identity()],
     )  # fmt: skip
     check_served(plan, engine.capabilities)
     texts = engine.texts(bases[0]) if len(set(bases)) == 1 else [""] * len(bases[0])
