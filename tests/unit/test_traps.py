@@ -438,6 +438,20 @@ def test_trap_16_equal_requests_have_equal_forms(frontend):
     assert wires[0] == wires[1] and not wires[0].cache_salt
 
 
+def test_trap_16_events_of_the_cache_tell_steerings_apart(frontend):
+    """vLLM tells of a tagged key its first field alone."""
+    from vllm_weir.patches.scheduler import block_hash_extra_keys
+
+    keys, told = block_hash_extra_keys(lambda request, start, end: (None, start), None), set()
+    for scale in (1.0, 2.0):
+        asked = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": [1], "scale": scale}]}}
+        params = SimpleNamespace(extra_args={"weir": frontend.admit(f"s{scale}", asked, [1, 2, 3], 3, 4)[1]})
+        ((tag, field),), _ = keys(Keyed(sampling_params=params, num_prompt_tokens=3, all_token_ids=[1, 2, 3]), 0, 3)
+        told.add(field)
+        assert tag == "weir"
+    assert len(told) == 2
+
+
 class Keyed(SimpleNamespace):
     """A request as the block hasher sees it."""
 

@@ -24,6 +24,7 @@ from vllm_weir.storage.features.parts import (
     part_names,
     read_group,
     records_of,
+    records_without_rows,
     to_parquet,
 )
 from vllm_weir.storage.layouts.base import claim
@@ -131,6 +132,7 @@ class FeatureWriter:
     def _drop(self, name: str, repeated: set[int]) -> None:
         with open_part(self.store, name) as part:
             groups = [records_of(read_group(part, group)) for group in range(part.num_row_groups)]
+            groups.append([RecordFeatures.without_rows(record) for record in records_without_rows(part)])
         kept = [record for group in groups for record in group if record.record not in repeated]
         if kept:
             file = self.store.new_file(name)
@@ -159,6 +161,7 @@ class FeatureWriter:
 def _records_in(store: ObjectStore, name: str) -> set[int]:
     found: set[int] = set()
     with open_part(store, name) as part:
+        found.update(records_without_rows(part))
         for group in range(part.num_row_groups):
             found.update(np.unique(read_group(part, group, ["record"])["record"].to_numpy()).tolist())
     return found

@@ -208,7 +208,8 @@ def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) ->
         digest = own_keys.of_block(start_token_idx, tokens)
         if digest is not None:
             salt = engine_request.cache_salt
-            keys = (*(keys or ()), ("weir", ENGINE_KEY, digest, salt) if salt else ("weir", ENGINE_KEY, digest))
+            # One field: of a tagged key, vLLM's KV events tell the first alone.
+            keys = (*(keys or ()), ("weir", ":".join((ENGINE_KEY, digest, salt or ""))))
         return keys, *rest
 
     return wrapper

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.extracting import FakeAheadEngine, FakeEngine, differences, run_fake, texts, write_jsonl
 from vllm_weir.errors import WeirError
@@ -187,7 +188,7 @@ class Vllm:
 
 def on_vllm(row_bytes: int = 1) -> Any:
     engine = VllmEngine.__new__(VllmEngine)
-    engine.llm, engine.params, engine.row_bytes = Vllm(), SimpleNamespace(), row_bytes
+    engine.llm, engine.params, engine.row_bytes = Vllm(), SamplingParams(), row_bytes
     engine.reading = SimpleNamespace(rows=lambda output: [output.prompt_token_ids])
     return engine
 

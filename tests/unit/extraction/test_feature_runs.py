@@ -26,6 +26,7 @@ from vllm_weir.extraction.source import open_source
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.storage import load
 from vllm_weir.storage.features.dataset import load_features
+from vllm_weir.storage.features.parts import RecordFeatures, part_names
 from vllm_weir.storage.object_store import ObjectStore
 
 VALUES = texts(50)
@@ -289,3 +290,29 @@ def test_from_the_shell(source: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     ):  # fmt: skip
         refused = CliRunner().invoke(app, [*job, *more])
         assert refused.exit_code == 1 and f"Error: {field}: " in refused.output, refused.output
+
+
+def test_records_of_which_no_token_is_selected_are_done(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "out", limit=3)
+    (tmp_path / "out" / "extract.json").unlink()
+    store, info = ObjectStore(tmp_path / "out"), load_features(tmp_path / "out").info
+    names = {record: request_id(open_source(source), record) for record in range(3, 8)}
+    without = RecordFeatures.without_rows
+
+    def write(*batch: RecordFeatures) -> None:
+        with FeatureWriter(store, info) as writer:
+            for one in batch:
+                writer.write(FeatureBatch(names[one.record], one))
+                writer.finish_request(names[one.record])
+
+    write(without(3), expected(4), without(5))
+    write(without(6), without(7))
+    write(without(5), expected(4))  # as workers of Ray may
+    with FeatureWriter(store, info) as writer:
+        assert all(writer.holds(name) for name in names.values())
+        writer.tidy()
+    ds = load_features(tmp_path / "out")
+    assert ds.records.tolist() == list(range(8)) and ds.rows == sum(map(len, map(expected, (0, 1, 2, 4))))
+    assert [len(ds[record]) for record in (3, 5, 6, 7)] == [0] * 4 and ds[3].dense(512).shape == (0, 512)
+    assert same_features(ds[4], expected(4)) and sorted(one.record for one in ds) == list(range(8))
+    assert sum(len(table) for table in ds.tables()) == ds.rows and len(part_names(list(store.names()))) == 3

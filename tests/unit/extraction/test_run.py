@@ -105,6 +105,23 @@ def test_another_run_into_the_same_place_is_refused(
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == before
 
 
+def test_other_weights_under_the_same_path_are_refused(source: Path, tmp_path: Path) -> None:
+    model, out = tmp_path / "model", str(tmp_path / "out")
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"a step")
+    options: dict[str, Any] = {"start_engine": FakeEngine, "layers": [0, 1]}
+    extract(source, str(model), out, limit=9, **options)
+    extract(source, str(model), out, limit=11, **options)
+    run = tmp_path / "out" / "extract.json"
+    described = json.loads(run.read_text())
+    (model / "model.safetensors").write_bytes(b"a next")
+    with pytest.raises(WeirError, match=r"^model: .*was begun with other weights"):
+        extract(source, str(model), out, **options)
+    del described["weights"]  # as earlier versions wrote it
+    run.write_text(json.dumps(described))
+    assert extract(source, str(model), out, **options).held == 11
+
+
 def test_another_layout_in_the_same_place_is_refused(source: Path, tmp_path: Path) -> None:
     run_fake(source, str(tmp_path / "out"), limit=9)
     with pytest.raises(WeirError, match="cannot be continued as 'packed'"):

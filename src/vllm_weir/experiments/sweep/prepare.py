@@ -18,6 +18,7 @@ from vllm_weir.frontend.lookup import engine_of, frontend_of
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only
 from vllm_weir.schema.row_parts import RowPart
+from vllm_weir.util.model_files import fingerprint
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class EngineFacts:
         self._frontend.refresh()
         return {
             "model": model.model,
+            "weights": fingerprint(model.model),
             "dtype": str(model.dtype),
             "revision": model.revision,
             "quantization": str(model.quantization),

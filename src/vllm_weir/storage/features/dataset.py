@@ -24,10 +24,14 @@ from vllm_weir.storage.features.parts import (
     part_names,
     read_group,
     records_of,
+    records_without_rows,
     run_starts,
 )
 from vllm_weir.storage.layouts.base import MARKER, read_marker
 from vllm_weir.storage.object_store import ObjectStore
+
+_NO_GROUP = -1
+"""Row group of records without rows."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,8 @@ class FeatureDataset:
             raise WeirError(f"{self.url} has no record {brief(record)}; it has {len(self):,} records", "record")
         index = int(np.searchsorted(self.records, record))
         where = int(self._part_of[index]), int(self._group_of[index])
+        if where[1] == _NO_GROUP:
+            return RecordFeatures.without_rows(int(record))
         if self._cached[0] != where:
             with open_part(self._store, self._parts[where[0]]) as part:
                 found = records_of(read_group(part, where[1]))
@@ -120,9 +126,11 @@ class FeatureDataset:
         return self._cached[1][record]
 
     def __iter__(self) -> Iterator[RecordFeatures]:
-        """Yield all records, in the order in which they are stored."""
+        """Yield all records, in the order in which they are stored; at last those without rows."""
         for table in self.tables():
             yield from records_of(table)
+        for record in self.records[self._group_of == _NO_GROUP]:
+            yield RecordFeatures.without_rows(int(record))
 
     def __repr__(self) -> str:
         info = self.info
@@ -142,9 +150,10 @@ class FeatureDataset:
 
 
 def _runs_of(store: ObjectStore, name: str, part: int) -> np.ndarray:
-    """Return each record of a part, int64 [records, 4]: record, part, row group, rows."""
+    """Return each record of a part, int64 [records, 4]: record, part, row group or `_NO_GROUP`, rows."""
     runs = [np.zeros((0, 4), np.int64)]
     with open_part(store, name) as file:
+        runs += [np.array([[record, part, _NO_GROUP, 0]]) for record in records_without_rows(file)]
         for group in range(file.num_row_groups):
             records = read_group(file, group, ["record"])["record"].to_numpy()
             starts = np.array(run_starts(records), np.int64)

@@ -7,6 +7,7 @@ from one row group.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ SCHEMA = pa.schema(
         pa.field("values", pa.list_(pa.float32()), nullable=False),
     ]
 )
+WITHOUT_ROWS = b"weir.without_rows"
+"""Key of a file's metadata: the records whose tokens were not selected, JSON."""
 GROUP_ROWS = 1 << 16
 """A row group ends with the record that brings it to so many rows."""
 _PART = re.compile(r"features-[0-9a-f]+-\d{6}\.parquet")
@@ -58,6 +61,12 @@ class RecordFeatures:
     offsets: np.ndarray
     ids: np.ndarray
     values: np.ndarray
+
+    @classmethod
+    def without_rows(cls, record: int) -> RecordFeatures:
+        """Return those of a record of which no token was selected."""
+        none = np.zeros(0, np.int64)
+        return cls(record, none, none, none.astype(bool), np.zeros(1, np.int64), none, none.astype(np.float32))
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -103,8 +112,10 @@ def part_names(names: Sequence[str]) -> list[str]:
 def to_parquet(records: Sequence[RecordFeatures]) -> memoryview:
     """Return the bytes of a part."""
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
-        for group in _groups(records):
+    empty = [record.record for record in records if not len(record)]
+    schema = SCHEMA.with_metadata({WITHOUT_ROWS: json.dumps(empty)}) if empty else SCHEMA
+    with pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True) as writer:
+        for group in _groups([record for record in records if len(record)]):
             table = _table(group)
             writer.write_table(table, row_group_size=max(len(table), 1))
     return memoryview(sink.getvalue())
@@ -147,6 +158,11 @@ def read_group(part: pq.ParquetFile, group: int, columns: Sequence[str] | None =
     abort the process.
     """
     return part.read_row_group(group, columns=None if columns is None else list(columns), use_threads=False)
+
+
+def records_without_rows(part: pq.ParquetFile) -> list[int]:
+    """Return the records of a part that have no rows, of which its row groups say nothing."""
+    return [int(record) for record in json.loads((part.schema_arrow.metadata or {}).get(WITHOUT_ROWS, b"[]"))]
 
 
 def records_of(table: pa.Table) -> list[RecordFeatures]:
