@@ -422,7 +422,12 @@ def test_scores_of_all_but_special_tokens(client, stream):
 
 def test_other_routes_refuse_what_they_cannot_answer(client):
     asked = {"model": "demo", "input": "hi", "max_output_tokens": 2}
-    for more in ({"weir": WISH}, {"vllm_xargs": {"weir": json.dumps(WISH)}}):
+    lens = {"v": 1, "lens": {}}
+    for more in (
+        {"weir": WISH},
+        {"vllm_xargs": {"weir": json.dumps(WISH)}},
+        {"vllm_xargs": {"weir": json.dumps(lens)}},
+    ):
         got = client.post("/v1/responses", json=asked | more)
         assert got.status_code == 400 and "/v1/completions" in got.text
     steer = {"vllm_xargs": {"weir": json.dumps({"v": 1, "interventions": [ADD]})}}

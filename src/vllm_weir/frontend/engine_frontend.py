@@ -315,6 +315,7 @@ class EngineFrontend:
             self.saes,
             self.probes.by_name_only() if step else self.probes,
             bool(media),
+            by_client=self.served,
         )
         if not self.served and admitted.told < len(admitted.probes):
             # There are no metrics: what scores every request comes back with each.

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.frontend.lookup import ask_workers, engine_of
 from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE
+from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.set_activation import SetActivation
 
 CallWorkers = Callable[..., Awaitable[list[Any]]]
@@ -52,23 +53,36 @@ async def load_async(engine: Any, frontend: EngineFrontend, name: str, sae: Any)
 def unload(llm: Any, frontend: EngineFrontend, name: str) -> None:
     """Remove an autoencoder from the workers of an ``LLM``; see `vllm_weir.api.unload_sae`."""
     call = _blocking_caller_of(engine_of(llm))
-    refuse_used(frontend, name)
+    _refuse_used(frontend, name)
     with frontend.saes.removed(name) as loaded:
         completed(call(UNLOAD, loaded.key))
 
 
 async def unload_async(engine: Any, frontend: EngineFrontend, name: str) -> None:
     """Do what `unload` does, for an ``AsyncLLM``."""
-    refuse_used(frontend, name)
+    _refuse_used(frontend, name)
     with frontend.saes.removed(name) as loaded:
         await caller_of(engine)(UNLOAD, loaded.key)
 
 
-def refuse_used(frontend: EngineFrontend, name: str) -> None:
+def _refuse_used(frontend: EngineFrontend, name: str) -> None:
     """Raise WeirError if no autoencoder has the name, or what is set for all, or a module, has it encode rows."""
-    key = frontend.saes.find(name, "name").key
-    users = {"what every request undergoes": frontend.always}
-    users |= {f"the module {module!r}": tuple(steps) for module, steps in frontend.registry.modules.items()}
+    refuse_used(frontend.saes.find(name, "name").key, name, frontend.always, frontend.registry.modules)
+
+
+def refuse_used(
+    key: str, name: str, always: Sequence[Intervention], modules: Mapping[str, Sequence[Intervention]]
+) -> None:
+    """Raise WeirError if what is set for all, or a module, has an autoencoder encode rows.
+
+    Args:
+        key: the autoencoder's, of the workers' copy.
+        name: under which it is loaded.
+        always: interventions of every request.
+        modules: by name.
+    """
+    users = {"what every request undergoes": always}
+    users |= {f"the module {module!r}": steps for module, steps in modules.items()}
     for user, interventions in users.items():
         if any(isinstance(one, SetActivation) and one.sae == key for one in interventions):
             raise WeirError(

@@ -342,7 +342,8 @@ def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Ca
         if frontend is not None and frontend.served:
             from vllm_weir.server.context import check_answered
 
-            check_answered(kwargs.get("sampling_params", args[1] if len(args) > 1 else None))
+            params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
+            check_answered(params, frontend.manager.takes_scores)
         return stream(self, holding.get(), *args, **kwargs)
 
     return wrapper

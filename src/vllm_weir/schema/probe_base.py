@@ -88,7 +88,7 @@ class ProbeBase:
     def __post_init__(self) -> None:
         parse_name(self.name, f"{self.path}.name")
         site = parse_probe_site(self.hook, self.layer, self.path)
-        if self.activation not in ACTIVATIONS:
+        if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
             raise WeirError(
                 f"unknown activation {brief(self.activation)!r}; choose from {', '.join(ACTIVATIONS)}",
                 f"{self.path}.activation",

@@ -68,7 +68,8 @@ def _safetensors(data: bytes, field: str) -> dict[str, Any]:
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, OverflowError) as e:
         raise WeirError(f"truncated, damaged or no file of a probe ({str(e)[:80]})", field) from None
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    text = header.get("__metadata__", {}).get(METADATA)
+    metadata = header.get("__metadata__") or {}  # null is the same as none
+    text = metadata.get(METADATA)
     found = {} if text is None else loads(text, f"{field}.{METADATA}")
     if not isinstance(found, dict):
         raise WeirError(f"expected an object, got {type(found).__name__}", f"{field}.{METADATA}")

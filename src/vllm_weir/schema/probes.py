@@ -131,7 +131,7 @@ class MLPProbe(ProbeBase):
     path: str = field(default="probe", repr=False, compare=False, kw_only=True)
 
     def _parse_own(self) -> None:
-        if self.hidden not in HIDDEN:
+        if not isinstance(self.hidden, str) or self.hidden not in HIDDEN:
             raise WeirError(
                 f"unknown activation {brief(self.hidden)!r}; choose from {', '.join(HIDDEN)}", f"{self.path}.hidden"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,8 +11,9 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.vectors import number
 
 MAX_RULES, MAX_CHARS = 64, 512
-_RULE = re.compile(r"\s*([^<>=\[\]]*[^<>=\[\]\s])\s*(?:\[\s*(\d{1,6})\s*\])?\s*(>=|<=|>|<)\s*([^<>=\s]+)\s*", re.ASCII)
-_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+# No two neighbouring parts can take the same characters, so the time to match is linear in a text's length.
+_RULE = re.compile(r"([^<>=\[\]]*[^<>=\[\]\s])\s*(?:\[\s*(\d{1,6})\s*\]\s*)?(>=|<=|>|<)\s*([^<>=\s]+)", re.ASCII)
+_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 
 
 class StopRule(NamedTuple):
@@ -76,7 +78,7 @@ def _parse(rule: object, path: str) -> StopText:
         return rule._replace(path=path)
     if not isinstance(rule, str) or len(rule) > MAX_CHARS:
         raise WeirError(f"a rule is a text like 'name > 0.9' of at most {MAX_CHARS} characters", path)
-    match = _RULE.fullmatch(rule)
+    match = _RULE.fullmatch(rule.strip(string.whitespace))
     if match is None or not _NUMBER.fullmatch(match[4]):
         raise WeirError(
             f"cannot read {brief(rule, 80)!r}; write 'name > 0.9', or 'name[1] <= 0.2' for the second score of a probe "

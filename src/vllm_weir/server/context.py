@@ -36,17 +36,44 @@ def served_name(engine_client: Any) -> str:
     return engine_client.vllm_config.model_config.served_model_name
 
 
-def check_answered(params: Any) -> None:
-    """Refuse a request for rows on a route whose responses cannot carry them."""
+def check_answered(params: Any, scores_taken: bool = False) -> None:
+    """Refuse a request for rows, or what is read off them, on a route whose responses cannot carry them.
+
+    Args:
+        params: the request's.
+        scores_taken: whether a controller of the engine gets the scores.
+    """
     extra = getattr(params, "extra_args", None)
     if current_response.get() is not None or not extra or not asks(extra, None):
         return
     try:
         refuse_lens(extra)
-        captures = RequestSpec.parse(extra[WIRE_KEY]).capture if extra.get(WIRE_KEY) is not None else ()
+        spec = RequestSpec.parse(extra[WIRE_KEY]) if extra.get(WIRE_KEY) is not None else RequestSpec()
         lens = lens_capture(extra[LENS_CAPTURE_KEY]) if extra.get(LENS_CAPTURE_KEY) is not None else None
     except WeirError as e:
         raise WeirRequestError(e.message, e.field) from None
-    if lens is not None or any(capture.sink.memory for capture in captures):
-        field = "capture" if captures else LENS_CAPTURE_KEY
+    if lens is not None or any(capture.sink.memory for capture in spec.capture):
+        field = "capture" if spec.capture else LENS_CAPTURE_KEY
         raise WeirRequestError(f"responses of this route cannot carry rows; use {ROUTES}, or name a sink", field)
+    unread = _unread(spec, scores_taken)
+    if unread is not None:
+        what, field = unread
+        raise WeirRequestError(f"responses of this route cannot carry {what}; use {ROUTES}", field)
+
+
+def _unread(spec: RequestSpec, scores_taken: bool) -> tuple[str, str] | None:
+    """Return what a request computes for its response alone, and the field that asks for it; None for nothing."""
+    if spec.features:
+        return "features", "features"
+    if spec.lens is not None:
+        return "a lens", "lens"
+    if spec.dose:
+        return "measured doses", "dose"
+    used = {rule.name for rule in spec.stop_when}
+    gates = [one.when for one in spec.interventions if one.when is not None]
+    used |= {gate.probe for gate in gates}
+    if scores_taken or any(gate.controller for gate in gates):
+        return None
+    names = (probe if isinstance(probe, str) else probe.name for probe in spec.probes)
+    unused = next((i for i, name in enumerate(names) if name not in used), None)
+    return None if unused is None else ("scores of a probe that neither stops nor steers", f"probes[{unused}]")

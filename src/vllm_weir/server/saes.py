@@ -93,26 +93,45 @@ async def unload(state: ServerState, name: str) -> bool:
     Raises:
         WeirError: if what is set for all, or a module, has it encode rows.
     """
-    removed: list[SharedSAE] = []
-
-    def edit(contents: RegistryContents) -> RegistryContents:
-        removed[:] = [one for kept, one in contents.saes.items() if kept == name]
-        return replace(contents, saes={kept: one for kept, one in contents.saes.items() if kept != name})
-
-    if name in state.names.read().saes:
-        state.frontend.refresh()
-        loading.refuse_used(state.frontend, name)
-        await state.run(lambda: state.names.change(edit))
-    for one in removed:
-        await loading.caller_of(state.engine_client)(loading.UNLOAD, one.key)
-        Path(one.path).unlink(missing_ok=True)  # who has mapped it keeps it
-    return bool(removed)
+    if name not in state.names.read().saes:
+        return False
+    # Once the name is gone, the workers are told, or it comes back, whoever still waits for that.
+    return await asyncio.shield(_unload(state, name))
 
 
 def infos(state: ServerState) -> list[SAEInfo]:
     """Return what is told of each autoencoder, by name."""
     state.frontend.refresh()
     return state.frontend.saes.infos()
+
+
+async def _unload(state: ServerState, name: str) -> bool:
+    """Do what `unload` does; if the workers cannot be told, the name stays."""
+    removed: SharedSAE | None = None
+
+    def remove(contents: RegistryContents) -> RegistryContents:
+        nonlocal removed
+        removed = contents.saes.get(name)
+        if removed is None:
+            return contents
+        loading.refuse_used(removed.key, name, contents.always, contents.modules)
+        return replace(contents, saes={kept: one for kept, one in contents.saes.items() if kept != name})
+
+    await state.run(lambda: state.names.change(remove))
+    if removed is None:
+        return False
+    shared = removed
+
+    def put_back(contents: RegistryContents) -> RegistryContents:
+        return replace(contents, saes={name: shared, **contents.saes})  # what has taken the name keeps it
+
+    try:
+        await loading.caller_of(state.engine_client)(loading.UNLOAD, shared.key)
+    except BaseException:
+        await state.run(lambda: state.names.change(put_back))
+        raise
+    Path(shared.path).unlink(missing_ok=True)  # who has mapped it keeps it
+    return True
 
 
 def _load(state: ServerState, loop: asyncio.AbstractEventLoop, name: str, source: SAESource, again: bool) -> SAEInfo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import timeit
 from types import SimpleNamespace
 
 import numpy as np
@@ -129,6 +130,8 @@ w, h2 = np.ones((2, D)), np.ones((2, 2, D))
         (lambda: Probe("a", w, layer=0, head=0), "probe.head"),
         (lambda: Probe("a", w, hook="z", layer=0, head=-1), "probe.head"),
         (lambda: Probe("a", w, layer=0, activation="tanh"), "probe.activation"),
+        (lambda: Probe("a", w, layer=0, activation=["sigmoid"]), "probe.activation"),
+        (lambda: Probe("a", w, layer=0, activation={}), "probe.activation"),
         (lambda: Probe("a", w[0], layer=0, activation="softmax"), "probe.activation"),
         (lambda: Probe("a", w, layer=0, smooth="ema"), "probe.smooth"),
         (lambda: Probe("a", w, layer=0, smooth=("ema", 0)), "probe.smooth[1]"),
@@ -145,6 +148,7 @@ w, h2 = np.ones((2, D)), np.ones((2, 2, D))
         (lambda: MLPProbe("a", w, 0, np.ones((1, 3)), layer=0), "probe.w_out"),
         (lambda: MLPProbe("a", w, [0, 0, 0], np.ones((1, 2)), layer=0), "probe.b_in"),
         (lambda: MLPProbe("a", w, 0, np.ones((1, 2)), layer=0, hidden="swish"), "probe.hidden"),
+        (lambda: MLPProbe("a", w, 0, np.ones((1, 2)), layer=0, hidden=["relu"]), "probe.hidden"),
         (lambda: AttentionProbe("a", w, np.ones((3, D)), layer=0), "probe.value"),
         (lambda: AttentionProbe("a", w, np.ones((2, D + 1)), layer=0), "probe.value"),
         (lambda: AttentionProbe("a", w, h2, [1.0], layer=0), "probe.bias"),
@@ -197,6 +201,19 @@ def test_a_file_of_tensors_alone_becomes_a_probe_with_the_other_fields():
     with pytest.raises(WeirError) as error:
         read_probe(data, "file")
     assert error.value.field == "file.name"
+
+
+def test_a_file_whose_metadata_is_null_has_none():
+    from safetensors.numpy import save
+
+    data = save({"weight": np.ones((2, D), np.float32)})
+    size = int.from_bytes(data[:8], "little")
+    header = json.dumps({"__metadata__": None, **json.loads(data[8 : 8 + size])}).encode()
+    changed = len(header).to_bytes(8, "little") + header + data[8 + size :]
+    assert read_probe(changed, "file", name="mine", layer=3).outputs == 2
+    with pytest.raises(WeirError) as error:
+        read_probe(changed, "file", name="mine")
+    assert error.value.field == "file.layer"
 
 
 @pytest.mark.parametrize(
@@ -265,6 +282,7 @@ def test_conditions_that_are_not_given_do_not_travel():
         ("a[1]<=-2e-3", ("a", 1, "<=", -0.002)),
         ("  my probe [ 0 ] >= .5 ", ("my probe", 0, ">=", 0.5)),
         ("a-b+c:d < 3.", ("a-b+c:d", None, "<", 3.0)),
+        ("\ta  b\n[\t12 ]>+1.5E1\r\n", ("a  b", 12, ">", 15.0)),
     ],
 )
 def test_rules_that_stop(text, rule):
@@ -281,6 +299,19 @@ def test_rules_that_cannot_be_read(text):
     with pytest.raises(WeirError) as error:
         parse_stop_when([text], "stop_when")
     assert error.value.field == "stop_when[0]"
+
+
+@pytest.mark.parametrize(
+    "text", [" " * 170 + "a" + " " * 341, "a" + " " * 500 + "b", "a " * 256, "a[" + " " * 500, "a>" + "1" * 509 + "x"]
+)
+def test_a_rule_that_cannot_be_read_is_refused_at_once(text):
+    """A server parses rules in its event loop."""
+
+    def parse(rule):
+        with pytest.raises(WeirError, match="cannot read"):
+            parse_stop_when(rule, "stop_when")
+
+    assert min(timeit.repeat(lambda: parse(text), number=1, repeat=5)) < 0.002
 
 
 @given(st.text("ab[]<>=.019 -e", max_size=16))

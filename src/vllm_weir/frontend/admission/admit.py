@@ -67,6 +67,7 @@ def admit(
     saes: SAERegistry | None = None,
     probes: ProbeRegistry | None = None,
     has_media: bool = False,
+    by_client: bool = False,
 ) -> AdmittedRequest:
     """Check and resolve a request's keys.
 
@@ -76,6 +77,7 @@ def admit(
         has_token_ids: False for prompts given as embeddings.
         has_embeddings: whether the prompt, or a part of it, is given as embeddings.
         has_media: whether it has images and the like.
+        by_client: whether the request comes from a client of a server, which chooses no path there.
         lookup: (reference, field) -> array, or raises WeirError.
         always: interventions that every request undergoes, before its own.
         everyone: captures of every request, for sinks.
@@ -103,7 +105,7 @@ def admit(
         has_media,
     )
     try:
-        return admission.admit(_Given.parse(extra_args, capabilities.num_layers))
+        return admission.admit(_Given.parse(extra_args, capabilities.num_layers, by_client))
     except WeirError as e:
         raise in_lens_words(e) from None
 
@@ -124,9 +126,11 @@ class _Given(NamedTuple):
     lens_layers: tuple[int, ...]
 
     @classmethod
-    def parse(cls, extra_args: Mapping[str, Any], num_layers: int) -> _Given:
+    def parse(cls, extra_args: Mapping[str, Any], num_layers: int, by_client: bool) -> _Given:
         refuse_lens(extra_args)
         spec = RequestSpec.parse(extra_args[WIRE_KEY]) if extra_args.get(WIRE_KEY) is not None else RequestSpec()
+        if by_client:
+            _refuse_paths(spec)
         captures, interventions = spec.capture, spec.interventions
         lens_layers: tuple[int, ...] = ()
         if extra_args.get(LENS_CAPTURE_KEY) is not None:
@@ -137,6 +141,18 @@ class _Given(NamedTuple):
         if extra_args.get(LENS_STEER_KEY) is not None:
             interventions += lens_interventions(extra_args[LENS_STEER_KEY])
         return cls(spec, captures, interventions, lens_layers)
+
+
+def _refuse_paths(spec: RequestSpec) -> None:
+    """Raise WeirError if a request chooses where files are written, or which one is read."""
+    for capture in spec.capture:
+        if capture.sink.own is not None:
+            raise WeirError(
+                "over HTTP a sink is 'memory' or the name of one that the server's operator set up",
+                f"{capture.path}.sink",
+            )
+    if spec.lens is not None and spec.lens.path is not None:
+        raise WeirError("over HTTP only the logit lens is served, which has no path", f"{spec.lens.at}.path")
 
 
 class _ResolvedCaptures(NamedTuple):

@@ -126,6 +126,11 @@ class SinkManager:
         found = self._controllers.get(name)
         return None if found is None else found[1]
 
+    @property
+    def takes_scores(self) -> bool:
+        """Whether a controller gets the scores of finished sequences."""
+        return bool(self._controllers)
+
     def scored_parts(self, memory: CaptureGroup, others: Sequence[CaptureGroup]) -> list[CaptureGroup]:
         """Return empty groups for controllers that get scores of a sequence, and none of its rows.
 

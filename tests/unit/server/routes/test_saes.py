@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 
 import pytest
@@ -126,6 +128,102 @@ def test_what_encodes_rows_for_all_is_not_unloaded(pair, tmp_path):
     assert other.delete("/v1/saes/mood").status_code == 204 and workers.loaded == [0, 0]
 
 
+def test_what_begins_to_encode_rows_for_all_while_it_is_unloaded_keeps_it(pair, tmp_path, monkeypatch):
+    (one, other), servers, workers = pair
+    make(tmp_path / "topk", architecture="topk", k=3)
+    one.put("/v1/saes/mood", json={"path": str(tmp_path / "topk")})
+    asked = {"interventions": [{"op": "set_feature", "name": "mood", "feature": 3, "value": 2}]}
+    run = servers[0].run
+
+    async def set_first(job):
+        assert (await run(lambda: other.post("/v1/steering/set", json=asked))).status_code == 200
+        return await run(job)
+
+    monkeypatch.setattr(servers[0], "run", set_first)
+    answer = one.delete("/v1/saes/mood")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "name", answer.text
+    assert [s["name"] for s in one.get("/v1/saes").json()["saes"]] == ["mood"] and workers.loaded == [1, 1]
+
+
+@pytest.fixture
+def failing(pair, tmp_path, monkeypatch):
+    """The pair with an autoencoder of which workers cannot be told to let go; also what happens before that fails."""
+    (one, _), _, workers = pair
+    one.put("/v1/saes/mood", json={"path": str(tmp_path / "one")})
+    call, before = workers.collective_rpc, []
+
+    async def fail(method, args=()):
+        if method == "weir_unload_sae":
+            for step in before:
+                await step()
+            raise ConnectionError("the workers do not answer")
+        return await call(method, args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(workers, "collective_rpc", fail)
+        yield pair, before, patched.undo
+
+
+def test_an_unload_that_fails_can_be_sent_again(failing, tmp_path):
+    ((one, other), servers, workers), _, mend = failing
+    with pytest.raises(ConnectionError):
+        one.delete("/v1/saes/mood")
+    for client in (one, other):
+        assert [s["name"] for s in client.get("/v1/saes").json()["saes"]] == ["mood"]
+    assert len(list(servers[0].directory.path.glob("saes/*"))) == 1
+    mend()
+    assert other.delete("/v1/saes/mood").status_code == 204
+    assert workers.loaded == [0, 0] and not list(servers[0].directory.path.glob("saes/*"))
+
+
+def test_what_has_taken_the_name_by_then_keeps_it(failing, tmp_path):
+    ((one, other), servers, _), before, _ = failing
+    key = servers[0].names.read().saes["mood"].key
+
+    async def take():
+        put = functools.partial(other.put, "/v1/saes/mood", json={"path": str(tmp_path / "one")})
+        assert (await asyncio.to_thread(put)).status_code == 200
+
+    before.append(take)
+    with pytest.raises(ConnectionError):
+        one.delete("/v1/saes/mood")
+    assert servers[0].names.read().saes["mood"].key != key
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_unload_whose_caller_is_gone_ends_all_the_same(failing, fails):
+    (_, servers, workers), _, mend = failing
+    if not fails:
+        mend()
+    call = workers.collective_rpc
+
+    async def cancelled():
+        told, go = asyncio.Event(), asyncio.Event()
+
+        async def wait(method, args=()):
+            told.set()
+            await go.wait()
+            return await call(method, args)
+
+        workers.collective_rpc = wait
+        unloading = asyncio.create_task(saes.unload(servers[0], "mood"))
+        await told.wait()
+        unloading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unloading
+        assert servers[0].names.read().saes == {}
+        go.set()
+        async with asyncio.timeout(10):
+            while len(asyncio.all_tasks()) > 1:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(cancelled())
+    assert len(servers[0].names.read().saes) == fails
+    workers.collective_rpc = call
+    assert len(list(servers[0].directory.path.glob("saes/*"))) == fails
+    assert workers.loaded == [fails, fails]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -193,8 +291,6 @@ def test_options_are_loaded_once_by_however_many_processes(pair, sae, tmp_path):
     async def start():
         for server in servers:
             await saes.load_given(server, environ)
-
-    import asyncio
 
     asyncio.run(start())
     assert workers.loaded == [2, 2] and workers.calls == ["weir_load_sae"] * 2
