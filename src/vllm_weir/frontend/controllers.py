@@ -15,7 +15,6 @@ from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryCo
 from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.frontend.sinks.manager import captures_for
 from vllm_weir.schema.controllers import PREFIX, parse_controllers
-from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.probes import parse_probes
 from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.sinks import SinkDefinition
@@ -85,14 +84,14 @@ def add(
         path: the field that set it up, for errors.
 
     Raises:
-        WeirError: if the name is taken, or its probes or captures cannot be served.
+        WeirError: if the name is taken, its probes or captures cannot be served, or it cannot be
+            opened; then nothing changes.
     """
     if frontend.manager.controller(f"{PREFIX}{name}") is not None:
         raise WeirError(f"there is a controller {name!r} already; choose another name", "name")
     probes = parse_probes(list(controller.probes), f"{path}.probes")
     controller.actions = FrontendActions(frontend)
-    frontend.add_scoring(probes)
-    frontend.add_controller(f"{PREFIX}{name}", definition, controller, path)
+    frontend.add_controller(f"{PREFIX}{name}", definition, controller, probes, path)
 
 
 def remove(frontend: EngineFrontend, name: str) -> None:
@@ -100,14 +99,13 @@ def remove(frontend: EngineFrontend, name: str) -> None:
 
     Raises:
         WeirError: if there is none of the name, or interventions of every request are gated by one
-            of its probes.
+            of its probes; then nothing changes.
     """
     controller = frontend.manager.controller(f"{PREFIX}{name}")
     if controller is None:
         raise WeirError(f"there is no controller {name!r}", "name")
-    for probe in parse_probes(list(controller.probes), "controller.probes"):
-        if not isinstance(probe, str) and probe.name in frontend.probes:
-            frontend.unregister_probe(probe.name)
+    probes = parse_probes(list(controller.probes), "controller.probes")
+    frontend.change_probes({probe.name: None for probe in probes if not isinstance(probe, str)})
     frontend.remove_controller(f"{PREFIX}{name}")
 
 
@@ -156,8 +154,12 @@ class FrontendActions:
         if frontend.source is None:
             frontend.set_always(parsed)
             return
-        frontend.refresh()
-        self._replace_always(frontend, frontend.settled(parsed, everyone=True))
+
+        def put(contents: RegistryContents) -> RegistryContents:
+            frontend.refresh()  # names stand for what they do while the state is locked
+            return replace(contents, always=frontend.settled(parsed, everyone=True), tiers=0)
+
+        frontend.source.change(put)
 
     def clear_global(self) -> None:
         """Remove the interventions of every request."""
@@ -165,11 +167,7 @@ class FrontendActions:
         if frontend.source is None:
             frontend.set_always(())
         else:
-            self._replace_always(frontend, ())
-
-    def _replace_always(self, frontend: EngineFrontend, settled: tuple[Intervention, ...]) -> None:
-        assert frontend.source is not None
-        frontend.source.change(lambda contents: replace(contents, always=settled, tiers=0))
+            frontend.source.change(lambda contents: replace(contents, always=(), tiers=0))
 
     def _frontend(self) -> EngineFrontend:
         frontend = self._frontend_of()

@@ -131,7 +131,10 @@ class EngineFrontend:
         self._scoring: tuple[AnyProbe, ...] = ()
         """Probes of every request that controllers have declared and the engine does not know yet."""
         self._names_lock = threading.RLock()
-        """Held while names are looked up or changed: controllers change them in threads of their own."""
+        """Held while names are looked up or changed: controllers change them in threads of their own.
+
+        Whoever holds it does not change `source`, whose lock is taken before it.
+        """
         _frontends.add(self)
 
     def learn(self, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -361,11 +364,41 @@ class EngineFrontend:
                 self.check_probe(probe.name, self.probes.with_probes(one))
                 self.source.change(functools.partial(_with_probes, one))
 
-    def add_controller(self, name: str, definition: SinkDefinition, controller: AsyncController, path: str) -> None:
-        """Send finished sequences to a controller, see `SinkManager.add_controller`."""
-        with self._names_lock:
+    def add_controller(
+        self,
+        name: str,
+        definition: SinkDefinition,
+        controller: AsyncController,
+        probes: Sequence[AnyProbe | str],
+        path: str,
+    ) -> None:
+        """Let a controller's probes score every request, and send it finished sequences.
+
+        Args:
+            name: among the sinks.
+            definition: says what becomes of its queue.
+            controller: not opened yet; its `actions` are set.
+            probes: that it declares; `open` may set interventions that they gate.
+            path: the field that set it up, for errors.
+
+        Raises:
+            WeirError: if a probe cannot be served, or the controller cannot be opened; then nothing
+                changes.
+        """
+        self.refresh()
+        names = [probe.name for probe in probes if not isinstance(probe, str)]
+        before, waiting = {one: self.probes.registered.get(one) for one in names}, self._scoring
+        try:
+            self.add_scoring(probes)
+            # Not under the lock of the names: `open` may change the shared state, whose lock is taken
+            # before it.
             self.manager.add_controller(name, definition, controller, path)
-            self._cache.clear()
+            with self._names_lock:
+                self._cache.clear()
+        except BaseException:
+            self.change_probes(before)
+            self._scoring = waiting
+            raise
 
     def remove_controller(self, name: str) -> None:
         """Remove a controller; what is queued for it is handed to it first."""
@@ -416,9 +449,38 @@ class EngineFrontend:
         Raises:
             WeirError: if there is no such name, or an intervention of every request is gated by it.
         """
-        with self._names_lock:
-            refuse_gating(name, self.always)
-            self.probes.remove(name)
+        self.refresh()
+        self.probes.find(name, "name")
+        self.change_probes({name: None})
+
+    def change_probes(self, changes: Mapping[str, RegisteredProbe | None]) -> None:
+        """Put other probes under names, in all processes of a server.
+
+        Args:
+            changes: name -> a probe that was registered before; None for none.
+
+        Raises:
+            WeirError: if an intervention of every request is gated by a probe that would go; then
+                nothing changes.
+        """
+        dropped = [name for name, one in changes.items() if one is None]
+        if not changes:
+            return
+        if self.source is None:
+            with self._names_lock:
+                for name in dropped:
+                    refuse_gating(name, self.always)
+                self.probes.load(_changed(self.probes.registered, changes))
+        else:
+
+            def edit(contents: RegistryContents) -> RegistryContents:
+                for name in dropped:
+                    refuse_gating(name, contents.always)
+                return replace(contents, probes=_changed(contents.probes, changes))
+
+            self.source.change(edit)
+            self.refresh()
+        self._scoring = tuple(probe for probe in self._scoring if probe.name not in dropped)
 
     def settled(
         self,
@@ -472,6 +534,12 @@ def frontends() -> list[EngineFrontend]:
 
 def _with_probes(probes: Mapping[str, RegisteredProbe], contents: RegistryContents) -> RegistryContents:
     return replace(contents, probes={**contents.probes, **probes})
+
+
+def _changed(
+    probes: Mapping[str, RegisteredProbe], changes: Mapping[str, RegisteredProbe | None]
+) -> dict[str, RegisteredProbe]:
+    return {name: one for name, one in {**probes, **changes}.items() if one is not None}
 
 
 def refuse_gating(name: str, always: Sequence[Intervention]) -> None:

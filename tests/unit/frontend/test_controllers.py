@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import vllm_weir as weir
+from tests.support.sae_reference import weights
 from tests.unit.frontends import frontend_of
 from tests.unit.request_strategies import served
 from vllm_weir import Add, Capture, Probe, WeirError, When, controllers
@@ -15,7 +18,9 @@ from vllm_weir.controllers import AsyncController, SyncController
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
+from vllm_weir.frontend.admission.sae_registry import SharedSAE
 from vllm_weir.frontend.controllers import FrontendActions, add_object, check_controllers, remove, set_up
+from vllm_weir.sae import transfer
 from vllm_weir.schema.controllers import parse_controllers
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.resolved_probes import ResolvedGate
@@ -33,6 +38,11 @@ class Watch(AsyncController):
 
     def score(self, request, scores):
         pass
+
+
+class Closed(Watch):
+    def open(self, engine):
+        raise OSError("no such place")
 
 
 class Reads(SyncController):
@@ -63,11 +73,17 @@ def mood(**more):
     return Probe("mood", ONES, layer=0, **more)
 
 
+def share(frontend, folder):
+    """Give a frontend the state that a server's processes share; return how another process changes it."""
+    frontend.source = SharedState(folder)
+    return SharedState(folder).change
+
+
 @pytest.mark.parametrize("source", [False, True])
 def test_actions_change_names_and_globals(frontend, tmp_path, source):
     """In a process of its own, and in the state that a server's processes share."""
     if source:
-        frontend.source = SharedState(tmp_path)
+        share(frontend, tmp_path)
     actions = FrontendActions(frontend)
     digest = actions.set_vector("dial", ONES)
     frontend.refresh()
@@ -89,6 +105,31 @@ def test_actions_change_names_and_globals(frontend, tmp_path, source):
     assert not frontend.always and not frontend.registry.names()
     with pytest.raises(WeirError, match="'dial'"):
         actions.remove_vector("dial")
+
+
+def test_a_global_names_nothing_that_another_process_has_just_removed(frontend, tmp_path, monkeypatch):
+    """Workers encode rows for a TopK autoencoder, which they lack once it is unloaded."""
+    sae = weir.SAE.from_tensors("topk", ("resid_post", 1), **weights("topk", d_in=D), k=3)
+    transfer.write(sae, tmp_path / "sae.safetensors")
+    change = share(frontend, tmp_path / "shared")
+    loaded = {"it": SharedSAE("it#1", str(tmp_path / "sae.safetensors"))}
+    change(lambda contents: replace(contents, saes=loaded))
+    actions = FrontendActions(frontend)
+    actions.set_global(weir.SetFeature("it", 2, value=1.0))
+    frontend.refresh()
+    (one,) = frontend.always
+    assert one.sae == "it#1"
+    actions.clear_global()
+    edit_state = frontend.source.change
+
+    def late(edit):
+        change(lambda contents: replace(contents, saes={}))
+        return edit_state(edit)
+
+    monkeypatch.setattr(frontend.source, "change", late)
+    with pytest.raises(WeirError, match="no autoencoder is loaded as 'it'"):
+        actions.set_global(weir.SetFeature("it", 2, value=1.0))
+    assert not SharedState(tmp_path / "shared").read().always
 
 
 def test_actions_do_not_keep_an_engine_alive():
@@ -118,10 +159,87 @@ def test_a_controller_in_python(frontend):
         remove(frontend, "a")
 
 
+@pytest.mark.parametrize("source", [False, True])
+def test_a_controller_that_cannot_be_added_leaves_no_probes(frontend, tmp_path, source):
+    """Nor replaces any, whatever is wrong: a later probe, a capture, or what `open` raises."""
+    change = share(frontend, tmp_path) if source else lambda edit: None
+    frontend.add_scoring([mood(positions="sampled")])
+    frontend.refresh()
+    before = frontend.probes.registered["mood"].probe
+    new = [Probe("mood", 2 * ONES, layer=1), Probe("other", ONES, layer=1)]
+    for controller, why in (
+        (Watch([*new, Probe("far", ONES, layer=9)]), "block 9 does not exist"),
+        (Watch([*new, "glad"]), "give the probe itself"),
+        (Watch(new, [Capture("resid_post", 1, sink="elsewhere")]), "leave sink and keep out"),
+        (Closed(new), "cannot be opened: OSError: no such place"),
+    ):
+        with pytest.raises(WeirError, match=why):
+            add_object(frontend, "a", controller, {})
+        change(lambda contents: replace(contents, tiers=0))
+        frontend.refresh()
+        (left,) = frontend.probes.everyone
+        assert (left.probe.layer, left.probe.weight.digest) == (before.layer, before.weight.digest)
+        assert not frontend.manager.report()
+
+
+def test_open_may_set_what_the_controller_s_probes_gate(frontend, tmp_path):
+    """Another thread may set something meanwhile, too: neither waits for the other's lock."""
+    share(frontend, tmp_path)
+    other = FrontendActions(frontend)
+
+    class Sets(Watch):
+        def open(self, engine):
+            self.actions.set_global(Add(ONES, 2, when=When("mood", above=0)))
+            beside.start()
+            beside.join(20)
+            assert not beside.is_alive()
+
+    beside = threading.Thread(target=lambda: other.set_global(Add(ONES, 3)), daemon=True)
+    add_object(frontend, "a", Sets([mood()]), {})
+    frontend.refresh()
+    (one,) = frontend.always
+    assert one.layers == (3,) and frontend.manager.report()
+
+
+@pytest.mark.parametrize("source", [False, True])
+def test_a_removed_controller_s_probes_stay_away(frontend, tmp_path, source):
+    """Whatever changes later; a controller of which a probe is still needed is not removed by half."""
+    change = share(frontend, tmp_path) if source else lambda edit: None
+    add_object(frontend, "a", Watch([mood(), Probe("other", ONES, layer=1)]), {})
+    frontend.refresh()
+    actions = FrontendActions(frontend)
+    actions.set_global(Add(ONES, 2, when=When("other", above=0)))
+    with pytest.raises(WeirError, match="gated by 'other'"):
+        remove(frontend, "a")
+    change(lambda contents: replace(contents, tiers=0))
+    assert frontend.universal and list(frontend.probes.registered) == ["mood", "other"] and frontend.manager.report()
+    actions.clear_global()
+    remove(frontend, "a")
+    change(lambda contents: replace(contents, tiers=0))
+    assert not frontend.universal and not frontend.probes.registered and not frontend.manager.report()
+
+
+@pytest.mark.parametrize("source", [False, True])
+def test_an_unregistered_probe_stays_away(frontend, tmp_path, source):
+    change = share(frontend, tmp_path) if source else lambda edit: None
+    frontend.add_scoring([mood()])
+    frontend.unregister_probe("mood")
+    change(lambda contents: replace(contents, tiers=0))
+    assert not frontend.universal and not frontend.probes.registered
+    with pytest.raises(WeirError, match="no probe is registered under 'mood'") as error:
+        frontend.unregister_probe("mood")
+    assert error.value.field == "name"
+
+
 def test_probes_wait_until_the_engine_is_known():
     frontend = frontend_of(None)
     add_object(frontend, "a", Watch([mood()]), {})
     assert frontend.universal and not frontend.probes.registered
+    with pytest.raises(WeirError, match="leave sink and keep out"):
+        add_object(frontend, "b", Watch([mood()], [Capture("resid_post", 1, sink="elsewhere")]), {})
+    assert frontend.universal
+    remove(frontend, "a")
+    assert not frontend.universal
     frontend.close()
 
 

@@ -78,12 +78,6 @@ class ProbeRegistry:
         self._by_name[name] = registered
         self._changed()
 
-    def remove(self, name: str) -> None:
-        """Unregister a name; requests admitted with it keep their probe."""
-        self.find(name, "name")
-        del self._by_name[name]
-        self._changed()
-
     def _changed(self) -> None:
         self.everyone = self._for_everyone()
         self.version += 1

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,6 +29,8 @@ TIMEOUT = 10.0
 """Seconds that a worker may take to introduce itself."""
 MAX_HELLO = 4096
 """Bytes of a worker's first message at most."""
+RETRY = 50
+"""Milliseconds until a worker that has not read what it was told is told the rest."""
 
 
 class Receiver:
@@ -52,6 +54,20 @@ class Receiver:
         thread = threading.Thread(target=state.serve, name="weir-receiver", daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _close, state, thread, folder)
+
+
+class WorkerConnection(NamedTuple):
+    """A worker's connection.
+
+    Attributes:
+        stream: does not block once the worker has introduced itself.
+        worker: the worker's name.
+        unsent: starts of released pieces that the socket had no room for; the first may be cut.
+    """
+
+    stream: socket.socket
+    worker: str
+    unsent: bytearray
 
 
 class _ReceiverState:
@@ -81,8 +97,8 @@ class _ReceiverState:
         weakref.finalize(self, os.close, self.wake_fd).atexit = False
         self.buffers: dict[str, MappedBuffer] = {}
         """By worker."""
-        self.connections: dict[int, tuple[socket.socket, str]] = {}
-        """By file descriptor: a worker's connection, and its name."""
+        self.connections: dict[int, WorkerConnection] = {}
+        """By file descriptor."""
 
     def wake(self) -> None:
         """Wake the thread; safe during garbage collection."""
@@ -96,14 +112,15 @@ class _ReceiverState:
             poller.register(source, zmq.POLLIN)
         while not self.stop:
             has_more = self.store.prepare()
-            for source, _ in poller.poll(0 if has_more else None):
+            rest = RETRY if any(connection.unsent for connection in self.connections.values()) else None
+            for source, _ in poller.poll(0 if has_more else rest):
                 try:
                     self._handle(source, poller)
                 except (msgspec.MsgspecError, ValueError, KeyError, RuntimeError, OSError, StopIteration) as e:
                     logger.error("Weir dropped a message that it could not read: %s: %s", type(e).__name__, e)
             self._return_pieces()
-        for connection, _ in self.connections.values():
-            connection.close()
+        for connection in self.connections.values():
+            connection.stream.close()
         self.buffer_socket.close()
         self.row_socket.close(linger=0)
         self.vector_socket.close(linger=0)
@@ -120,15 +137,15 @@ class _ReceiverState:
         elif source == self.wake_fd:
             os.eventfd_read(self.wake_fd)
         elif source == self.buffer_socket.fileno():
-            connection, worker = self._accept()
-            self.connections[connection.fileno()] = (connection, worker)
-            poller.register(connection.fileno(), zmq.POLLIN)
+            connection = self._accept()
+            self.connections[connection.stream.fileno()] = connection
+            poller.register(connection.stream.fileno(), zmq.POLLIN)
         else:  # a worker says nothing after its hello, so this one has gone
-            connection, _ = self.connections.pop(source)
+            connection = self.connections.pop(source)
             poller.unregister(source)
-            connection.close()
+            connection.stream.close()
 
-    def _accept(self) -> tuple[socket.socket, str]:
+    def _accept(self) -> WorkerConnection:
         """Accept a worker's connection and map the buffer that it sends."""
         connection, _ = self.buffer_socket.accept()
         fds: list[int] = []
@@ -139,6 +156,7 @@ class _ReceiverState:
                 raise ValueError("wrong token")
             mapped = MappedBuffer(fds.pop(0), hello.rows, hello.row_bytes, self.wake)
             connection.sendall(b"k")
+            connection.setblocking(False)  # this thread serves the other workers, too
             # Only after it was sent: a worker that has hung up because this took too long sends its
             # rows in messages.
             self.buffers[hello.worker] = mapped
@@ -148,7 +166,7 @@ class _ReceiverState:
         finally:
             for unused in fds:
                 os.close(unused)
-        return connection, hello.worker
+        return WorkerConnection(connection, hello.worker, bytearray())
 
     def _mapped(self, worker: str) -> MappedBuffer:
         if worker not in self.buffers:
@@ -157,14 +175,19 @@ class _ReceiverState:
 
     def _return_pieces(self) -> None:
         """Tell the workers which pieces of their buffers are not needed here."""
-        for connection, worker in list(self.connections.values()):
+        for stream, worker, unsent in self.connections.values():
             dropped = self.buffers[worker].dropped
             if dropped:
-                starts = array.array("q", (dropped.popleft() for _ in range(len(dropped))))
-                try:
-                    connection.sendall(starts.tobytes())
-                except OSError as e:  # the worker has gone, and its memory with it
-                    logger.debug("A worker has gone: %s", e)
+                unsent += array.array("q", (dropped.popleft() for _ in range(len(dropped)))).tobytes()
+            if not unsent:
+                continue
+            try:
+                del unsent[: stream.send(unsent)]
+            except BlockingIOError:  # the worker does not read at present
+                continue
+            except OSError as e:  # the worker has gone, and its memory with it
+                logger.debug("A worker has gone: %s", e)
+                unsent.clear()
 
 
 def _receive(connection: socket.socket, fds: list[int]) -> bytes:

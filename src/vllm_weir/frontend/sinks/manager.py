@@ -115,9 +115,10 @@ class SinkManager:
         with self._lock:
             self._controllers = {key: one for key, one in self._controllers.items() if key != name}
             self.everyone = tuple(capture for capture in self.everyone if capture.sink.name != name)
-            runner = self._runners.pop(name, None)
+            runner = self._runners.get(name)
             if runner is not None:
-                self._removed[name] = runner
+                self._removed[name] = runner  # first: `_runner` looks in both without the lock
+                del self._runners[name]
         if runner is not None:
             runner.close()
 

@@ -90,6 +90,15 @@ class BoundedQueue(Generic[ItemType]):
             self._changed.notify_all()
             return item
 
+    def count(self, item: ItemType) -> None:
+        """Count the memory of an item that could not be moved out of it, if it still waits."""
+        with self._changed:
+            for k, (waiting, memory) in enumerate(self._items):
+                if waiting is item:
+                    self._items[k] = (item, item.size)
+                    self._bytes += item.size - memory
+                    return
+
     def done(self) -> None:
         """Record that the item last taken is finished."""
         with self._changed:

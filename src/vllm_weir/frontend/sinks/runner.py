@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from vllm_weir import consumers
 from vllm_weir.consumers.base import Consumer, EngineInfo, Finished
 from vllm_weir.controllers.async_controller import AsyncController
@@ -257,8 +255,10 @@ class SinkRunner:
         while (delivery := self._spills.get()) is not None:
             try:
                 delivery.spill(folder)
-            except (WeirError, OSError, SafetensorError) as e:  # a full disk is a SafetensorError
+            except BaseException as e:  # noqa: BLE001 - a full disk, no memory for a copy, lost rows: later ones may do
                 # The rows stay in memory. If they were lost, `_deliver` fails the same way and
                 # reports it.
-                logger.error("the sink %s could not spill request %s: %s", self.name, delivery.request.name, e)
+                self._queue.count(delivery)
+                why = f"{type(e).__name__}: {e}"  # as in `_deliver`
+                logger.error("the sink %s could not spill request %s: %s", self.name, delivery.request.name, why)
             del delivery

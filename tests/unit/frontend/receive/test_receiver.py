@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import glob
+import itertools
 import os
 import socket
 import struct
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
@@ -23,7 +25,7 @@ from tests.unit.frontend.receive.test_delivery import LAYERS, D, Request, conten
 from vllm_weir import messages
 from vllm_weir.frontend.outputs.prompt_slicer import PER_TURN
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
-from vllm_weir.frontend.receive.receiver import Receiver, deliver
+from vllm_weir.frontend.receive.receiver import TIMEOUT, Receiver, WorkerConnection, _ReceiverState, deliver
 from vllm_weir.frontend.receive.row_store import RowStore
 
 SCRIPT = """
@@ -105,6 +107,76 @@ def test_files_of_strangers_are_closed(tmp_path, monkeypatch):
         receiver.close()  # and with it the thread
         held = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
         assert list(held).count(os.path.realpath(tmp_path / "theirs")) == 1
+
+
+@contextmanager
+def introduced(receiver, name, file):
+    """Connect as a worker that shares a file of 64 bytes; yield the connection, and the reader's side of the file."""
+    state = receiver.close.peek()[2][0]
+    reply = messages.ReaderEndpoint.parse(receiver.endpoint)
+    said = messages.encode(messages.WorkerHello(reply.token, name, 1, 64))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line, open(file, "w+b") as rows:
+        rows.truncate(64)
+        line.settimeout(TIMEOUT / 2)
+        line.connect(reply.arenas)
+        socket.send_fds(line, [struct.pack("<I", len(said)) + said], [rows.fileno()])
+        assert line.recv(1) == b"k"
+        eventually(lambda: name in state.buffers, True, 30)
+        yield line, state.buffers[name]
+
+
+def read(line, count, size=1 << 16):
+    """Read the starts of so many released pieces."""
+    data = b""
+    while len(data) < 8 * count:
+        data += line.recv(size)
+    return list(struct.unpack(f"<{count}q", data))
+
+
+def test_a_worker_that_does_not_read_holds_nobody_up_and_misses_nothing(tmp_path, monkeypatch):
+    """Its process is stopped, say, while far more pieces of its memory are released than a socket holds."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    receiver = Receiver(RowStore())
+    count = 100_000
+    with introduced(receiver, "stopped", tmp_path / "a") as (stopped, pieces):
+        for start in range(count):
+            pieces.drop(start)
+        with introduced(receiver, "other", tmp_path / "b") as (other, others):
+            others.drop(7)
+            assert read(other, 1) == [7]
+        assert read(stopped, count, 4099) == list(range(count))
+        pieces.drop(3)
+        assert read(stopped, 1) == [3]
+        for start in range(count):  # and it ends without reading them
+            pieces.drop(start)
+    state = receiver.close.peek()[2][0]
+    eventually(lambda: len(state.connections), 0, 30)
+    receiver.close()
+
+
+def test_what_is_cut_goes_on_where_it_was_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    came, takes = bytearray(), itertools.cycle([3, 0, 13, 1])
+
+    class Narrow:
+        def send(self, data):
+            size = next(takes)
+            if not size:
+                raise BlockingIOError
+            came.extend(data[:size])
+            return min(size, len(data))
+
+    context = zmq.Context()
+    state = _ReceiverState(RowStore(), context, str(tmp_path), None)
+    state.buffers["w"], state.connections[99] = MappedBuffer(), WorkerConnection(Narrow(), "w", bytearray())
+    for start in range(20):
+        state.buffers["w"].drop(start)
+        state._return_pieces()
+    while state.connections[99].unsent:
+        state._return_pieces()
+    assert bytes(came) == struct.pack("<20q", *range(20))
+    state.buffer_socket.close()
+    context.destroy(linger=0)
 
 
 def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from vllm_weir import Capture, Site, WeirError, codec, consumers
 from vllm_weir.config.mi_patch_env import act_sink
 from vllm_weir.config.settings import Settings
 from vllm_weir.consumers import Consumer, EngineInfo, Finished, Rows
+from vllm_weir.controllers import AsyncController
 from vllm_weir.frontend.outputs.ticket import Ticket, labels_of
 from vllm_weir.frontend.sinks.delivery import Delivery
 from vllm_weir.frontend.sinks.manager import SinkManager, check_sinks
@@ -206,6 +207,16 @@ def test_queue_blocks_until_there_is_room():
     start = time.monotonic()
     assert queue.put(Box(9), 90) == "in" and 0.05 < time.monotonic() - start < 60
     assert queue.put(Box(9), 0.01) == "in", "whoever may not wait is let in: rows are not lost by that"
+
+
+def test_what_could_not_be_spilled_counts_while_it_waits():
+    queue, boxes = BoundedQueue(10, "spill"), [Box(n) for n in (5, 7, 3)]
+    assert [queue.put(box, 0) for box in boxes] == ["in", "spill", "in"] and queue.bytes == 8
+    queue.count(boxes[1])
+    assert queue.bytes == 15 and queue.put(Box(1), 0) == "spill"
+    assert [queue.take() for _ in boxes] == boxes and queue.bytes == 0
+    queue.count(boxes[1])
+    assert queue.bytes == 0, "it waits no more"
 
 
 def test_what_comes_meanwhile_does_not_hold_a_flush_up():
@@ -471,6 +482,28 @@ def test_every_sink_is_flushed_whatever_becomes_of_the_others():
     manager.close()
 
 
+def test_a_controller_is_always_found_while_it_is_removed():
+    """A sequence that was to go there may finish at any time."""
+    manager, found = SinkManager({}, 1, 1.0, 1.0), []
+    manager.open(ENGINE)
+    manager.add_controller("controller:a", SinkDefinition.parse({"recorder": {}}, "s"), AsyncController(), "s")
+
+    class Watched(dict):
+        def pop(self, *args):
+            popped = super().pop(*args)
+            found.append(manager._runner(Sink("controller:a")))
+            return popped
+
+        def __delitem__(self, key):
+            super().__delitem__(key)
+            found.append(manager._runner(Sink("controller:a")))
+
+    (runner,) = manager._runners.values()
+    manager._runners = Watched(manager._runners)
+    manager.remove_controller("controller:a")
+    assert found == [runner] and runner.ended and not manager.report()
+
+
 @pytest.mark.parametrize("name", ["x" * 4001, "\ud800"])
 def test_an_id_under_which_nothing_can_be_kept_is_refused_before_anything_is_generated(name):
     to = SimpleNamespace(sink=sink_of("a"))
@@ -693,19 +726,28 @@ def test_a_runner_spills():
     slow.close()
 
 
-def test_a_disk_that_is_full_for_a_while_does_not_end_spilling(monkeypatch, caplog):
-    """safetensors has an error of its own for it."""
-    calls, first = [], threading.Event()
+@pytest.mark.parametrize(
+    "error",
+    [
+        # safetensors has an error of its own for a full disk, torch and numpy have theirs for no memory
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_a_machine_that_is_full_for_a_while_does_not_end_spilling(monkeypatch, caplog, error):
+    calls, counted, first = [], [], threading.Event()
 
     def save(*args, **kwargs):
         calls.append(args)
         if len(calls) == 1:
             first.set()
-            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+            raise error
         return save_file(*args, **kwargs)
 
     monkeypatch.setattr("vllm_weir.frontend.sinks.delivery.save_file", save)
     slow = runner(policy="spill", wait=0.1)
+    monkeypatch.setattr(slow._queue, "count", lambda job, count=slow._queue.count: counted.append(job) or count(job))
     jobs = [
         Delivery(Looked(acts_of()), Finished(f"r{k}", 0, f"r{k}", 1, 1, "stop"), Ticket("s", True), lambda: None)
         for k in range(8)
@@ -715,7 +757,8 @@ def test_a_disk_that_is_full_for_a_while_does_not_end_spilling(monkeypatch, capl
     assert first.wait(60)
     slow.flush(60)
     assert [job.ticket.state for job in jobs] == ["written"] * 8 and len(calls) > 1
-    assert caplog.text.count("could not spill") == 1 and "No space left" in caplog.text
+    assert caplog.text.count("could not spill") == 1 and f"{type(error).__name__}: {error}" in caplog.text
+    assert len(counted) == 1 and counted[0] in jobs
     slow.close()
 
 
