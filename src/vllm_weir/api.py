@@ -85,7 +85,7 @@ def params(
         raise WeirError(refuse.NOT_LOADED.unguarded, WIRE_KEY)
     carried = extras_in(out) or {}
     refuse_slips(carried)
-    spec = RequestSpec() if carried.get(WIRE_KEY) is None else RequestSpec.parse(carried[WIRE_KEY])
+    spec = RequestSpec.carried_by(carried)
     if capture is not None:
         spec = replace(spec, capture=parse_captures(capture, "capture"))
     if interventions is not None:

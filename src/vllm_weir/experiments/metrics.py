@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.guard.request_extras import extras_in
-from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
+from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.scalars import is_int, plain
 
@@ -223,8 +223,7 @@ def _check_sampling(sampling: Any) -> None:
     if not isinstance(sampling, SamplingParams):
         raise WeirError(f"expected vLLM's SamplingParams, got {type(sampling).__name__}", "sampling")
     extras = extras_in(sampling) or {}
-    carried = extras.get(WIRE_KEY)
-    spec = RequestSpec() if carried is None else RequestSpec.parse(carried)
+    spec = RequestSpec.carried_by(extras)
     asked = [name for name in ("capture", "interventions", "modules") if getattr(spec, name)]
     asked += [key for key in (LENS_CAPTURE_KEY, LENS_STEER_KEY) if key in extras]
     if asked:

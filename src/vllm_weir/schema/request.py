@@ -125,6 +125,12 @@ class RequestSpec:
     dose: bool = MEASURE_DOSE
 
     @classmethod
+    def carried_by(cls, extras: Mapping[str, Any]) -> RequestSpec:
+        """Parse what params carry under Weir's key; nothing is asked where there is none."""
+        carried = extras.get(WIRE_KEY)
+        return cls() if carried is None else cls.parse(carried)
+
+    @classmethod
     def parse(cls, data: object, path: str = WIRE_KEY) -> RequestSpec:
         """Parse the wire form: a mapping, or JSON text, which ``vllm_xargs`` can carry."""
         if isinstance(data, RequestSpec):

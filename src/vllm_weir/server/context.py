@@ -10,7 +10,7 @@ from vllm_weir.frontend.lookup import frontend_of
 from vllm_weir.guard.refuse import ROUTES
 from vllm_weir.guard.request_errors import WeirRequestError
 from vllm_weir.schema.compat.vllm_lens import lens_capture, refuse_lens
-from vllm_weir.schema.keys import LENS_CAPTURE_KEY, WIRE_KEY, asks
+from vllm_weir.schema.keys import LENS_CAPTURE_KEY, asks
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.server.response import ResponseBuilder
 from vllm_weir.server.state import ServerState
@@ -48,7 +48,7 @@ def check_answered(params: Any, scores_taken: bool = False) -> None:
         return
     try:
         refuse_lens(extra)
-        spec = RequestSpec.parse(extra[WIRE_KEY]) if extra.get(WIRE_KEY) is not None else RequestSpec()
+        spec = RequestSpec.carried_by(extra)
         lens = lens_capture(extra[LENS_CAPTURE_KEY]) if extra.get(LENS_CAPTURE_KEY) is not None else None
     except WeirError as e:
         raise WeirRequestError(e.message, e.field) from None

@@ -26,8 +26,7 @@ class RequestTemplate:
     def __init__(self, params: Any) -> None:
         self._params = params.clone()  # vLLM completes its requests' params, sharing what copies share
         self._extras = extras_in(self._params) or {}
-        carried = self._extras.get(WIRE_KEY)
-        self._spec = RequestSpec() if carried is None else RequestSpec.parse(carried)
+        self._spec = RequestSpec.carried_by(self._extras)
 
     def asking(self, **fields: Any) -> Any:
         """Return params that ask for the same, but for these fields of a `RequestSpec`."""

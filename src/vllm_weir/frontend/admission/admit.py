@@ -36,7 +36,7 @@ from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.hooks import DERIVED_HOOKS, Site
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
-from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
+from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
 from vllm_weir.schema.resolved_probes import ResolvedProbe
 from vllm_weir.schema.row_parts import WHOLE
@@ -128,7 +128,7 @@ class _Given(NamedTuple):
     @classmethod
     def parse(cls, extra_args: Mapping[str, Any], num_layers: int, by_client: bool) -> _Given:
         refuse_lens(extra_args)
-        spec = RequestSpec.parse(extra_args[WIRE_KEY]) if extra_args.get(WIRE_KEY) is not None else RequestSpec()
+        spec = RequestSpec.carried_by(extra_args)
         if by_client:
             _refuse_paths(spec)
         captures, interventions = spec.capture, spec.interventions
