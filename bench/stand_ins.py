@@ -105,6 +105,7 @@ class Scheduler:
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
         self.max_num_scheduled_tokens = 8192
+        self.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
         self.connector = None
         model = SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.bfloat16)
         device = SimpleNamespace(device_type="cpu")

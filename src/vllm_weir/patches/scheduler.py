@@ -268,25 +268,35 @@ def _bounded(scheduler: Any, budget: StepBudget) -> Iterator[None]:
     record, would wait for ever, and they with it. It gets a step of its own, for which admission has
     found room.
     """
-    most = _most_requests(scheduler)
-    limit, all_requests = scheduler.max_num_scheduled_tokens, getattr(scheduler, most)
-    tokens, requests = budget.tokens(scheduler.requests, limit), all_requests
-    if not scheduler.scheduler_config.enable_chunked_prefill and not scheduler.running and scheduler.waiting:
-        first = scheduler.waiting.peek_request().num_tokens
-        if tokens < first <= limit:
-            tokens, requests = first, 1
-    scheduler.max_num_scheduled_tokens = tokens
-    setattr(scheduler, most, requests)
+    limit = scheduler.max_num_scheduled_tokens
+    tokens = budget.tokens(scheduler.requests, limit)
+    alone = _whole_prompt(tokens, scheduler)
+    scheduler.max_num_scheduled_tokens = alone or tokens
+    try:
+        with _one_request(scheduler) if alone else contextlib.nullcontext():
+            yield
+    finally:
+        scheduler.max_num_scheduled_tokens = limit
+
+
+def _whole_prompt(tokens: int, scheduler: Any) -> int:
+    """Return the length of the next prompt if it must be computed in one step and ``tokens`` are too few, else 0."""
+    if scheduler.scheduler_config.enable_chunked_prefill or scheduler.running or not scheduler.waiting:
+        return 0
+    length = scheduler.waiting.peek_request().num_tokens
+    return length if tokens < length <= scheduler.max_num_scheduled_tokens else 0
+
+
+@contextlib.contextmanager
+def _one_request(scheduler: Any) -> Iterator[None]:
+    """While this holds, a step of vLLM's has one request."""
+    most = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
+    before = getattr(scheduler, most)
+    setattr(scheduler, most, 1)
     try:
         yield
     finally:
-        scheduler.max_num_scheduled_tokens = limit
-        setattr(scheduler, most, all_requests)
-
-
-def _most_requests(scheduler: Any) -> str:
-    """Return the attribute that says how many requests may run, which vLLM 0.32 has renamed."""
-    return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
+        setattr(scheduler, most, before)
 
 
 def finish_requests(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
