@@ -136,7 +136,7 @@ class Run:
             if (engine_request := core.engine_request_of(r)) is not None
         ]
         with clock.part("worker: join, a request", count):
-            runtime.follow(new, ())
+            runtime.requests.follow(new, ())
         limit = core.schedule(lambda scheduler: scheduler.max_num_scheduled_tokens, OK)(self.scheduler)
         group, first = min(count, limit // PROMPT), Clock()
         for k in range(0, count, group):
@@ -161,9 +161,9 @@ class Run:
             core.schedule(lambda self: None, OK)(self.scheduler)
         with clock.part(f"worker: {kind} plan, a step"):
             self.runtime.begin_step(*_starts(output))
-            self.runtime.plan_step(order, counts.astype(np.int32), starts, self.input_ids)
+            self.runtime.writer.plan_step(order, counts.astype(np.int32), starts, self.input_ids)
         with clock.part(f"worker: shipping of the {kind}, a step"):
-            self.runtime.end_step()  # without copies
+            self.runtime.sender.end_step()  # without copies
         self.line.carry(clock, kind)
 
     def finish(self) -> None:
@@ -178,8 +178,8 @@ class Run:
         with clock.part("caller: output, a request", self.count):
             outputs = [wrapper(state, self.generated, "length") for state in states.values()]
         with clock.part("worker: leave, a request", self.count):
-            self.runtime.follow((), self.ids)
-        self.runtime.end_step()
+            self.runtime.requests.follow((), self.ids)
+        self.runtime.sender.end_step()
         self.line.carry(Clock(), "last")
         views = [view for o in outputs if (view := view_of(o)) is not None]
         with clock.part("caller: check at the end, a request", self.count):

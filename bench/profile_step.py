@@ -37,21 +37,23 @@ def hold_parts() -> None:
     """Before the engine starts: the patches keep references to bound methods."""
     from vllm_weir.frontend.engine_frontend import EngineFrontend
     from vllm_weir.frontend.outputs.view import OutputView
+    from vllm_weir.worker.live_requests import LiveRequests
     from vllm_weir.worker.planning.planner import Planner
-    from vllm_weir.worker.runtime import WorkerRuntime
+    from vllm_weir.worker.step_sender import StepSender
+    from vllm_weir.worker.step_writer import StepWriter
     from vllm_weir.worker.tap.device_tables import PlanWriter, TableWriter
     from vllm_weir.worker.transfer.copy_out import CudaCopyOut
     from vllm_weir.worker.transfer.notifier import Notifier
 
     timed(EngineFrontend, "admit", "admission, a request")
-    timed(WorkerRuntime, "_join", "join, a request")
+    timed(LiveRequests, "_join", "join, a request")
     timed(Planner, "remove", "leave, a request")
     timed(Planner, "_plan_one", "first plan, a request")
-    timed(WorkerRuntime, "plan_step", "plan, a step")
+    timed(StepWriter, "plan_step", "plan, a step")
     timed(Planner, "plan", "  of it: planning")
     timed(TableWriter, "flush", "  of it: tables")
     timed(PlanWriter, "write", "  of it: plan to the device")
-    timed(WorkerRuntime, "end_step", "ship, a step")
+    timed(StepSender, "end_step", "ship, a step")
     timed(CudaCopyOut, "ship", "  of it: copies and events")
     timed(Notifier, "_tell", "drain thread, a message")
     timed(OutputView, "activations", "hand-out, a request")

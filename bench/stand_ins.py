@@ -19,7 +19,8 @@ from vllm_weir.frontend.receive.receiver import deliver
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.site_map import SiteMap
-from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
+from vllm_weir.worker.model_info import ModelInfo
+from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.transfer.copy_out import no_wait
 
 LAYERS, WIDTH, PROMPT = 32, 4096, 16
@@ -63,7 +64,7 @@ def make_runtime(requests: int) -> WorkerRuntime:
     capabilities = ModelInfo(WIDTH, torch.bfloat16, torch.device("cpu"), requests * PROMPT)
     settings = Settings.load({"weir": SETTINGS})
     runtime = WorkerRuntime(Nothing(), capabilities, settings, SiteMap(LAYERS, anchors))
-    runtime._copy_out.ship = lambda plan, start, quick, treat: (plan.segments, no_wait)[1]
+    runtime.step_rows.copy_out.ship = lambda plan, start, quick, treat: (plan.segments, no_wait)[1]
     return runtime
 
 

@@ -230,9 +230,9 @@ def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
 
     joined = []
     runtime = SimpleNamespace(
-        follow=lambda new, finished, resumed: joined.extend(new),
+        requests=SimpleNamespace(follow=lambda new, finished, resumed: joined.extend(new)),
         begin_step=lambda *groups: None,
-        end_step=lambda: None,
+        sender=SimpleNamespace(end_step=lambda: None),
         notifier=SimpleNamespace(),
     )
     runner = SimpleNamespace(execute_model=lambda output: None)

@@ -23,7 +23,7 @@ from vllm_weir.worker.discovery.block_stack import find_tree
 from vllm_weir.worker.discovery.descriptions import description_of
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.sites import map_sites
-from vllm_weir.worker.runtime import ModelInfo
+from vllm_weir.worker.model_info import ModelInfo
 
 TOKENS = 8
 """Tokens of a probe pass."""

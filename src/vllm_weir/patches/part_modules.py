@@ -8,7 +8,7 @@ import torch
 
 from vllm_weir.schema.row_shapes import Shard
 from vllm_weir.worker.discovery.part_modules import AttentionShape, Features, LinearShape, PartModules
-from vllm_weir.worker.runtime import ModelInfo
+from vllm_weir.worker.model_info import ModelInfo
 
 WEIGHTS_ONLY = ("awq", "bitsandbytes", "gguf", "gptq")
 """Beginnings of the names of quantisations that leave activations as they are, so that nothing is fused with them."""

@@ -19,7 +19,8 @@ from vllm_weir.patches.speculation import drafts_of, patch_sample_tokens, traits
 from vllm_weir.patches.unembedding import unembedding_of
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.util.frozen_heap import frozen_heap
-from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
+from vllm_weir.worker.model_info import ModelInfo
+from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.tap.warmup import TapWarmup
 
 if TYPE_CHECKING:
@@ -163,10 +164,10 @@ def _patch_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids  # from V1; V2 reports them as new requests
         if reloaded := vars(scheduler_output).get(RELOADED):
             resumed = resumed.union(reloaded)
-        runtime.follow(new, scheduler_output.finished_req_ids, resumed)
+        runtime.requests.follow(new, scheduler_output.finished_req_ids, resumed)
         runtime.begin_step(*_starts(scheduler_output))
         output = execute_model(scheduler_output, *args, **kwargs)
-        runtime.end_step()
+        runtime.sender.end_step()
         return output
 
     runner.execute_model = wrapper
@@ -256,7 +257,7 @@ def _v1_inputs(runner: Any) -> Callable[[WorkerRuntime], None]:
             batch = runner.input_batch
             n = batch.num_reqs
             computed = batch.num_computed_tokens_cpu[:n]
-            runtime.plan_step(
+            runtime.writer.plan_step(
                 batch.req_ids[:n],
                 num_scheduled_tokens[:n],
                 computed,
@@ -285,7 +286,7 @@ def _v2_inputs(runner: Any) -> Callable[[WorkerRuntime], None]:
             desc = kwargs["batch_desc"] if "batch_desc" in kwargs else args[batch_desc_index]
             graph = desc.cg_mode.name != "NONE"
             drafts = batch.num_draft_tokens_per_req
-            runtime.plan_step(
+            runtime.writer.plan_step(
                 batch.req_ids,
                 batch.num_scheduled_tokens[:n],
                 computed,

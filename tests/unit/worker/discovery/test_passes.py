@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.blocks import LAYERS, TOKENS, D, Model, Sequential
 from vllm_weir.config.settings import Settings
-from vllm_weir.worker.runtime import ModelInfo
+from vllm_weir.worker.model_info import ModelInfo
 
 pytest.importorskip("vllm")
 

@@ -27,7 +27,8 @@ from vllm_weir.schema.resolved_probes import (
 from vllm_weir.schema.vectors import digest_of
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.site_map import SiteMap
-from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
+from vllm_weir.worker.model_info import ModelInfo
+from vllm_weir.worker.runtime import WorkerRuntime
 
 LAYERS, D, TOKENS = 4, 8, 64
 ENDPOINT = str(messages.ReaderEndpoint("inproc://rows", "inproc://vectors", "", "reader"))
@@ -188,14 +189,14 @@ class Bench:
         """Run one step; `batch`: request -> (first position, rows [n, d])."""
         names = list(batch)
         starts, counts = [batch[n][0] for n in names], [len(batch[n][1]) for n in names]
-        self.runtime.follow(self._new, self._finished, resumed)
+        self.runtime.requests.follow(self._new, self._finished, resumed)
         self._new, self._finished = [], []
         self.runtime.begin_step((names, starts))
         ids = torch.tensor([token_ids[n][s + k] for n, s, c in zip(names, starts, counts) for k in range(c)])
-        self.runtime.plan_step(names, counts, starts, ids)
+        self.runtime.writer.plan_step(names, counts, starts, ids)
         with torch.inference_mode():
             out = self.model(torch.cat([batch[n][1] for n in names]))
-        self.runtime.end_step()
+        self.runtime.sender.end_step()
         for name, start, rows in zip(names, starts, out.split(counts)):
             self.got[name].rows |= {start + k: row for k, row in enumerate(rows)}
         return out

@@ -109,7 +109,7 @@ def test_an_autoencoder_that_is_gone(path):
         wanted = expected(batch, [4], [True] * len(IDS))
         got = torch.stack([bench.got["a"].rows[k] for k in range(len(IDS))])
         assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-        bench.runtime.follow([], ["a", "b"])
+        bench.runtime.requests.follow([], ["a", "b"])
         assert bench.runtime.usage()["sae_bytes"] == 0 and not bench.runtime.table.encoded
     finally:
         bench.close()

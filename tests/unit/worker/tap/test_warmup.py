@@ -16,7 +16,8 @@ from vllm_weir.patches.worker import _patch_warm_up
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.site_map import SiteMap
-from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
+from vllm_weir.worker.model_info import ModelInfo
+from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.tap.op import TapTensors
 from vllm_weir.worker.tap.warmup import TapWarmup, score_stand_in, stand_ins
 

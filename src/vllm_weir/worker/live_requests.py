@@ -1,0 +1,180 @@
+"""Requests that join, leave and resume: what each one holds on the device, and whom it asks for."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Sequence
+
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.taps import tap_of
+from vllm_weir.worker.kept_rows import KeptRows
+from vllm_weir.worker.planning.active_taps import ActiveTaps
+from vllm_weir.worker.planning.planner import Planner
+from vllm_weir.worker.request_failures import RequestFailures
+from vllm_weir.worker.saes import WorkerSAEs
+from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.steering.unsteered_kv import SteeredKeys
+from vllm_weir.worker.steering.vector_fetch import VectorFetcher
+from vllm_weir.worker.tap.install import ModulePath
+from vllm_weir.worker.tap.op import TapSwitch
+from vllm_weir.worker.transfer.buffer_server import BufferServer
+from vllm_weir.worker.transfer.request_codecs import RequestCodecs
+
+logger = logging.getLogger(__name__)
+
+
+class LiveRequests:
+    """Takes in the requests that capture or are steered, and lets them go.
+
+    Args:
+        planner: plans their steps.
+        active_taps: the taps that they need.
+        table: the programs and vectors of steered ones.
+        taps: numbers of this worker's taps.
+        vectors: fetches vectors from the callers' processes.
+        codecs: of their rows.
+        saes: the autoencoders on the device.
+        kept_rows: rows that stay in this worker.
+        buffer_server: offers readers the host buffer.
+        switch: knows whether the taps are in the only set of CUDA graphs.
+        module_path: notices that a tapped module was replaced.
+        failures: of requests that cannot join.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        active_taps: ActiveTaps,
+        table: ProgramTable,
+        taps: Sequence[int],
+        vectors: VectorFetcher,
+        codecs: RequestCodecs,
+        saes: WorkerSAEs,
+        kept_rows: KeptRows,
+        buffer_server: BufferServer,
+        switch: TapSwitch,
+        module_path: ModulePath,
+        failures: RequestFailures,
+    ) -> None:
+        self._planner, self._active_taps, self._table, self._taps = planner, active_taps, table, frozenset(taps)
+        self._vectors, self._codecs, self._saes = vectors, codecs, saes
+        self._kept_rows, self._buffer_server = kept_rows, buffer_server
+        self._switch, self._module_path, self._failures = switch, module_path, failures
+
+    def follow(
+        self,
+        new: Iterable[tuple[str, EngineRequest, int, Sequence[int] | None, int]],
+        finished: Iterable[str],
+        resumed: Iterable[str] = (),
+    ) -> None:
+        """Note which requests join, leave, and resume before the next step.
+
+        Args:
+            new: (id, what it asks of the engine, prompt length, prompt ids, positions that come
+                from the prefix cache).
+            finished: ids of requests that leave; unknown ones are ignored.
+            resumed: ids of requests that go on after a preemption without having left.
+        """
+        for request_id in finished:
+            self._active_taps.leave(request_id)
+            self._planner.remove(request_id)
+            self._codecs.release(request_id)
+            self._saes.release(request_id)
+        self._planner.resume(resumed)
+        joining = [(EngineSpec.from_wire(request[1].spec), *request) for request in new]
+        replaced = self._module_path.replaced() if joining else ""
+        for _, _, engine_request, *_ in joining:
+            if engine_request.vectors:
+                self._vectors.add_inline(engine_request.reader_endpoint, engine_request.vectors)
+        self._prefetch_vectors((engine_request.reader_endpoint, spec) for spec, _, engine_request, *_ in joining)
+        for spec, request_id, engine_request, prompt_len, prompt_ids, cached in joining:
+            self._planner.remove(request_id)  # a resumed request joins again
+            self._active_taps.join(request_id, spec, prompt_len)
+            try:
+                if reason := engine_request.refusal:
+                    raise WeirError(reason)
+                if replaced:
+                    raise WeirError(
+                        f"{replaced} of the model was replaced after Weir put a tap there; put the tapped module back, "
+                        "or start the engine again"
+                    )
+                self._join(request_id, spec, engine_request, prompt_len, prompt_ids)
+            except (WeirError, ValueError) as e:
+                logger.exception("Weir cannot serve request %s", request_id)
+                keys = None
+                if spec.moves:
+                    salt, gated_from = engine_request.cache_salt, spec.gated_from(prompt_len)
+                    keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, salt, gated_from)
+                reason = f"the worker could not serve the request: {e}"
+                self._failures.fail(engine_request.reader_endpoint, request_id, reason, keys, cached)
+        self._vectors.clear()
+
+    def _prefetch_vectors(self, joining: Iterable[tuple[str, EngineSpec]]) -> None:
+        """Fetch all missing vectors of requests (endpoint, spec) that join in one step."""
+        wanted: dict[str, list[str]] = {}
+        for endpoint, spec in joining:
+            if self._planner.columns and (absent := self._codecs.absent_vectors(spec.captures.postprocess)):
+                wanted.setdefault(endpoint, []).extend(absent)
+            used = [i.vectors for i in spec.moves if self._table.is_local(i)]
+            used += [probe.vectors for probe in spec.probes if tap_of(probe.site) in self._taps]
+            for vectors in used:
+                if missing := self._table.missing_vectors(vectors):
+                    wanted.setdefault(endpoint, []).extend(missing)
+        self._vectors.prefetch(wanted)
+
+    def _join(
+        self,
+        request_id: str,
+        spec: EngineSpec,
+        engine_request: EngineRequest,
+        prompt_len: int,
+        prompt_ids: Sequence[int] | None,
+    ) -> None:
+        endpoint, postprocess = engine_request.reader_endpoint, spec.captures.postprocess
+        if spec.captures.site_requests and self._planner.columns:
+            keeper = ""
+            if postprocess is not None and postprocess.kept:
+                keeper = self._kept_rows.endpoint(postprocess.kept)
+            else:
+                self._buffer_server.maps(endpoint)
+            codec, read_out_codec = self._codecs.hold(request_id, postprocess, endpoint)
+            self._planner.add_capture(
+                request_id,
+                endpoint,
+                spec.captures,
+                prompt_len,
+                prompt_ids,
+                engine_request.max_tokens,
+                codec,
+                read_out_codec,
+                keeper,
+            )
+        self._hold_encoders(request_id, spec)
+        if spec.moves or spec.probes:
+            fetch = functools.partial(self._vectors.fetch, endpoint)
+            self._planner.add_steering(
+                request_id,
+                endpoint,
+                spec.moves,
+                prompt_len,
+                prompt_ids,
+                fetch,
+                engine_request.cache_salt,
+                spec.scoring,
+                spec.gated_from(prompt_len),
+                spec.steps,
+            )
+
+    def _hold_encoders(self, request_id: str, spec: EngineSpec) -> None:
+        """Hold the autoencoders that encode a request's rows in taps; raise WeirError if that cannot be done."""
+        if spec.encoders and self._switch.pinned:
+            raise WeirError(
+                "this engine replays every step from one set of CUDA graphs, in which no row can be encoded whole, as "
+                "this feature needs; give add in place of value or scale, or start the engine with enforce_eager",
+                "interventions",
+            )
+        for key in spec.encoders:
+            self._saes.hold(request_id, key)

@@ -1,0 +1,163 @@
+"""The beginning of each step: its plan, written to where the taps read it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.taps import NO_GRAPH
+from vllm_weir.util.h2d import upload
+from vllm_weir.worker.planning.planner import Planner
+from vllm_weir.worker.planning.step_plan import StepPlan
+from vllm_weir.worker.request_failures import RequestFailures
+from vllm_weir.worker.scoring.scorer import Scorer
+from vllm_weir.worker.step_sender import StepSender
+from vllm_weir.worker.tap.device_tables import PlanWriter, TableWriter
+from vllm_weir.worker.tap.op import TapSwitch, TapTensors
+from vllm_weir.worker.tap.reductions import TapReducer
+from vllm_weir.worker.tap.row_encoder import RowEncoder
+from vllm_weir.worker.transfer.step_rows import StepRows
+
+logger = logging.getLogger(__name__)
+
+
+class StepWriter:
+    """Tells the taps what each forward pass is to record and to change.
+
+    Args:
+        planner: plans the step.
+        step_rows: gives it its rows of the ring.
+        table_writer, plan_writer: write programs and plan to the device.
+        tensors: what the taps read.
+        switch: says how they are launched.
+        encoder: encodes rows in them.
+        scorer: prepares the step's scores.
+        reducer: prepares its reductions.
+        failures: of requests that cannot be planned.
+        sender: gets the step that is being issued.
+        runner: see `ModelInfo.runner`.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        step_rows: StepRows,
+        table_writer: TableWriter,
+        plan_writer: PlanWriter,
+        tensors: TapTensors,
+        switch: TapSwitch,
+        encoder: RowEncoder,
+        scorer: Scorer,
+        reducer: TapReducer,
+        failures: RequestFailures,
+        sender: StepSender,
+        runner: str,
+    ) -> None:
+        self._planner, self._step_rows = planner, step_rows
+        self._table_writer, self._plan_writer = table_writer, plan_writer
+        self._tensors, self._device, self._switch = tensors, tensors.plan.device, switch
+        self._encoder, self._scorer, self._reducer = encoder, scorer, reducer
+        self._failures, self._sender, self._runner = failures, sender, runner
+
+    def plan_step(
+        self,
+        request_ids: Sequence[str],
+        num_tokens: Sequence[int],
+        num_computed: Sequence[int],
+        input_ids: torch.Tensor,
+        graph: bool = True,
+        num_drafts: Sequence[int] | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> None:
+        """Tell the taps what the coming forward pass is to record and to change.
+
+        What cannot be served fails its own requests; the engine and all other requests go on.
+
+        Args:
+            request_ids: requests in batch order.
+            num_tokens: tokens each one has in this step.
+            num_computed: position of each one's first token in this step.
+            input_ids: tokens of the step on the device, [>= tokens].
+            graph: whether the pass may be replayed from a CUDA graph.
+            num_drafts: how many of each one's tokens are drafts; None if none are.
+            positions: int [>= tokens] on the device, of the step's tokens; needed where drafts are
+                verified.
+        """
+        self._sender.step, self._switch.launch = None, None
+        try:
+            plan = self._plan(request_ids, num_tokens, num_computed, num_drafts)
+            if plan is not None and self._encodes and graph and self._runner == "V2":
+                raise WeirError("a step in which rows are encoded whole was to be replayed from a CUDA graph")
+            streamed_copy = None if plan is None or graph else self._step_rows.streamed_copy_for(plan)
+            first_row = 0 if plan is None or streamed_copy is not None else self._step_rows.claim(plan.rows)
+        except (WeirError, ValueError) as e:
+            logger.exception("Weir cannot plan this step")
+            self._failures.fail_step(request_ids, num_computed, str(e))
+            plan = None
+        if plan is None:
+            self._plan_writer.silence()
+            self._scorer.silence()
+            return
+        self._failures.note(plan.failures)
+        self._table_writer.flush()
+        self._write_ranks()
+        acting_tokens = None
+        if not graph and self._device.type == "cuda":
+            acting_tokens = upload(plan.acting_tokens, self._device)
+        if streamed_copy is not None:
+            streamed_copy.begin(plan, self._planner.site_sets.columns_of, acting_tokens)
+            self._switch.launch = streamed_copy.tap
+            first_row = streamed_copy.cells
+            self._plan_writer.write(plan.in_lanes(streamed_copy.stride, first_row), 0, input_ids, positions)
+        else:
+            if acting_tokens is not None:
+                self._switch.launch = functools.partial(_launch_listed, acting_tokens)
+            self._plan_writer.write(plan, first_row, input_ids, positions)
+        if self._encodes:
+            self._switch.launch = self._encoder.around(self._switch.launch, self._programs_of(plan))
+        self._scorer.begin(plan, positions)
+        self._sender.step = first_row, plan, streamed_copy is not None
+        self._reducer.seed(plan.reductions, first_row)
+
+    @property
+    def _encodes(self) -> bool:
+        """Whether rows of the coming step may be encoded whole; alike on all ranks."""
+        return not self._switch.pinned and bool(self._switch.mask >> NO_GRAPH & 1)
+
+    def _programs_of(self, plan: StepPlan) -> np.ndarray:
+        """Return the programs of a step's tokens; waits for the device if only that knows some of them."""
+        if not (plan.programs_by_token or plan.programs_by_position):
+            return plan.programs
+        return self._tensors.plan[: len(plan.programs), 2].cpu().numpy()
+
+    def _plan(
+        self,
+        request_ids: Sequence[str],
+        num_tokens: Sequence[int],
+        num_computed: Sequence[int],
+        num_drafts: Sequence[int] | None,
+    ) -> StepPlan | None:
+        plan = self._planner.plan(request_ids, num_tokens, num_computed, num_drafts)
+        if plan is not None and not self._switch.live and (plan.rows or len(plan.runs) or (plan.programs >= 0).any()):
+            raise WeirError("a step that was planned without taps has something for them to do")
+        return plan
+
+    def _write_ranks(self) -> None:
+        """Bring the device's rank table up to date."""
+        site_sets = self._planner.site_sets
+        if site_sets.changed:
+            used = site_sets.used
+            self._tensors.ranks[:used].copy_(upload(site_sets.ranks[:used].copy(), self._tensors.ranks.device))
+            site_sets.changed = False
+
+
+def _launch_listed(listed: torch.Tensor, *arguments: Any) -> None:
+    from vllm_weir.worker.tap.triton_kernel import launch
+
+    launch(*arguments, listed=listed)
