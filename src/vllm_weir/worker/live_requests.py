@@ -1,10 +1,12 @@
-"""Requests that join, leave and resume: what each one holds on the device, and whom it asks for."""
+"""Requests that join, leave and resume, and what each one holds."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Iterable, Sequence
+
+import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_request import EngineRequest
@@ -24,6 +26,10 @@ from vllm_weir.worker.transfer.buffer_server import BufferServer
 from vllm_weir.worker.transfer.request_codecs import RequestCodecs
 
 logger = logging.getLogger(__name__)
+NO_MEMORY = (
+    "the device has no memory left for what the request needs there; send it again once other requests have ended, or "
+    "start the engine with a lower gpu_memory_utilization"
+)
 
 
 class LiveRequests:
@@ -80,9 +86,7 @@ class LiveRequests:
         """
         for request_id in finished:
             self._active_taps.leave(request_id)
-            self._planner.remove(request_id)
-            self._codecs.release(request_id)
-            self._saes.release(request_id)
+            self._release(request_id)
         self._planner.resume(resumed)
         joining = [(EngineSpec.from_wire(request[1].spec), *request) for request in new]
         replaced = self._module_path.replaced() if joining else ""
@@ -102,15 +106,24 @@ class LiveRequests:
                         "or start the engine again"
                     )
                 self._join(request_id, spec, engine_request, prompt_len, prompt_ids)
-            except (WeirError, ValueError) as e:
+            except (WeirError, ValueError, torch.OutOfMemoryError) as e:
                 logger.exception("Weir cannot serve request %s", request_id)
+                # Its taps stay on: another rank may be able to serve it, and all ranks turn on the same.
+                self._release(request_id)
                 keys = None
                 if spec.moves:
                     salt, gated_from = engine_request.cache_salt, spec.gated_from(prompt_len)
                     keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, salt, gated_from)
-                reason = f"the worker could not serve the request: {e}"
+                why = NO_MEMORY if isinstance(e, torch.OutOfMemoryError) else e
+                reason = f"the worker could not serve the request: {why}"
                 self._failures.fail(engine_request.reader_endpoint, request_id, reason, keys, cached)
         self._vectors.clear()
+
+    def _release(self, request_id: str) -> None:
+        """Release what a request holds, all or some of what it asked for."""
+        self._planner.remove(request_id)
+        self._codecs.release(request_id)
+        self._saes.release(request_id)
 
     def _prefetch_vectors(self, joining: Iterable[tuple[str, EngineSpec]]) -> None:
         """Fetch all missing vectors of requests (endpoint, spec) that join in one step."""

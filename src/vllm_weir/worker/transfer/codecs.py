@@ -181,6 +181,8 @@ class Codecs:
 
         try:
             new_codec.check_kernel(self._dtype, self._device)
+        except torch.OutOfMemoryError:
+            raise  # says nothing of the kernel
         except (TritonError, RuntimeError) as e:
             method = new_codec.compression.method
             raise WeirError(f"{method} cannot be computed on this device: {e}", "compress") from e
