@@ -85,6 +85,17 @@ class EngineFacts:
         return [self.tokenizer.decode([token]) for token in token_ids]
 
 
+def check_arguments(hooks: Any, layers: Any, positions: Any, mode: Any, to: Any, freeze: Any) -> None:
+    """Raise WeirError for arguments of `sweep` that it would refuse of any engine."""
+    parse_mode(mode)
+    _parse_hooks(hooks)
+    parse_layers(layers, "layers")
+    parse_entries(positions)
+    if to is not None:
+        Receiver.parse(to)
+        parse_freeze(freeze)
+
+
 def prepare(
     llm: Any, clean: Any, corrupt: Any, *, hooks: Any, layers: Any, positions: Any, heads: Any, metric: Any, mode: Any,
     to: Any, freeze: Any, sampling: Any,
