@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.start import start_llm
 from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
+from vllm_weir.util.start_llm import start_llm
 
 SUFFIXES = (".gguf", ".safetensors")
 

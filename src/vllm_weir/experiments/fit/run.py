@@ -124,8 +124,10 @@ def _fitted(
         for layer in engine.layers:
             found[layer] = rows.fit(Site(engine.hook, layer), names, task)
             bar.advance(shown)
-    finally:
-        rows.close()
+    except BaseException as e:
+        rows.close(e)
+        raise
+    rows.close()
     return rows.place, found
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import typer
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.start import start_llm
 from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
+from vllm_weir.util.start_llm import start_llm
 
 if TYPE_CHECKING:
     from vllm_weir.experiments.sweep.result import Sweep

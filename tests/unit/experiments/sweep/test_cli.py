@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_weir.cli.main import app
-from vllm_weir.errors import WeirError
 from vllm_weir.experiments.grid import Grid
 from vllm_weir.experiments.metrics import Baseline, LogitDiff
 from vllm_weir.experiments.sweep import cli, run
@@ -105,13 +104,3 @@ def test_refused(asked: dict[str, Any], arguments: list[str], says: str) -> None
     done = invoke(*arguments)
     assert done.exit_code == 1 and says in done.output and "Traceback" not in done.output
     assert not asked
-
-
-def test_an_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def llm(**arguments: Any) -> Any:
-        raise ValueError(f"no {arguments['model']}")
-
-    monkeypatch.setattr("vllm.LLM", llm)
-    with pytest.raises(WeirError, match="vLLM cannot start: no model") as error:
-        cli.start_llm("model", {})
-    assert error.value.field == "engine"
