@@ -112,8 +112,12 @@ class CallerRows:
         self._rows = RowCollection(sites, torch.device("cpu"))
 
     def take(self, out: Any) -> str:
-        """Keep an output's rows."""
-        self._rows.put(out.request_id, torch.cat([out.activations[site] for site in self._rows.sites]))
+        """Keep an output's rows, or note that it has none; `fit` then says so."""
+        rows = torch.cat([out.activations[site] for site in self._rows.sites])
+        if len(rows):
+            self._rows.put(out.request_id, rows)
+        else:
+            self._rows.failures[out.request_id] = "positions select none of its tokens"
         return out.request_id
 
     def fit(self, site: Site, names: Sequence[str], task: FitTask) -> LayerFit:

@@ -48,7 +48,7 @@ def from_names(arrays: Mapping[str, Any], given: Given, source: str, field: str 
     if all(_NUMPY.fullmatch(name) for name in arrays):
         ordered = sorted(arrays, key=lambda name: int(name.removeprefix("arr_")))
         return from_rows([arrays[name] for name in ordered], given, source, field)
-    if len(arrays) == 1 and _is_free(*places.items(), given):
+    if len(arrays) == 1 and _is_free(*next(iter(places.items())), given):
         return from_rows(list(arrays.values()), given, source, field)
     for name, place in places.items():
         if place is None:
@@ -78,7 +78,8 @@ def from_rows(arrays: Sequence[Any], given: Given, source: str, field: str = "fi
     rows: list[Any] = []
     for array in arrays:
         whole = Vector.parse(array, field, KEPT).array
-        assert whole is not None
+        if whole is None:
+            raise WeirError("expected numbers, got a name", field)
         if whole.ndim == 3:
             raise WeirError(f"expected [d] or [layers, d], got {list(whole.shape)}", field)
         rows += [whole] if whole.ndim == 1 else list(whole)
@@ -91,9 +92,8 @@ def from_rows(arrays: Sequence[Any], given: Given, source: str, field: str = "fi
     return _found(dict(zip(given.layers, rows, strict=True)), hook, given, source, "layers=", field)
 
 
-def _is_free(named: tuple[str, tuple[str | None, int] | None], given: Given) -> bool:
+def _is_free(name: str, place: tuple[str | None, int] | None, given: Given) -> bool:
     """Return whether the caller says the block of the only array: a number after other words may be a version."""
-    name, place = named
     if place is None:
         return True
     says_block = place[0] is not None or _PLAIN.fullmatch(name) or _MODULE.fullmatch(name)

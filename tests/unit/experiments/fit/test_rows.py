@@ -1,12 +1,16 @@
-"""Where the rows of a fit are: what is raised when they are given up."""
+"""Where the rows of a fit are: what is raised when they are given up or missing."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from vllm_weir.experiments.fit.rows import DROP, KEEP, WorkerRows
+from vllm_weir.errors import WeirError
+from vllm_weir.experiments.fit.rows import DROP, KEEP, CallerRows, WorkerRows
+from vllm_weir.fitting.collection import FitTask
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site
 
@@ -36,3 +40,12 @@ def test_a_drop_that_fails_after_the_start_failed() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         worker_rows(call)
+
+
+def test_a_prompt_without_a_row_is_named() -> None:
+    rows = CallerRows(Capture(SITE.hook, SITE.layer, {"token_ids": [7]}), [SITE])
+    outs = [SimpleNamespace(request_id=str(n), activations={SITE: torch.ones(n, 4)}) for n in (1, 0)]
+    names = [rows.take(out) for out in outs]
+    with pytest.raises(WeirError, match="prompt 1 of both lists together cannot be read: positions select none") as e:
+        rows.fit(SITE, names, FitTask("diff", 1, 1))
+    assert e.value.field == "positive"

@@ -165,6 +165,13 @@ def test_one_vector_needs_its_block(tmp_path, write):
     refused("layers", path, layers=-1)
 
 
+def test_what_is_no_layer_and_no_vector(tmp_path):
+    np.save(tmp_path / "v.npy", A)
+    refused("layers", tmp_path / "v.npy", layers=1.5)
+    torch.save(["happy"], tmp_path / "w.pt")
+    assert "got a name" in refused("file", tmp_path / "w.pt", layers=1)
+
+
 def test_rows_get_their_blocks_in_order(tmp_path):
     np.save(tmp_path / "v.npy", np.stack([A, B]))
     np.savez(tmp_path / "v.npz", A, B)
