@@ -95,6 +95,14 @@ def finish(axis: Any, title: str) -> None:
         side.set_visible(False)
 
 
+def check_suffix(path: str | PathLike, field: str = "path") -> str:
+    """Return the suffix of a plot's path; raise WeirError naming `field` if no plot has it."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".png", ".svg", ".html"):
+        raise WeirError(f"the path of a plot ends in .png, .svg or .html, not {brief(suffix)!r}", field)
+    return suffix
+
+
 def save(figure: Any, path: str | PathLike, title: str, table: list[list[str]]) -> Path:
     """Write a figure in the format of the path's suffix, and close it.
 
@@ -108,10 +116,8 @@ def save(figure: Any, path: str | PathLike, title: str, table: list[list[str]]) 
         WeirError: if the suffix is another one, or the file cannot be written.
     """
     target = Path(path)
-    suffix = target.suffix.lower()
     try:
-        if suffix not in (".png", ".svg", ".html"):
-            raise WeirError(f"the path of a plot ends in .png, .svg or .html, not {brief(suffix)!r}", "path")
+        suffix = check_suffix(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         if suffix == ".html":
             target.write_text(page(figure, title, table), encoding="utf-8")

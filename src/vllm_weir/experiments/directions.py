@@ -153,7 +153,9 @@ class Directions:
     def only(self, layers: int | Iterable[int]) -> Directions:
         """Return the directions of one block or several, with what is known about them."""
         given = plain(layers)
-        wanted = sorted({self._known(layer, self.vectors) for layer in ([given] if is_int(given) else given)})
+        wanted = sorted(
+            {self._known(layer, self.vectors) for layer in (given if isinstance(given, Iterable) else [given])}
+        )
 
         def part(values: Mapping[int, Any] | None) -> dict[int, Any] | None:
             return None if values is None else {layer: values[layer] for layer in wanted if layer in values}
@@ -183,6 +185,8 @@ class Directions:
             WeirError: for another ending, or a hook point that the format does not have.
             StoreError: if the file cannot be written.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise WeirError(f"expected the path of a file, got {type(path).__name__}", "path")
         ending, known = Path(path).suffix.lower(), {name: getattr(self, name) for name in codec.KNOWN}
         if ending == ".gguf":
             data = codec.to_gguf(self.vectors, known, model_hint or self._model_type)

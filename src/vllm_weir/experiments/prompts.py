@@ -111,6 +111,13 @@ def encode(
     return encoded
 
 
+def check_tokens(encoded: Sequence[Sequence[int]], size: int, fields: Sequence[str]) -> None:
+    """Raise WeirError naming the first prompt with a token that a vocabulary of that size does not have."""
+    for tokens, field in zip(encoded, fields, strict=True):
+        if max(tokens) >= size:
+            raise WeirError(f"token {max(tokens)} does not exist: the vocabulary has {size}", field)
+
+
 def _present(tokenizer: Any, field: str) -> Any:
     if tokenizer is None:
         raise WeirError("there is no tokenizer; give token ids", field)

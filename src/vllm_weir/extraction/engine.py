@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +13,7 @@ from vllm_weir.extraction.readings import CaptureReading, FeatureReading, Readin
 from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.frontend.request_stream import RequestStream
 from vllm_weir.util.chat_text import chat_text
-from vllm_weir.util.parent_death import children_that_end_with_us
+from vllm_weir.util.start_llm import start_llm
 
 PIECE_BYTES = 2 << 30
 """Bytes of rows that the engine computes at a time, while at most as many are being written."""
@@ -106,19 +102,14 @@ class VllmEngine:
     """vLLM as the engine of a run; raises WeirError if it cannot give what the run extracts."""
 
     def __init__(self, spec: RunSpec) -> None:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        from vllm import LLM, SamplingParams
+        from vllm import SamplingParams
 
         from vllm_weir.api import params
         from vllm_weir.frontend.lookup import frontend_of
 
         # A captured prompt is computed whole, so the prefix cache would never be used.
-        options = {"enable_prefix_caching": False, "disable_log_stats": True} | spec.engine
-        with children_without_sigint(), children_that_end_with_us():
-            try:
-                self.llm = LLM(model=spec.model, **options)
-            except TypeError as e:
-                raise WeirError(f"vLLM refuses an option: {e}", "engine") from e
+        options = {"enable_prefix_caching": False} | spec.engine
+        self.llm = start_llm(spec.model, options)
         capabilities = frontend_of(self.llm).require_capabilities()
         self.reading: Reading
         if spec.features is None:
@@ -200,27 +191,3 @@ def _encodable(text: str | WeirError) -> str | WeirError:
     except UnicodeEncodeError as e:
         return WeirError(f"character {e.start} of the text is half of a surrogate pair")
     return text
-
-
-@contextlib.contextmanager
-def children_without_sigint() -> Iterator[None]:
-    """Block SIGINT in processes that are started inside: a terminal sends Ctrl-C to all of them.
-
-    Child processes inherit the mask of this thread. Another thread, without the mask, receives the
-    signal meanwhile, so that Ctrl-C keeps working here.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()  # starting it later would unblock the signal
-    done = threading.Event()
-    receiver = threading.Thread(target=done.wait, name="weir-sigint", daemon=True)
-    receiver.start()
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-        done.set()

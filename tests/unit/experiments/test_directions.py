@@ -112,3 +112,13 @@ def test_repeng_that_is_missing_or_broken(monkeypatch):
     monkeypatch.setitem(sys.modules, "repeng", None)
     with pytest.raises(WeirError, match="pip install repeng"):
         made().to_repeng()
+
+
+@pytest.mark.parametrize(
+    "call, field",
+    [(lambda d: d.add(layers=1.0), "layer"), (lambda d: d.only(2.5), "layer"), (lambda d: d.save(3), "path")],
+)
+def test_arguments_of_another_type(call, field):
+    with pytest.raises(WeirError) as e:
+        call(made())
+    assert e.value.field == field

@@ -12,7 +12,7 @@ import torch
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.metrics import LogitDiff, OnLogits, function_name
 from vllm_weir.experiments.mode import DENOISE, parse_mode
-from vllm_weir.experiments.prompts import encode, parse_prompt
+from vllm_weir.experiments.prompts import check_tokens, encode, parse_prompt
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only
 from vllm_weir.schema.positions import Positions
@@ -43,10 +43,27 @@ class PromptPair:
     texts: tuple[str, ...]
 
     @classmethod
-    def encode(cls, clean: Any, corrupt: Any, mode: Any, tokenizer: Any) -> PromptPair:
-        """Encode two prompts, texts or token ids; raise WeirError if their lengths differ."""
+    def encode(
+        cls, clean: Any, corrupt: Any, mode: Any, tokenizer: Any, vocab_size: int, longest: int | None = None
+    ) -> PromptPair:
+        """Encode two prompts, texts or token ids.
+
+        Args:
+            clean: as for `attribute`.
+            corrupt: likewise.
+            mode: likewise.
+            tokenizer: of the model; None if there is none.
+            vocab_size: tokens of the model.
+            longest: tokens of a prompt that the engine takes; None if there is no engine.
+
+        Raises:
+            WeirError: if their lengths differ, or the model or the engine does not take them.
+        """
         mode = parse_mode(mode)
-        one, other = _token_ids(clean, tokenizer, "clean"), _token_ids(corrupt, tokenizer, "corrupt")
+        one, other = (
+            _token_ids(prompt, tokenizer, vocab_size, longest, field)
+            for prompt, field in ((clean, "clean"), (corrupt, "corrupt"))
+        )
         if len(one) != len(other):
             raise WeirError(
                 f"the clean prompt has {len(one)} tokens and the corrupt one {len(other)}, so their positions do not "
@@ -179,6 +196,7 @@ def parse_count(value: Any, field: str) -> int:
     return int(value)
 
 
-def _token_ids(prompt: Any, tokenizer: Any, field: str) -> tuple[int, ...]:
-    (ids,) = encode([parse_prompt(prompt, field)], lambda: tokenizer, None, [field])
+def _token_ids(prompt: Any, tokenizer: Any, vocab_size: int, longest: int | None, field: str) -> tuple[int, ...]:
+    (ids,) = encode([parse_prompt(prompt, field)], lambda: tokenizer, longest, [field])
+    check_tokens([ids], vocab_size, [field])
     return tuple(ids)

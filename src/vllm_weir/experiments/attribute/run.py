@@ -87,7 +87,8 @@ def attribute(
     """
     count = parse_count(top_k, "top_k")
     engine, twin, tokenizer = _open(model, llm, device)
-    prompts = PromptPair.encode(clean, corrupt, mode, tokenizer)
+    longest = None if engine is None else engine.model.max_model_len - 1
+    prompts = PromptPair.encode(clean, corrupt, mode, tokenizer, twin.vocab_size, longest)
     asked = AskedSites.parse(hooks, layers, heads, twin.num_layers, lambda site: _shape(twin, site))
     chosen = prompts.select(positions, () if tokenizer is None else tokenizer.all_special_ids)
     function, name = parse_metric(metric, tokenizer, twin.vocab_size)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.attribute.gradient_checks import check_complete, check_stream
 from vllm_weir.experiments.attribute.twin_points import find_points
 from vllm_weir.schema.hooks import Site
@@ -84,10 +84,15 @@ class Twin:
         """Load a checkpoint in float32, with eager attention; `options` are those of ``from_pretrained``.
 
         Raises:
-            WeirError: if transformers cannot load it.
+            WeirError: if transformers cannot load it, or there is no such device.
         """
         from transformers import AutoModelForCausalLM
 
+        try:
+            torch.empty(0, device=device or "cpu")
+        except (AssertionError, RuntimeError, TypeError) as e:
+            reason = str(e).splitlines()[0][:120]
+            raise WeirError(f"torch cannot use {brief(device)}: {reason}", "device") from None
         try:
             network = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation="eager", **options

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.start import start_llm
 from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
+from vllm_weir.util.start_llm import start_llm
 
 SUFFIXES = (".gguf", ".safetensors")
 
@@ -47,13 +47,13 @@ def fit(
         from vllm_weir.experiments.fit.plot import plot_auc
         from vllm_weir.experiments.fit.run import fit as run
 
-        if not out.lower().endswith(SUFFIXES):
-            raise WeirError(f"expected a name that ends in {' or '.join(SUFFIXES)}", "out")
+        _check_files(out, plot, hook)
         blocks = layers if layers == "all" else parse_ints(layers, "'all' or ints", "layers")
-        metric = _metric(answer, wrong)
+        metric = _metric(answer, wrong, check)
         first, second = (
             read_prompts(path, name, column) for path, name in ((positive, "positive"), (negative, "negative"))
         )
+        _check_arguments((len(first), len(second)), method, hook, blocks, parse_positions(positions), folds, seed)
         found = run(
             start_llm(model, parse_engine_options(engine or [])), first, second, method, hook, blocks,
             parse_positions(positions), folds=folds, seed=seed, check=check, metric=metric, progress=not quiet,
@@ -63,11 +63,42 @@ def fit(
     _show(found, files, as_json)
 
 
-def _metric(answer: str | None, wrong: str | None) -> Any:
+def _check_files(out: str, plot: str | None, hook: str) -> None:
+    """Refuse files that cannot be written, while nothing is lost."""
+    from vllm_weir.experiments.output_files import check_output, check_plot
+    from vllm_weir.experiments.vectors.codec import check_gguf_hook
+    from vllm_weir.schema.hooks import normalise_hook
+
+    if not out.lower().endswith(SUFFIXES):
+        raise WeirError(f"expected a name that ends in {' or '.join(SUFFIXES)}", "out")
+    name = normalise_hook(hook)
+    if out.lower().endswith(".gguf"):
+        check_gguf_hook(name, "out")
+    check_output(out, "out")
+    if plot is not None:
+        check_plot(plot)
+
+
+def _check_arguments(
+    counts: tuple[int, int], method: str, hook: str, layers: Any, positions: Any, folds: int, seed: int
+) -> None:
+    """Refuse what `fit` would refuse of any engine, before one is started."""
+    from vllm_weir.experiments.fit.engine import parse_capture
+    from vllm_weir.experiments.fit.run import check_options
+    from vllm_weir.fitting.methods import method_of
+
+    method_of(method, *counts)
+    check_options(folds, seed)
+    parse_capture(hook, layers, positions)
+
+
+def _metric(answer: str | None, wrong: str | None, check: bool) -> Any:
     from vllm_weir.experiments.metrics import logit_diff
 
     if (answer is None) != (wrong is None):
         raise WeirError("--answer and --wrong go together", "wrong" if wrong is None else "answer")
+    if answer is not None and not check:
+        raise WeirError("it is what the check looks at; leave it out, or --no-check", "answer")
     return None if answer is None else logit_diff(answer, wrong)
 
 

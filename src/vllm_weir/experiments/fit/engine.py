@@ -65,8 +65,8 @@ class FitEngine:
             raise WeirError(f"fit runs on a vllm.LLM, not on {type(llm).__name__}", "llm")
         self._llm, self._engine, self._frontend = llm, engine, frontend
         self.capabilities = frontend.require_capabilities()
+        asked = parse_capture(hook, layers, positions)
         try:
-            asked = Capture(hook, layers, positions, path=_PATH)
             self.layers = asked.resolve_layers(self.capabilities.num_layers)
             one = asked.positions.kind == "last_prompt" or len(asked.positions.values) == 1 == _listed(asked)
             self.capture = Capture(asked.hook, self.layers, positions, reduce=None if one else "mean", path=_PATH)
@@ -127,6 +127,14 @@ class FitEngine:
             return self._llm.generate(prompts, sampling, use_tqdm=False)
         except WeirError as e:
             raise _own(e) from None
+
+
+def parse_capture(hook: Any, layers: Any, positions: Any) -> Capture:
+    """Return what is captured, as far as no engine is asked; raise WeirError naming the argument of `fit`."""
+    try:
+        return Capture(hook, layers, positions, path=_PATH)
+    except WeirError as e:
+        raise _own(e) from None
 
 
 def _listed(capture: Capture) -> int:

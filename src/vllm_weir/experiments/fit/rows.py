@@ -40,8 +40,8 @@ class FitRows(Protocol):
     def fit(self, site: Site, names: Sequence[str], task: FitTask) -> LayerFit:
         """Fit a block; see `RowCollection.fit`."""
 
-    def close(self) -> None:
-        """Forget the rows."""
+    def close(self, failure: BaseException | None = None) -> None:
+        """Forget the rows; `failure` is what is being raised meanwhile, which no other error may replace."""
 
 
 class WorkerRows:
@@ -69,8 +69,8 @@ class WorkerRows:
             held = [tuple(site) for answer in answers for site in answer["sites"]]
             if sorted(held) != sorted(map(tuple, sites)):
                 raise WeirError(f"the workers have {len(held)} of {len(sites)} blocks; see `weir sites`", "layers")
-        except BaseException:
-            self.close()
+        except BaseException as e:
+            self.close(e)
             raise
 
     def take(self, out: Any) -> str:
@@ -87,9 +87,14 @@ class WorkerRows:
         _raise_first(answers)
         return LayerFit.from_wire(next(answer["fit"] for answer in answers if answer))
 
-    def close(self) -> None:
+    def close(self, failure: BaseException | None = None) -> None:
         """Have the workers forget the rows."""
-        self._call(DROP, self._key)
+        try:
+            self._call(DROP, self._key)
+        except Exception as e:
+            if failure is None:
+                raise
+            failure.add_note(f"The workers could not drop the rows of the prompts: {type(e).__name__}: {e}")
 
 
 class CallerRows:
@@ -107,15 +112,19 @@ class CallerRows:
         self._rows = RowCollection(sites, torch.device("cpu"))
 
     def take(self, out: Any) -> str:
-        """Keep an output's rows."""
-        self._rows.put(out.request_id, torch.cat([out.activations[site] for site in self._rows.sites]))
+        """Keep an output's rows, or note that it has none; `fit` then says so."""
+        rows = torch.cat([out.activations[site] for site in self._rows.sites])
+        if len(rows):
+            self._rows.put(out.request_id, rows)
+        else:
+            self._rows.failures[out.request_id] = "positions select none of its tokens"
         return out.request_id
 
     def fit(self, site: Site, names: Sequence[str], task: FitTask) -> LayerFit:
         """Fit a block."""
         return self._rows.fit(site, names, task)
 
-    def close(self) -> None:
+    def close(self, failure: BaseException | None = None) -> None:
         """Forget nothing: the rows go with this object."""
 
 

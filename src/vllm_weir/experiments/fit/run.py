@@ -66,7 +66,7 @@ def fit(
             out while it was fitted: add it, subtract it, project it out. ``.details["causal"]`` has
             the results.
         metric: what the check looks at: `logit_diff`, or any metric of `sweep`. None: the score of
-            the probe at the last block fitted.
+            the probe at the last block fitted. Not with ``check=False``.
         sampling: ``SamplingParams`` for a `metric` that is a function of the output.
         progress: show a progress bar on stderr.
 
@@ -80,10 +80,12 @@ def fit(
     texts = [parse_prompts(prompts, name) for prompts, name in ((positive, "positive"), (negative, "negative"))]
     counts = len(texts[0]), len(texts[1])
     chosen = method_of(method, *counts)
-    _check_options(folds, seed, C)
+    check_options(folds, seed, C)
     if metric is None and sampling is not None:
         raise WeirError("it is for a metric; give one, or leave it out", "sampling")
-    wants_check = parse_flag(check, "check", "fit") or metric is not None
+    wants_check = parse_flag(check, "check", "fit")
+    if metric is not None and not wants_check:
+        raise WeirError("it is what the check looks at; leave it out, or check=False", "metric")
     engine = FitEngine(llm, hook, layers, positions)
     readout = None if metric is None else causal.metric_readout(engine, metric, sampling)
     tokens = [
@@ -122,8 +124,10 @@ def _fitted(
         for layer in engine.layers:
             found[layer] = rows.fit(Site(engine.hook, layer), names, task)
             bar.advance(shown)
-    finally:
-        rows.close()
+    except BaseException as e:
+        rows.close(e)
+        raise
+    rows.close()
     return rows.place, found
 
 
@@ -177,7 +181,7 @@ def _skipped(why: str, readout: causal.Readout | None) -> dict[str, Any]:
     return {"skipped": why}
 
 
-def _check_options(folds: Any, seed: Any, strength: Any) -> None:
+def check_options(folds: Any, seed: Any, strength: Any = 1.0) -> None:
     """Check the numbers among the arguments."""
     for value, name, least in ((folds, "folds", 2), (seed, "seed", 0)):
         if not is_int(plain(value)) or plain(value) < least:

@@ -9,8 +9,8 @@ import numpy as np
 import typer
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.start import start_llm
 from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
+from vllm_weir.util.start_llm import start_llm
 
 if TYPE_CHECKING:
     from vllm_weir.experiments.sweep.result import Sweep
@@ -41,7 +41,7 @@ def sweep(
     mode: Annotated[str, typer.Option(help="denoise: clean rows into the corrupt run; noise: reverse.")] = "denoise",
     to: Annotated[str | None, typer.Option(help="Receiver of a path, say q.5.")] = None,
     to_heads: Annotated[str | None, typer.Option(help="Its heads: ints with commas. [all]")] = None,
-    freeze: Annotated[str, typer.Option(help="What a path holds still, with commas.")] = "attn_out,mlp_out",
+    freeze: Annotated[str | None, typer.Option(help="What a path holds still, with commas. [attn_out,mlp_out]")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="File to continue from after an interruption.")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="File for the result (.npz).")] = None,
     plot: Annotated[str | None, typer.Option(help="Heat maps: .png, .svg or .html.")] = None,
@@ -57,24 +57,48 @@ def sweep(
     """
     with exit_on_error():
         from vllm_weir.experiments.metrics import logit_diff
+        from vllm_weir.experiments.sweep.prepare import check_arguments
         from vllm_weir.experiments.sweep.run import sweep as run
-        from vllm_weir.schema.hooks import parse_site
 
+        _check_files(out, plot)
         prompts = _prompts(clean, corrupt, answer, wrong, pairs)
-        receiver = None if to is None else (*parse_site(to), parse_ints(to_heads, "ints", "to_heads"))
+        receiver, held = _path(to, to_heads, freeze)
         picked = {
             "layers": layers if layers == "all" else parse_ints(layers, "'all' or ints", "layers"),
             "heads": heads if heads == "all" else parse_ints(heads, "'all' or ints", "heads"),
         }
+        check_arguments(hooks.split(","), picked["layers"], parse_positions(positions), mode, receiver, held)
         result = run(
             start_llm(model, parse_engine_options(engine or [])), prompts.clean, prompts.corrupt, hooks.split(","),
             positions=parse_positions(positions), metric=logit_diff(prompts.answers, prompts.wrong), mode=mode,
-            to=receiver, freeze=freeze.split(","), checkpoint=checkpoint, progress=not quiet, **picked,
+            to=receiver, freeze=held, checkpoint=checkpoint, progress=not quiet, **picked,
         )  # fmt: skip
         if out is not None:
             result.save(out)
         files = [] if plot is None else [str(file) for file in result.plot(plot)]
     _show(result, [] if out is None else [out], files, as_json)
+
+
+def _check_files(out: str | None, plot: str | None) -> None:
+    """Refuse files that cannot be written, while nothing is lost."""
+    from vllm_weir.experiments.output_files import check_output, check_plot
+
+    if out is not None:
+        check_output(out, "out")
+    if plot is not None:
+        check_plot(plot)
+
+
+def _path(to: str | None, to_heads: str | None, freeze: str | None) -> tuple[Any, Any]:
+    """Return the receiver of a path, None for no path, and what is held still on it."""
+    from vllm_weir.experiments.sweep.path import FREEZABLE
+    from vllm_weir.schema.hooks import parse_site
+
+    for name, value in (("to_heads", to_heads), ("freeze", freeze)):
+        if to is None and value is not None:
+            raise WeirError("it is for a path; give its receiver, --to, or leave it out", name)
+    receiver = None if to is None else (*parse_site(to), parse_ints(to_heads, "ints", "to_heads"))
+    return receiver, FREEZABLE if freeze is None else freeze.split(",")
 
 
 def _prompts(
@@ -92,11 +116,14 @@ def _prompts(
     try:
         with open(pairs, encoding="utf-8") as file:
             records = [json.loads(line) for line in file if line.strip()]
-        return Prompts(*([record[name] for record in records] for name in given))
+        prompts = Prompts(*([record[name] for record in records] for name in given))
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise WeirError(
             f"cannot read {pairs}: {type(e).__name__}: {e}; each line is an object with {', '.join(given)}", "pairs"
         ) from None
+    if not prompts.clean:
+        raise WeirError(f"there are no pairs in {pairs}", "pairs")
+    return prompts
 
 
 def _show(result: Sweep, saved: list[str], plots: list[str], as_json: bool) -> None:

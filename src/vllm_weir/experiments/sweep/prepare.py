@@ -9,7 +9,7 @@ from typing import Any
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.metrics import BoundMetric, OnLogits, bind_metric, qualified_name
 from vllm_weir.experiments.mode import DENOISE, parse_mode
-from vllm_weir.experiments.prompts import Prompt, encode, named, parse_one_or_more
+from vllm_weir.experiments.prompts import Prompt, check_tokens, encode, named, parse_one_or_more
 from vllm_weir.experiments.sweep.path import Receiver, parse_freeze, precedes
 from vllm_weir.experiments.sweep.places import parse_entries, place_entries
 from vllm_weir.experiments.sweep.plan import Pair, SweepPlan, token_labels
@@ -64,9 +64,7 @@ class EngineFacts:
         """Return the token ids of prompts, with the tokenizer's special tokens if they are texts."""
         fields, size = named(prompts, field), self.model.get_vocab_size()
         encoded = encode(prompts, lambda: self.tokenizer, self.model.max_model_len - 1, fields)
-        for tokens, name in zip(encoded, fields, strict=True):
-            if max(tokens) >= size:
-                raise WeirError(f"token {max(tokens)} does not exist: the vocabulary has {size}", name)
+        check_tokens(encoded, size, fields)
         return list(map(tuple, encoded))
 
     def encode_token(self, text: str) -> list[int]:
@@ -83,6 +81,17 @@ class EngineFacts:
         if self.tokenizer is None:
             return [str(token) for token in token_ids]
         return [self.tokenizer.decode([token]) for token in token_ids]
+
+
+def check_arguments(hooks: Any, layers: Any, positions: Any, mode: Any, to: Any, freeze: Any) -> None:
+    """Raise WeirError for arguments of `sweep` that it would refuse of any engine."""
+    parse_mode(mode)
+    _parse_hooks(hooks)
+    parse_layers(layers, "layers")
+    parse_entries(positions)
+    if to is not None:
+        Receiver.parse(to)
+        parse_freeze(freeze)
 
 
 def prepare(

@@ -37,11 +37,7 @@ def to_gguf(vectors: Mapping[int, np.ndarray], known: Mapping[str, Any], model_h
     Raises:
         WeirError: for directions of another hook point than `resid_post`, the only one it has.
     """
-    if known["hook"] != "resid_post":
-        raise WeirError(
-            f"a control vector is added to what leaves a block, resid_post, not {known['hook']}; save safetensors",
-            "path",
-        )
+    check_gguf_hook(known["hook"], "path")
     if len(vectors) > _MOST_LAYERS:
         raise WeirError(f"{len(vectors)} directions, more than the limit of {_MOST_LAYERS}", "path")
     tensors = {f"direction.{layer}": vector for layer, vector in vectors.items() if layer}
@@ -55,6 +51,14 @@ def to_gguf(vectors: Mapping[int, np.ndarray], known: Mapping[str, Any], model_h
         metadata[BLOCK_0] = dumps(Vector(vectors[0]).to_json(), BLOCK_0)
         warnings.warn("llama.cpp and repeng will not see the direction of block 0: GGUF has none", stacklevel=3)
     return write_gguf(metadata, tensors)
+
+
+def check_gguf_hook(hook: str, field: str) -> None:
+    """Raise WeirError naming `field` unless a control vector can have directions of that hook point."""
+    if hook != "resid_post":
+        raise WeirError(
+            f"a control vector is added to what leaves a block, resid_post, not {hook}; save safetensors", field
+        )
 
 
 def describe(known: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Given:
         if self.layers is None:
             return
         layers = plain(self.layers)
-        layers = [layers] if is_int(layers) else [plain(layer) for layer in layers]
+        layers = [plain(layer) for layer in layers] if isinstance(layers, Iterable) else [layers]
         if not layers or not all(is_int(layer) and layer >= 0 for layer in layers):
             raise WeirError("expected the index of a block, or several, counted from 0", "layers")
         set_fields(self, layers=tuple(map(int, layers)))

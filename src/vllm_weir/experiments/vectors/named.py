@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.experiments.vectors.found import HIDDEN_STATES, Found, Given
+from vllm_weir.experiments.vectors.found import BLOCKS, HIDDEN_STATES, Found, Given
 from vllm_weir.schema.hooks import ALIASES, HOOKS, parse_site, split_transformer_lens
 from vllm_weir.schema.vector_files import number_in
 from vllm_weir.schema.vectors import KEPT, Vector
@@ -21,6 +21,11 @@ _MODULE_HOOKS = {
     "attention": "attn_out",
     "mlp": "mlp_out",
 }
+_PLAIN = re.compile(r"(?:(?:direction|layer|block)s?[._])?\d{1,9}", re.ASCII)
+"""Names that say a block and nothing else."""
+_HOOK_WORDS = "|".join(sorted((name for name in (*HOOKS, *ALIASES) if re.fullmatch(r"\w+_\w+", name)), key=len)[::-1])
+_HOOK_IN = re.compile(rf"(?:.*[^A-Za-z0-9])??({_HOOK_WORDS})(?![A-Za-z0-9])", re.ASCII | re.DOTALL)
+_HIDDEN_STATES = re.compile(r"hidden[_.-]?states?", re.ASCII | re.IGNORECASE)
 _NUMPY = re.compile(r"arr_(\d{1,9})", re.ASCII)
 """What numpy calls arrays without a name; the number is their place in the call."""
 
@@ -39,11 +44,11 @@ def from_names(arrays: Mapping[str, Any], given: Given, source: str, field: str 
     """
     if not arrays:
         raise WeirError("there is no vector in it", field)
-    places = {name: place_of(name, f"{field}.{brief(name)}") for name in arrays}
+    places = {name: place_of(name, given, f"{field}.{brief(name)}") for name in arrays}
     if all(_NUMPY.fullmatch(name) for name in arrays):
         ordered = sorted(arrays, key=lambda name: int(name.removeprefix("arr_")))
         return from_rows([arrays[name] for name in ordered], given, source, field)
-    if len(arrays) == 1 and None in places.values():
+    if len(arrays) == 1 and _is_free(*next(iter(places.items())), given):
         return from_rows(list(arrays.values()), given, source, field)
     for name, place in places.items():
         if place is None:
@@ -73,7 +78,8 @@ def from_rows(arrays: Sequence[Any], given: Given, source: str, field: str = "fi
     rows: list[Any] = []
     for array in arrays:
         whole = Vector.parse(array, field, KEPT).array
-        assert whole is not None
+        if whole is None:
+            raise WeirError("expected numbers, got a name", field)
         if whole.ndim == 3:
             raise WeirError(f"expected [d] or [layers, d], got {list(whole.shape)}", field)
         rows += [whole] if whole.ndim == 1 else list(whole)
@@ -86,11 +92,20 @@ def from_rows(arrays: Sequence[Any], given: Given, source: str, field: str = "fi
     return _found(dict(zip(given.layers, rows, strict=True)), hook, given, source, "layers=", field)
 
 
-def place_of(name: str, field: str) -> tuple[str | None, int] | None:
+def _is_free(name: str, place: tuple[str | None, int] | None, given: Given) -> bool:
+    """Return whether the caller says the block of the only array: a number after other words may be a version."""
+    if place is None:
+        return True
+    says_block = place[0] is not None or _PLAIN.fullmatch(name) or _MODULE.fullmatch(name)
+    return given.layers is not None and not says_block
+
+
+def place_of(name: str, given: Given, field: str) -> tuple[str | None, int] | None:
     """Return the (hook point, layer) that a name says, with None for a hook point it does not say.
 
     Raises:
-        WeirError: for a name that says a place which is no hook point.
+        WeirError: for a name that says a place which is no hook point, or one that is not clear
+            from it and what the caller says.
     """
     site = split_transformer_lens(name, field)
     if site is not None:
@@ -104,7 +119,26 @@ def place_of(name: str, field: str) -> tuple[str | None, int] | None:
             raise WeirError(f"the output of {module[2]} is no hook point", field)
         return (_MODULE_HOOKS[module[2]] if name.count(".") > 1 else None), int(module[1])
     number = number_in(name)
-    return None if number is None else (None, number)
+    if number is None:
+        return None
+    hook = _hook_in(name)
+    if hook is not None and hook != (given.hook or "resid_post"):
+        raise WeirError(f"{hook}, and the number is not clearly its block: write {hook}.{number}", field)
+    if given.numbering is None and _HIDDEN_STATES.search(name):
+        raise WeirError(
+            f"{brief(name)} may count transformers' hidden states, of which number N leaves block N - 1, or blocks; "
+            f"give {HIDDEN_STATES!r} or {BLOCKS!r}",
+            "numbering",
+        )
+    return hook, number
+
+
+def _hook_in(name: str) -> str | None:
+    """Return the hook point that the words before a name's number say; one word must be all between two dots."""
+    words = name.rstrip("0123456789")
+    match = _HOOK_IN.match(words)
+    found = [match[1]] if match else [part.strip("_") for part in re.split(r"\W+", words)]
+    return next((ALIASES.get(word, word) for word in found if ALIASES.get(word, word) in HOOKS), None)
 
 
 def _found(vectors: dict[int, Any], hook: str, given: Given, source: str, whence: str, field: str) -> Found:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from vllm_weir.experiments.vectors.found import Found, Given, read_bytes
 from vllm_weir.experiments.vectors.torch_files import load
 from vllm_weir.schema.interventions import LowRank
 from vllm_weir.schema.json_text import loads
-from vllm_weir.schema.scalars import is_int
+from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import Vector
 
 CONFIG = "config.json"
@@ -61,19 +62,41 @@ def load_reft(path: str | Path, positions: Any = "all") -> list[LowRank]:
 
     Args:
         path: the folder, with ``config.json`` and a file ``intkey_....bin`` for each intervention.
-        positions: selector of the rows that are changed; pyreft takes it from each example's data.
+        positions: selector of the rows that are changed, which pyreft takes from each example's
+            data; or a list of selectors, one for each intervention in the order of ``config.json``
+            (a list of ints alone is one selector). Two interventions at one place need the list.
 
     Raises:
         WeirError: for interventions of other kinds, naming the entry; StoreError if a file cannot
             be read.
     """
-    out = []
-    for entry in _entries(Path(path)):
+    if not isinstance(path, (str, os.PathLike)):
+        raise WeirError(f"expected the path of a folder, got {type(path).__name__}", "path")
+    entries, out = _entries(Path(path)), []
+    for entry, selector in zip(entries, _selectors(positions, entries), strict=True):
         if entry.kind == "Lobireft":
             raise WeirError("LobiReFT adds one vector; read it with weir.load_vector", entry.field)
         R, W, b = _low_rank(entry)
-        out.append(LowRank(R, W, b, layers=entry.layer, hook=entry.hook, positions=positions))
+        out.append(LowRank(R, W, b, layers=entry.layer, hook=entry.hook, positions=selector))
     return out
+
+
+def _selectors(positions: Any, entries: Sequence[Entry]) -> list[Any]:
+    """Return the selector of each intervention; raise WeirError if one would be for two of the same place."""
+    if isinstance(positions, (list, tuple)) and not all(is_int(plain(item)) for item in positions):
+        if len(positions) != len(entries):
+            raise WeirError(f"{len(positions)} selectors for {len(entries)} interventions", "positions")
+        return list(positions)
+    first: dict[tuple[str, int], Entry] = {}
+    for entry in entries:
+        other = first.setdefault((entry.hook, entry.layer), entry)
+        if other is not entry:
+            raise WeirError(
+                f"{other.field} and {entry.field} are both at {entry.hook}[{entry.layer}], each trained at positions "
+                f"of its own; give a list of {len(entries)} selectors, one for each intervention (of ints: [[0], [3]])",
+                "positions",
+            )
+    return [positions] * len(entries)
 
 
 def read_vectors(path: Path, given: Given) -> Found:

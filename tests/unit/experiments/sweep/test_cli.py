@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_weir.cli.main import app
-from vllm_weir.errors import WeirError
 from vllm_weir.experiments.grid import Grid
 from vllm_weir.experiments.metrics import Baseline, LogitDiff
 from vllm_weir.experiments.sweep import cli, run
@@ -62,6 +61,7 @@ def test_defaults_and_files(asked: dict[str, Any], tmp_path: Path) -> None:
     out, plot = str(tmp_path / "a.npz"), str(tmp_path / "a.html")
     done = invoke(*PROMPTS, "--heads", "all", "--json", "--out", out, "--plot", plot)
     assert done.exit_code == 0, done.output
+    assert asked["freeze"] == ("attn_out", "mlp_out")
     assert (asked["layers"], asked["positions"], asked["heads"], asked["to"]) == ("all", "all", "all", None)
     found = json.loads(done.stdout)
     assert found["grid"] == [[[0.5], [2.0]]] and found["axes"]["layer"] == [0, 1] and found["files"] == [out, plot]
@@ -86,20 +86,21 @@ def test_pairs_from_a_file(asked: dict[str, Any], tmp_path: Path) -> None:
         (["--pairs", "/nowhere"], "pairs: cannot read"),
         ([*PROMPTS, "--layers", "some"], "layers: expected 'all' or ints"),
         ([*PROMPTS, "--to", "q"], "site: 'q' says no layer"),
-        ([*PROMPTS, "--plot", "a.gif"], "path: the path of a plot"),
+        (["--pairs", "/dev/null"], "pairs: there are no pairs"),
+        ([*PROMPTS, "--plot", "a.gif"], "plot: the path of a plot"),
+        ([*PROMPTS, "--out", "/nowhere/a.npz"], "out: there is no folder"),
+        ([*PROMPTS, "--out", "/"], "out: / is a folder"),
+        ([*PROMPTS, "--mode", "other"], "mode: unknown mode"),
+        ([*PROMPTS, "--hook", "nowhere"], "hooks: "),
+        ([*PROMPTS, "--positions", '["x"]'], "positions"),
+        ([*PROMPTS, "--to", "q.5", "--freeze", "z"], "freeze: z cannot be held still"),
+        ([*PROMPTS, "--to-heads", "1"], "to_heads: it is for a path"),
+        ([*PROMPTS, "--freeze", "mlp_out"], "freeze: it is for a path"),
         ([*PROMPTS, "-e", "seed"], "engine: expected key=value"),
     ],
 )
 def test_refused(asked: dict[str, Any], arguments: list[str], says: str) -> None:
+    """Before an engine is started."""
     done = invoke(*arguments)
     assert done.exit_code == 1 and says in done.output and "Traceback" not in done.output
-
-
-def test_an_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def llm(**arguments: Any) -> Any:
-        raise ValueError(f"no {arguments['model']}")
-
-    monkeypatch.setattr("vllm.LLM", llm)
-    with pytest.raises(WeirError, match="vLLM cannot start: no model") as error:
-        cli.start_llm("model", {})
-    assert error.value.field == "engine"
+    assert not asked

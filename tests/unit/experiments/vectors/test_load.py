@@ -96,6 +96,47 @@ def test_a_hook_point_is_given_only_where_none_is_said(tmp_path):
     refused("hook", tmp_path / "a", hook="nowhere")
 
 
+@pytest.mark.parametrize(
+    "name, hook",
+    [
+        ("mlp_out.layer.3", "mlp_out"),
+        ("resid_pre_3", "resid_pre"),
+        ("my_hook_mlp_out_3", "mlp_out"),
+        ("mlp_pre_linear-3", "mlp_pre_linear"),
+        ("happy.z_3", "z"),
+    ],
+)
+def test_a_name_that_holds_another_hook_point_is_not_passed_over(tmp_path, name, hook):
+    for i, arrays in enumerate(({name: A}, {name: A, f"{name[:-1]}4": B})):
+        save_file(arrays, tmp_path / str(i))
+        assert f"write {hook}.3" in refused(f"file.{name}", tmp_path / str(i))
+    same(load_vector(tmp_path / "1", hook=hook), {3: A, 4: B})
+
+
+@pytest.mark.parametrize("name", ["resid_post_3", "happy_z_3", "quiz.3", "residual_3", "behaviour_pattern_3"])
+def test_other_words_before_the_number(tmp_path, name):
+    save_file({name: A}, tmp_path / "v")
+    found = load_vector(tmp_path / "v")
+    same(found, {3: A})
+    assert found.hook == "resid_post"
+
+
+def test_a_number_that_may_be_a_version_yields_to_the_block_given(tmp_path):
+    save_file({"happy_v2": A}, tmp_path / "v")
+    same(load_vector(tmp_path / "v"), {2: A})
+    same(load_vector(tmp_path / "v", layers=7), {7: A})
+    for name in ("layer_2", "2", "h.2", "resid_post_2", "resid_post.2"):
+        save_file({name: A}, tmp_path / "w")
+        refused("layers", tmp_path / "w", layers=7)
+
+
+def test_names_of_hidden_states_need_their_numbering(tmp_path):
+    save_file({"hidden_states.3": A}, tmp_path / "v")
+    assert "leaves block N - 1" in refused("numbering", tmp_path / "v")
+    same(load_vector(tmp_path / "v", numbering="blocks"), {3: A})
+    same(load_vector(tmp_path / "v", numbering="hidden_states"), {2: A})
+
+
 def test_hidden_states_are_numbered_from_the_embedding(tmp_path):
     save_file({"layer_1": A, "layer_4": B}, tmp_path / "v")
     found = load_vector(tmp_path / "v", numbering="hidden_states")
@@ -122,6 +163,13 @@ def test_one_vector_needs_its_block(tmp_path, write):
     same(load_vector(path, layers=[7], numbering="hidden_states"), {6: A})
     refused("layers", path, layers=[1, 2])
     refused("layers", path, layers=-1)
+
+
+def test_what_is_no_layer_and_no_vector(tmp_path):
+    np.save(tmp_path / "v.npy", A)
+    refused("layers", tmp_path / "v.npy", layers=1.5)
+    torch.save(["happy"], tmp_path / "w.pt")
+    assert "got a name" in refused("file", tmp_path / "w.pt", layers=1)
 
 
 def test_rows_get_their_blocks_in_order(tmp_path):

@@ -106,6 +106,30 @@ def test_the_order_is_that_of_the_configuration(tmp_path):
     assert [found.layers for found in load_reft(tmp_path / "v")] == [(4,), (1,)]
 
 
+def test_interventions_at_one_place_need_positions_of_their_own(tmp_path):
+    """pyreft's f1+l1 with unshared weights: one is trained at the first positions, one at the last."""
+    path, key = tmp_path / "v", "layer.{layer}.comp.block_output.unit.pos.nunit.1#{n}"
+    folder(path, ["Loreft"] * 2, representations=[[1, "block_output", "pos", 1]] * 2)
+    for n, layer in enumerate(LAYERS):
+        old = path / f"intkey_layer.{layer}.comp.block_output.unit.pos.nunit.1#0.bin"
+        old.rename(path / f"intkey_{key.format(layer=1, n=n)}.bin")
+    for positions in ("all", [0, 3]):
+        with pytest.raises(WeirError, match=r"nunit\.1#0\.bin and .*nunit\.1#1\.bin") as e:
+            load_reft(path, positions)
+        assert e.value.field == "positions"
+    with pytest.raises(WeirError, match="3 selectors for 2 interventions"):
+        load_reft(path, ["all", "prompt", "generated"])
+    found = load_reft(path, [[0], "last_prompt"])
+    assert [one.layers for one in found] == [(1,), (1,)]
+    assert [one.positions.kind for one in found] == ["list", "last_prompt"]
+
+
+def test_what_is_no_path():
+    with pytest.raises(WeirError) as e:
+        load_reft(3)
+    assert e.value.field == "path"
+
+
 @pytest.mark.parametrize(
     "component, key, hook",
     [
