@@ -197,13 +197,25 @@ def _fold_input(file: ParsedFile, tensors: dict[str, torch.Tensor], given: Given
         )
     if config.apply_b_dec_to_input:
         folding.subtract_b_dec_in_encoder(tensors)
+    if file.center:  # of what the file means, so before it is expressed by the rows of Weir
+        folding.centre_input(tensors)
     if weight is not None:
         folding.divide_input(tensors, weight)
         if bias is not None:
             folding.shift_input(tensors, -bias.double())
-    if file.center:
-        folding.centre_input(tensors)
+        if not config.is_transcoder:
+            return _fold_output(config, tensors, weight, bias)
     return replace(config, apply_b_dec_to_input=False)
+
+
+def _fold_output(
+    config: SAEConfig, tensors: dict[str, torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
+) -> SAEConfig:
+    """Fold the norm into the decoder of an autoencoder, which reconstructs what it reads; return the config."""
+    if config.rescale_acts_by_decoder_norm:  # by the norms that the file's decoder has
+        folding.scale_by_decoder_norms(tensors)
+    folding.multiply_output(tensors, weight, bias)
+    return replace(config, apply_b_dec_to_input=False, rescale_acts_by_decoder_norm=False)
 
 
 def _norm(

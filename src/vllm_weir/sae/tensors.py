@@ -110,6 +110,13 @@ def divide_input(tensors: dict[str, torch.Tensor], divisor: torch.Tensor) -> Non
         tensors["W_skip"] = tensors["W_skip"].float() / divisor.float()
 
 
+def multiply_output(tensors: dict[str, torch.Tensor], factor: torch.Tensor, shift: torch.Tensor | None) -> None:
+    """Fold a factor and the addition of `shift`, both [d_out], of the reconstruction into the decoder."""
+    tensors["W_dec"] = tensors["W_dec"].float() * factor.float()
+    b_dec = tensors["b_dec"].double() * factor.double()
+    tensors["b_dec"] = (b_dec if shift is None else b_dec + shift.double()).float()
+
+
 def centre_input(tensors: dict[str, torch.Tensor]) -> None:
     """Fold the subtraction of each row's mean from the input into the weights that read it."""
     encoder = tensors["W_enc"].float()
