@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import warnings
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -141,13 +140,8 @@ def _read_gemma_scope(path: Path, given: Given, name: str) -> tuple[ParsedFile, 
             tensors = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as e:
         raise WeirError(f"truncated, damaged or no .npz file of numbers ({str(e)[:80]})", path.name) from None
-    if site.hook == "mlp_in" and given.norm_weight is None:
-        warnings.warn(
-            "Gemma Scope's transcoders read what the norm returns before its weight: pass norm_weight=1 + weight, or "
-            "norm_weight=1 for a transcoder that reads mlp_in as it is",
-            stacklevel=4,
-        )
-    return ParsedFile(config, center=bool(given.center_rows)), tensors
+    # Its transcoders read what the norm returns before its weight.
+    return ParsedFile(config, center=bool(given.center_rows), before_weight=site.hook == "mlp_in"), tensors
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -227,7 +221,8 @@ def _norm(
         if file.before_weight:
             raise WeirError(
                 f"it reads what the norm returns before its weight and bias, {file.config.site} is after them: pass "
-                "norm_weight= (1 + weight in Gemma) and norm_bias=, or norm_weight=1 if it was trained after them",
+                "norm_weight= (1 + weight in Gemma) and norm_bias=, or norm_weight=1 if it was trained after them; "
+                "where only a path can be given, give what SAE.load(path, norm_weight=...).save(directory) writes",
                 "norm_weight",
             )
         if given.norm_bias is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 
 import numpy as np
 import pytest
@@ -322,14 +321,16 @@ def test_gemma_scope(tmp_path):
 def test_gemma_scope_transcoders(tmp_path):
     tensors = weights("jumprelu_transcoder")
     path = write_npz(tmp_path, tensors)
-    with pytest.warns(UserWarning, match="norm_weight"):
-        sae = weir.SAE.load(path, site=("mlp_in", 5))
-    assert sae.architecture == "jumprelu_transcoder" and sae.out_site == ("mlp_out", 5)
+    message = refused("norm_weight", path, site=("mlp_in", 5)).message
+    assert "norm_weight=1 if" in message and ".save(directory)" in message
     reference, weight = Reference("jumprelu_transcoder", tensors), 1 + torch.rand(D_IN)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_like(weir.SAE.load(path, site=("mlp_in", 5), norm_weight=1), reference, rows())
-        assert_like(weir.SAE.load(path, site=("mlp_in", 5), norm_weight=weight), reference, rows() * weight, rows())
+    as_it_is = weir.SAE.load(path, site=("mlp_in", 5), norm_weight=1)
+    assert as_it_is.architecture == "jumprelu_transcoder" and as_it_is.out_site == ("mlp_out", 5)
+    assert_like(as_it_is, reference, rows())
+    folded = weir.SAE.load(path, site=("mlp_in", 5), norm_weight=weight)
+    assert_like(folded, reference, rows() * weight, rows())
+    folded.save(tmp_path / "folded")
+    assert_like(weir.SAE.load(tmp_path / "folded"), reference, rows() * weight, rows())
 
 
 @pytest.mark.parametrize(
