@@ -169,6 +169,8 @@ def test_a_head(tmp_path):
     assert json.loads((tmp_path / "flat" / "cfg.json").read_text())["reshape_activations"] == "hook_z"
     refused("hook_head_index", write_v5(tmp_path / "no", "standard", tensors, hook_head_index=2))
     refused("hook_head_index", write_v5(tmp_path / "negative", "standard", tensors, **{**z, "hook_head_index": -1}))
+    of_one_head = {"hook_name": "blocks.1.attn.hook_z", "hook_head_index": 2}
+    refused("hook_head_index", write_v6(tmp_path / "t", "transcoder", weights("transcoder"), metadata=of_one_head))
 
 
 def test_names_that_mean_two_things(tmp_path):
