@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -93,6 +95,12 @@ def test_without_a_limit_it_is_what_the_device_has_free(file, monkeypatch):
     assert f"the device has {size - 1} bytes free" in WorkerSAEs(CPU).load("a", file)["error"]
     monkeypatch.setattr(saes, "_free_bytes", lambda device: size + saes.SPARE)
     assert WorkerSAEs(CPU).load("a", file) == {"bytes": size}
+
+
+def test_memory_that_holds_cached_files_is_free(monkeypatch):
+    meminfo = "MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable: 4096 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: meminfo)
+    assert saes._free_bytes(CPU) == 4096 << 10
 
 
 def test_a_full_device_and_a_missing_file_are_answers(tmp_path, file, monkeypatch):
