@@ -75,10 +75,9 @@ def write(path: Path, config: SAEConfig, tensors: dict[str, torch.Tensor]) -> No
     d_in, d_sae = tensors["W_enc"].shape
     dtype = str(tensors["W_enc"].dtype).removeprefix("torch.")
     cfg = to_cfg(config, dtype, d_in, d_sae, tensors["W_dec"].shape[1])
-    kept = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _write_weights(path / WEIGHTS, kept)
+        _write_weights(path / WEIGHTS, folding.for_file(tensors))
         with atomic_write(path / CFG) as file:
             file.write((json.dumps(cfg, indent=2) + "\n").encode())
     except (OSError, SafetensorError) as e:
