@@ -216,8 +216,9 @@ async def load_sae_async(engine: Any, name: str, sae: SAE | str | os.PathLike) -
 def unload_sae(llm: Any, name: str) -> None:
     """Remove a sparse autoencoder from the engine's workers.
 
-    Requests that were admitted with a `SetFeature` keep what it does; those for which the workers
-    encode rows go on, too, and its memory is free once they have ended.
+    Requests that were admitted with a `SetFeature` keep what it does. Those for which the workers
+    encode rows go on if they have begun, and its memory is free once they have ended; those that
+    still wait fail.
 
     Raises:
         WeirError: if there is no such name, or what `set_global` or `register` were given has the

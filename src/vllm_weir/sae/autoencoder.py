@@ -66,8 +66,8 @@ class SAE:
     ) -> SAE:
         """Load an autoencoder from a directory of SAELens or Gemma Scope's ``params.npz``.
 
-        What a file asks for is done or refused. Linear functions of the input are folded into the
-        weights.
+        What a file asks for is done or refused. Linear functions of the input, and their inverses
+        for the reconstruction, are folded into the weights.
 
         Args:
             path: a directory with ``cfg.json`` and ``sae_weights.safetensors`` (SAELens 5 and 6,
@@ -82,11 +82,13 @@ class SAE:
             norm_scaling_factor: for ``normalize_activations: expected_average_only_in``: the factor
                 of the rows, unless ``activation_scaler.json`` beside the weights has it.
             norm_weight: for autoencoders of ``hook_normalized``, and Gemma Scope's transcoders:
-                what the norm multiplies by, [d_in] (1 + weight in Gemma), which is divided out; or
-                1 if the autoencoder was trained on rows that have it.
+                what the norm multiplies by, [d_in] (1 + weight in Gemma); or 1 if the autoencoder
+                was trained on rows that have it. It is divided out of the rows, and an
+                autoencoder's reconstruction is multiplied by it.
             norm_bias: what that norm adds, [d_in].
             center_rows: whether the mean of each row is subtracted first, as TransformerLens's
-                ``center_writing_weights`` does in models with LayerNorm.
+                ``center_writing_weights`` does in models with LayerNorm. The reconstruction is of
+                the row without its mean, which a LayerNorm does not see.
 
         Raises:
             WeirError: naming the entry, tensor or argument.

@@ -122,6 +122,8 @@ class SAEConfig:
             raise WeirError(f"a head is an int from 0, got {brief(self.head)!r}", "head")
         if self.site.hook not in HEAD_HOOKS:
             raise WeirError(f"{self.site} has no heads; those with heads are {', '.join(HEAD_HOOKS)}", "head")
+        if self.is_transcoder:
+            raise WeirError("a transcoder that reads a single head is not supported", "head")
 
 
 def _site(value: object, name: str) -> Site:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import warnings
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -76,10 +75,9 @@ def write(path: Path, config: SAEConfig, tensors: dict[str, torch.Tensor]) -> No
     d_in, d_sae = tensors["W_enc"].shape
     dtype = str(tensors["W_enc"].dtype).removeprefix("torch.")
     cfg = to_cfg(config, dtype, d_in, d_sae, tensors["W_dec"].shape[1])
-    kept = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _write_weights(path / WEIGHTS, kept)
+        _write_weights(path / WEIGHTS, folding.for_file(tensors))
         with atomic_write(path / CFG) as file:
             file.write((json.dumps(cfg, indent=2) + "\n").encode())
     except (OSError, SafetensorError) as e:
@@ -141,13 +139,8 @@ def _read_gemma_scope(path: Path, given: Given, name: str) -> tuple[ParsedFile, 
             tensors = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as e:
         raise WeirError(f"truncated, damaged or no .npz file of numbers ({str(e)[:80]})", path.name) from None
-    if site.hook == "mlp_in" and given.norm_weight is None:
-        warnings.warn(
-            "Gemma Scope's transcoders read what the norm returns before its weight: pass norm_weight=1 + weight, or "
-            "norm_weight=1 for a transcoder that reads mlp_in as it is",
-            stacklevel=4,
-        )
-    return ParsedFile(config, center=bool(given.center_rows)), tensors
+    # Its transcoders read what the norm returns before its weight.
+    return ParsedFile(config, center=bool(given.center_rows), before_weight=site.hook == "mlp_in"), tensors
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -197,13 +190,25 @@ def _fold_input(file: ParsedFile, tensors: dict[str, torch.Tensor], given: Given
         )
     if config.apply_b_dec_to_input:
         folding.subtract_b_dec_in_encoder(tensors)
+    if file.center:  # of what the file means, so before it is expressed by the rows of Weir
+        folding.centre_input(tensors)
     if weight is not None:
         folding.divide_input(tensors, weight)
         if bias is not None:
             folding.shift_input(tensors, -bias.double())
-    if file.center:
-        folding.centre_input(tensors)
+        if not config.is_transcoder:
+            return _fold_output(config, tensors, weight, bias)
     return replace(config, apply_b_dec_to_input=False)
+
+
+def _fold_output(
+    config: SAEConfig, tensors: dict[str, torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
+) -> SAEConfig:
+    """Fold the norm into the decoder of an autoencoder, which reconstructs what it reads; return the config."""
+    if config.rescale_acts_by_decoder_norm:  # by the norms that the file's decoder has
+        folding.scale_by_decoder_norms(tensors)
+    folding.multiply_output(tensors, weight, bias)
+    return replace(config, apply_b_dec_to_input=False, rescale_acts_by_decoder_norm=False)
 
 
 def _norm(
@@ -215,7 +220,8 @@ def _norm(
         if file.before_weight:
             raise WeirError(
                 f"it reads what the norm returns before its weight and bias, {file.config.site} is after them: pass "
-                "norm_weight= (1 + weight in Gemma) and norm_bias=, or norm_weight=1 if it was trained after them",
+                "norm_weight= (1 + weight in Gemma) and norm_bias=, or norm_weight=1 if it was trained after them; "
+                "where only a path can be given, give what SAE.load(path, norm_weight=...).save(directory) writes",
                 "norm_weight",
             )
         if given.norm_bias is not None:

@@ -91,7 +91,7 @@ def parse_cfg(cfg: Mapping[str, Any], given: Given, name: str) -> ParsedFile:
         architecture="batchtopk" if batch_top_k else architecture,
         site=named.site,
         out_site=_out_site(metadata, given) if transcoder else None,
-        head=_head(metadata, named.site),
+        head=_head(metadata, named.site, transcoder),
         apply_b_dec_to_input=_flag(entries, "apply_b_dec_to_input", default=not transcoder),
         normalize_activations=normalisation,
         k=k if architecture == "topk" else 0,
@@ -204,12 +204,14 @@ def _out_site(metadata: Mapping[str, Any], given: Given) -> Site | None:
     return None if not name else read_hook_name(name, metadata.get("hf_hook_name_out"), "hook_name_out").site
 
 
-def _head(metadata: Mapping[str, Any], site: Site) -> int | None:
+def _head(metadata: Mapping[str, Any], site: Site, transcoder: bool) -> int | None:
     head = metadata.get("hook_head_index")
     if head is not None and (not is_int(head) or head < 0):
         raise WeirError(f"a head is an int from 0, got {brief(head)}", "hook_head_index")
     if head is not None and site.hook not in HEAD_HOOKS:
         raise WeirError(f"{site} has no heads", "hook_head_index")
+    if head is not None and transcoder:
+        raise WeirError("a transcoder that reads a single head is not supported", "hook_head_index")
     return head
 
 

@@ -38,6 +38,20 @@ def as_tensor(value: torch.Tensor | ArrayLike, field: str) -> torch.Tensor:
         raise WeirError(f"expected a tensor or an array of numbers, got {type(value).__name__}", field) from None
 
 
+def for_file(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights as safetensors writes them: on the CPU, contiguous, none in the memory of another."""
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        on_cpu = tensor.detach().to("cpu").contiguous()
+        kept[name] = on_cpu.clone() if any(_overlap(on_cpu, other) for other in kept.values()) else on_cpu
+    return kept
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether contiguous tensors share memory. Those mapped from one file share its storage, which is less."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
 def check_tensors(config: SAEConfig, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise WeirError, naming a tensor, unless these are the weights of that architecture with fitting shapes."""
     for name in config.tensor_names:
@@ -108,6 +122,13 @@ def divide_input(tensors: dict[str, torch.Tensor], divisor: torch.Tensor) -> Non
     tensors["W_enc"] = tensors["W_enc"].float() / divisor.float()[:, None]
     if "W_skip" in tensors:
         tensors["W_skip"] = tensors["W_skip"].float() / divisor.float()
+
+
+def multiply_output(tensors: dict[str, torch.Tensor], factor: torch.Tensor, shift: torch.Tensor | None) -> None:
+    """Fold a factor and the addition of `shift`, both [d_out], of the reconstruction into the decoder."""
+    tensors["W_dec"] = tensors["W_dec"].float() * factor.float()
+    b_dec = tensors["b_dec"].double() * factor.double()
+    tensors["b_dec"] = (b_dec if shift is None else b_dec + shift.double()).float()
 
 
 def centre_input(tensors: dict[str, torch.Tensor]) -> None:

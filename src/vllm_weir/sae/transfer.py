@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from vllm_weir.errors import StoreError
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.sae.config import SAEConfig
+from vllm_weir.sae.tensors import for_file
 from vllm_weir.schema.hooks import Site
 
 _CONFIG = "sae"
@@ -26,9 +27,8 @@ def write(sae: SAE, path: Path) -> None:
         StoreError: if it cannot be written.
     """
     config = asdict(replace(sae.config, metadata={}))
-    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in sae.tensors.items()}
     try:
-        save_file(tensors, path, {_CONFIG: json.dumps(config)})
+        save_file(for_file(sae.tensors), path, {_CONFIG: json.dumps(config)})
     except (OSError, SafetensorError) as e:
         raise StoreError(f"cannot write {path.parent}: {str(e)[:80]}", "sae") from None
 

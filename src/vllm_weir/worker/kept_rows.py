@@ -7,9 +7,7 @@ under the key. Methods are called by `collective_rpc` and return plain data.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from vllm_weir.fitting.collection import FitTask, RowCollection
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.row_shapes import RowShape, row_width
 from vllm_weir.schema.taps import column_of
+from vllm_weir.util.available_memory import available_bytes
 
 MEMORY_SHARE = 0.5
 """Of the machine's free memory that a collection may take; other workers may be on it."""
@@ -80,7 +79,7 @@ class KeptRows:
         own = [site for site in (Site(*site) for site in sites) if column_of(site, False) in self._columns]
         item = 4 if reduced else self._dtype.itemsize
         size = prompts * sum(self._width(site) for site in own) * item
-        if size > (free := MEMORY_SHARE * _available_bytes()):
+        if size > (free := MEMORY_SHARE * available_bytes()):
             why = f"their rows take {size} bytes on a worker, whose machine has {free:.0f} to spare"
             return {"error": f"{why}; fit fewer layers at a time, or fewer prompts", "field": "layers"}
         self._collections[key] = RowCollection(own, self._device)
@@ -159,12 +158,3 @@ class KeptRows:
 
     def _width(self, site: Site) -> int:
         return row_width(self._shapes.get(site, (self._d_model,)))
-
-
-def _available_bytes() -> int:
-    """Return the memory of this machine that can be had without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

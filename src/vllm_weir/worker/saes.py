@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from vllm_weir.errors import WeirError
 from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE
+from vllm_weir.util.available_memory import available_bytes
 
 SPARE = 256 << 20
 """Bytes of the device that are left free where no setting says how many autoencoders may take."""
@@ -119,4 +119,4 @@ class WorkerSAEs(Mapping[str, SAE]):
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -266,6 +267,18 @@ def test_features_of_another_autoencoder_are_refused(features: Path, tmp_path: P
     other = SAE(sae.config, {**sae.tensors, "b_dec": sae.tensors["b_dec"] + 1})
     with pytest.raises(WeirError, match=r"^sae: .*another autoencoder, 'mood'"):
         sae_report(other, features, tmp_path / "r.html")
+
+
+@pytest.mark.parametrize("name", ["blocks.3.hook_mlp_in", "blocks.5.hook_resid_pre", "transformer.h.3", None])
+def test_files_that_name_another_site_than_the_run(name: str | None, tmp_path: Path) -> None:
+    cfg = json.loads(Path(demo_sae(), "cfg.json").read_text())
+    cfg["metadata"]["hook_name"] = name
+    sae = Path(shutil.copytree(demo_sae(), tmp_path / "sae"))
+    (sae / "cfg.json").write_text(json.dumps(cfg))
+    source = write_jsonl(tmp_path / "t.jsonl", VALUES[:4])
+    run_fake(source, str(tmp_path / "out"), sae=f"mood={sae}@mlp_in.3", start_engine=FakeFeatureEngine)
+    report = sae_report(sae, tmp_path / "out", tmp_path / "r.html", feature=3, model="/nowhere")
+    assert report.info.site == ("mlp_in", 3) and report.records == 4
 
 
 def test_pieces_of_text() -> None:

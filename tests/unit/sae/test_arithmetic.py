@@ -306,5 +306,8 @@ def test_what_an_architecture_lacks_is_refused():
         weir.SAE.from_tensors("transcoder", ("resid_mid", 1), **weights("transcoder"))
     assert e.value.field == "out_site"
     with pytest.raises(WeirError) as e:
+        weir.SAE.from_tensors("transcoder", ("z", 1), out_site=("attn_out", 1), head=2, **weights("transcoder"))
+    assert e.value.field == "head"
+    with pytest.raises(WeirError) as e:
         weir.SAE.from_tensors("temporal", SITE)
     assert e.value.field == "architecture"

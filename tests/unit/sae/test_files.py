@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 
 import numpy as np
 import pytest
@@ -170,6 +169,8 @@ def test_a_head(tmp_path):
     assert json.loads((tmp_path / "flat" / "cfg.json").read_text())["reshape_activations"] == "hook_z"
     refused("hook_head_index", write_v5(tmp_path / "no", "standard", tensors, hook_head_index=2))
     refused("hook_head_index", write_v5(tmp_path / "negative", "standard", tensors, **{**z, "hook_head_index": -1}))
+    of_one_head = {"hook_name": "blocks.1.attn.hook_z", "hook_head_index": 2}
+    refused("hook_head_index", write_v6(tmp_path / "t", "transcoder", weights("transcoder"), metadata=of_one_head))
 
 
 def test_names_that_mean_two_things(tmp_path):
@@ -190,6 +191,7 @@ def test_names_that_mean_two_things(tmp_path):
 
 @pytest.mark.parametrize("architecture", ["gated", "jumprelu_skip_transcoder"])
 def test_rows_before_the_norms_weight(tmp_path, architecture):
+    torch.manual_seed(0)
     tensors = weights(architecture)
     apply = architecture == "gated"
     path = write_v6(
@@ -209,15 +211,54 @@ def test_rows_before_the_norms_weight(tmp_path, architecture):
     features = sae.encode(h * weight + bias)
     assert np.array_equal(features.numpy() > 0, reference.encode(h) > 0)
     assert np.abs(features.numpy() - reference.encode(h)).max() <= EXACT
-    if not apply:
-        assert (
-            np.abs(sae.reconstruct(h * weight + bias).numpy() - reference.decode(reference.encode(h), h)).max() < 2e-5
-        )
+    expected = torch.from_numpy(reference.decode(reference.encode(h), h))
+    if apply:  # an autoencoder, which reconstructs what it reads
+        expected = expected * weight + bias
+        active = int(features[0].argmax())
+        edited = h.double() + (3 - features[:, active, None]) * tensors["W_dec"][active]
+        response = sae.feature_response(active)
+        change = (3 - features[:, active, None]) * torch.from_numpy(response.u)
+        assert torch.allclose(h * weight + bias + change, (edited * weight + bias).float(), atol=1e-4)
+        assert np.array_equal(sae.decoder_direction(active), response.u)
+    assert (sae.reconstruct(h * weight + bias) - expected).abs().max() < 2e-5
     as_it_is = weir.SAE.load(path, norm_weight=1)
     assert_like(as_it_is, reference, h)
     refused("norm_weight", path, norm_weight=torch.zeros(D_IN))
     refused("norm_weight", path, norm_weight=torch.ones(D_IN + 1))
     refused("norm_bias", write_v6(tmp_path / "b", "standard", weights("standard")), norm_bias=1)
+
+
+def test_norms_of_the_decoder_are_those_of_the_file(tmp_path):
+    """A TopK SAE that chooses by them: before the norm's weight is multiplied into the decoder."""
+    torch.manual_seed(0)
+    tensors, topk = weights("topk"), {"k": 9, "rescale_acts_by_decoder_norm": True, "apply_b_dec_to_input": True}
+    path = write_v6(tmp_path / "a", "topk", tensors, metadata={"hook_name": "blocks.3.ln1.hook_normalized"}, **topk)
+    weight, bias = 1.5 + 0.2 * torch.randn(D_IN), 0.4 * torch.randn(D_IN)
+    sae, reference = weir.SAE.load(path, norm_weight=weight, norm_bias=bias), Reference("topk", tensors, **topk)
+    h = rows()
+    acts = reference.encode(h)
+    assert np.abs(sae.encode(h * weight + bias).numpy() - acts).max() <= EXACT
+    expected = torch.from_numpy(reference.decode(acts, h)) * weight + bias
+    assert (sae.reconstruct(h * weight + bias) - expected).abs().max() < 2e-5
+    sae.save(tmp_path / "saved")
+    saved = weir.SAE.load(tmp_path / "saved")
+    assert saved.site == ("attn_in", 3)
+    assert torch.equal(saved.reconstruct(h * weight + bias), sae.reconstruct(h * weight + bias))
+
+
+@pytest.mark.parametrize("architecture", ["jumprelu", "skip_transcoder"])
+def test_rows_are_centred_before_the_norms_weight(tmp_path, architecture):
+    """What a LayerNorm returns before its weight is centred already, so there `center_rows` changes nothing."""
+    torch.manual_seed(0)
+    path = write_v6(
+        tmp_path, architecture, weights(architecture), metadata={"hook_name": "blocks.3.ln2.hook_normalized"}
+    )
+    norm = {"norm_weight": 1.5 + 0.2 * torch.randn(D_IN), "norm_bias": 0.4 * torch.randn(D_IN)}
+    x = rows()
+    h = (x - x.mean(1, keepdim=True)) * norm["norm_weight"] + norm["norm_bias"]
+    plain, centred = weir.SAE.load(path, **norm), weir.SAE.load(path, **norm, center_rows=True)
+    assert (plain.encode(h) - centred.encode(h)).abs().max() <= EXACT
+    assert (plain.reconstruct(h) - centred.reconstruct(h)).abs().max() <= 2e-5
 
 
 def test_centred_streams(tmp_path):
@@ -282,14 +323,16 @@ def test_gemma_scope(tmp_path):
 def test_gemma_scope_transcoders(tmp_path):
     tensors = weights("jumprelu_transcoder")
     path = write_npz(tmp_path, tensors)
-    with pytest.warns(UserWarning, match="norm_weight"):
-        sae = weir.SAE.load(path, site=("mlp_in", 5))
-    assert sae.architecture == "jumprelu_transcoder" and sae.out_site == ("mlp_out", 5)
+    message = refused("norm_weight", path, site=("mlp_in", 5)).message
+    assert "norm_weight=1 if" in message and ".save(directory)" in message
     reference, weight = Reference("jumprelu_transcoder", tensors), 1 + torch.rand(D_IN)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_like(weir.SAE.load(path, site=("mlp_in", 5), norm_weight=1), reference, rows())
-        assert_like(weir.SAE.load(path, site=("mlp_in", 5), norm_weight=weight), reference, rows() * weight, rows())
+    as_it_is = weir.SAE.load(path, site=("mlp_in", 5), norm_weight=1)
+    assert as_it_is.architecture == "jumprelu_transcoder" and as_it_is.out_site == ("mlp_out", 5)
+    assert_like(as_it_is, reference, rows())
+    folded = weir.SAE.load(path, site=("mlp_in", 5), norm_weight=weight)
+    assert_like(folded, reference, rows() * weight, rows())
+    folded.save(tmp_path / "folded")
+    assert_like(weir.SAE.load(tmp_path / "folded"), reference, rows() * weight, rows())
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_rows_that_arrive_after_the_end_are_passed_over():
 
 def test_more_than_there_is_memory_for_is_refused(monkeypatch):
     size = PROMPTS * len(SITES) * D * 2
-    monkeypatch.setattr(kept_rows, "_available_bytes", lambda: size * 2 - 1)
+    monkeypatch.setattr(kept_rows, "available_bytes", lambda: size * 2 - 1)
     worker = Worker()
     for reduced, bytes_ in ((False, size), (True, 2 * size)):
         answer = worker.kept.begin("k", [list(site) for site in SITES], PROMPTS, reduced)
@@ -160,4 +160,4 @@ def test_more_than_there_is_memory_for_is_refused(monkeypatch):
     with pytest.raises(WeirError):
         worker.kept.endpoint("k")
     monkeypatch.undo()
-    assert kept_rows._available_bytes() > 1 << 20
+    assert kept_rows.available_bytes() > 1 << 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.support.sae_reference import weights
 from vllm_weir.errors import WeirError
 from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE
+from vllm_weir.sae.tensors import for_file
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker import saes
 from vllm_weir.worker.saes import WorkerSAEs
@@ -44,6 +47,25 @@ def test_an_autoencoder_arrives_as_it_was_sent(tmp_path, architecture, site, opt
     assert isinstance(got.site, Site) and isinstance(got.out_site, Site)
     assert got.tensors.keys() == sent.tensors.keys() and got.dtype == dtype
     assert all(got.tensors[name].equal(tensor) for name, tensor in sent.tensors.items())
+
+
+def test_weights_that_share_memory_are_written_and_read(tmp_path):
+    """Biases made as one tensor of zeros, and a threshold that is a part of another tensor."""
+    one, both = torch.zeros(96), torch.randn(2, 96)
+    gated = SAE.from_tensors("gated", ("resid_post", 1), **weights("gated") | {"b_gate": one, "r_mag": one})
+    parts = {"b_enc": both[0], "threshold": both.view(-1)[48:144]}
+    jumprelu = SAE.from_tensors("jumprelu", ("resid_post", 1), **weights("jumprelu") | parts)
+    for i, sae in enumerate((gated, jumprelu)):
+        transfer.write(sae, tmp_path / f"{i}.safetensors")
+        sae.save(tmp_path / str(i))
+        for back in (transfer.read(tmp_path / f"{i}.safetensors"), SAE.load(tmp_path / str(i))):
+            assert all(back.tensors[name].equal(tensor) for name, tensor in sae.tensors.items())
+
+
+def test_weights_mapped_from_a_file_are_not_copied(tmp_path):
+    transfer.write(make("gated"), tmp_path / "x")
+    mapped = transfer.read(tmp_path / "x").tensors
+    assert all(tensor.data_ptr() == mapped[name].data_ptr() for name, tensor in for_file(mapped).items())
 
 
 def test_files_that_cannot_be_written_or_read(tmp_path):
@@ -93,6 +115,12 @@ def test_without_a_limit_it_is_what_the_device_has_free(file, monkeypatch):
     assert f"the device has {size - 1} bytes free" in WorkerSAEs(CPU).load("a", file)["error"]
     monkeypatch.setattr(saes, "_free_bytes", lambda device: size + saes.SPARE)
     assert WorkerSAEs(CPU).load("a", file) == {"bytes": size}
+
+
+def test_memory_that_holds_cached_files_is_free(monkeypatch):
+    meminfo = "MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable: 4096 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: meminfo)
+    assert saes._free_bytes(CPU) == 4096 << 10
 
 
 def test_a_full_device_and_a_missing_file_are_answers(tmp_path, file, monkeypatch):

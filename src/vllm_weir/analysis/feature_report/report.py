@@ -114,11 +114,10 @@ def _matching(sae: Any, dataset: FeatureDataset) -> SAE:
     """Return the autoencoder; raise WeirError unless the features are of it."""
     if not isinstance(sae, SAE):
         try:
-            sae = SAE.load(sae)
-        except WeirError as e:
-            if e.field != "site":
-                raise WeirError(str(e), "sae") from None
+            # Where the run read, which may be elsewhere than the file says; the digest tells whether it is the one.
             sae = SAE.load(sae, site=dataset.info.site)
+        except WeirError as e:
+            raise WeirError(str(e), "sae") from None
     if digest_of(sae) != dataset.info.digest:
         raise WeirError(
             f"{dataset.url} has features of another autoencoder, {dataset.info.sae!r} at {dataset.info.site}; name "

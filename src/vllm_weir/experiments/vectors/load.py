@@ -160,15 +160,18 @@ def _feature(path: Path, feature: int, given: Given) -> Found:
         raise WeirError("the file of an autoencoder names its hook point; leave it out", "numbering")
     if (given.hook is None) != (given.layers is None) or (given.layers is not None and len(given.layers) != 1):
         raise WeirError("to say where an autoencoder reads, give hook= and one block in layers=", "layers")
-    if given.layers is None and (path.suffix == ".npz" or (path / "params.npz").exists()):
+    gemma_scope = path.suffix == ".npz" or ((path / "params.npz").exists() and not (path / "cfg.json").exists())
+    if given.layers is None and gemma_scope:
         raise WeirError("Gemma Scope's files do not say where they read; give hook= and one block in layers=", "layers")
-    sae = SAE.load(path, site=None if given.layers is None else (given.hook, given.layers[0]))
+    site = None if given.layers is None else (given.hook, given.layers[0])
+    # Only the encoder of Gemma Scope's transcoders depends on the norm's weight.
+    sae = SAE.load(path, site=site, norm_weight=1 if gemma_scope else None)
     if sae.head is not None:
         raise WeirError(f"it reads head {sae.head} alone, so its rows are of one head; use weir.SetFeature", "feature")
-    site, direction = sae.out_site, sae.decoder_direction(feature)
+    out, direction = sae.out_site, sae.decoder_direction(feature)
     text = (
         f"{sae.name or 'autoencoder'}: one unit of feature {int(feature)} adds this row of W_dec, in the units of the "
-        f"model's rows, at {site.hook} of block {site.layer}, counted from 0: {site}."
+        f"model's rows, at {out.hook} of block {out.layer}, counted from 0: {out}."
     )
     details = {"sae": sae.name, "architecture": sae.architecture, "feature": int(feature)}
-    return Found(site.hook, {site.layer: direction}, "sae", text, details)
+    return Found(out.hook, {out.layer: direction}, "sae", text, details)

@@ -75,7 +75,7 @@ def router() -> APIRouter:
         status_code=204,
         response_class=Response,
         responses=declared(400, 401, 403, 404, 507),
-        summary="Unload a sparse autoencoder; requests already admitted with it go on",
+        summary="Unload a sparse autoencoder; requests that have begun go on, waiting ones that encode rows fail",
     )
     async def delete(name: Name, state: State) -> Response:
         if await saes.unload(state, name):

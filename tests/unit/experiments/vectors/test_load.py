@@ -275,3 +275,4 @@ def test_a_feature_of_gemma_scope_needs_its_place(tmp_path):
     for path in (tmp_path, file):
         assert "give hook= and one block in layers=" in refused("layers", path, feature=5)
         assert load_vector(path, feature=5, hook="resid_post", layers=2).layers == (2,)
+        assert load_vector(path, feature=5, hook="mlp_in", layers=2).hook == "mlp_out"  # a transcoder's
