@@ -119,7 +119,7 @@ class VllmEngine:
                 self.llm = LLM(model=spec.model, **options)
             except TypeError as e:
                 raise WeirError(f"vLLM refuses an option: {e}", "engine") from e
-        capabilities = frontend_of(self.llm).require_capabilities()
+        capabilities = frontend_of(self.llm).engine.require_capabilities()
         self.reading: Reading
         if spec.features is None:
             self.reading = CaptureReading(spec.capture, capabilities)
