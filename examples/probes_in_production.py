@@ -60,6 +60,7 @@ def main(url, key, api_key=None):
             if chunk.scores is not None:
                 print(f"{chunk.text!r}: {[round(score, 3) for (score,) in chunk.scores['mood'].tolist()]}")
         highest = chunk.result.scores["mood"][1:].max().item()  # the first row is the prompt's last token
+        print("highest:", round(highest, 3))
 
         stopped = client.generate(TEXT, stop_when=f"mood > {highest - 1e-3}", **given)
         print("stopped:", stopped.finish_reason, stopped.stop_reason, "after", len(stopped.token_ids), "tokens")

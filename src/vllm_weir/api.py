@@ -117,7 +117,7 @@ def register(llm: Any, name: str, vector: Any) -> str:
     Raises:
         WeirError: if this is not a vector, or Weir does not serve the engine.
     """
-    digest: str = _frontend(llm).put_vector(name, vector)
+    digest: str = _frontend(llm).names.put_vector(name, vector)
     return digest
 
 
@@ -127,12 +127,12 @@ def unregister(llm: Any, name: str) -> None:
     Raises:
         WeirError: if there is no such name.
     """
-    _frontend(llm).remove_vector(name)
+    _frontend(llm).names.remove_vector(name)
 
 
 def list_vectors(llm: Any) -> dict[str, dict[str, Any]]:
     """Return the registered vectors: name -> {"digest", "shape"}."""
-    return _frontend(llm).registry.names()
+    return _frontend(llm).names.vectors.names()
 
 
 def set_global(llm: Any, interventions: Any) -> None:
@@ -143,12 +143,12 @@ def set_global(llm: Any, interventions: Any) -> None:
     Raises:
         WeirError: naming the field that is wrong; then nothing changes.
     """
-    _frontend(llm).set_always(parse_interventions(interventions, "interventions"))
+    _frontend(llm).names.set_always(parse_interventions(interventions, "interventions"))
 
 
 def clear_global(llm: Any) -> None:
     """Remove the global interventions from requests admitted from now on."""
-    _frontend(llm).set_always(())
+    _frontend(llm).names.set_always(())
 
 
 def register_probe(llm: Any, probe: AnyProbe | Mapping[str, Any], *, everyone: bool = False) -> None:
@@ -165,7 +165,7 @@ def register_probe(llm: Any, probe: AnyProbe | Mapping[str, Any], *, everyone: b
     Raises:
         WeirError: if the engine cannot serve it.
     """
-    _frontend(llm).register_probe(parse_probe(probe, "probe"), parse_flag(everyone, "everyone", "register_probe"))
+    _frontend(llm).names.register_probe(parse_probe(probe, "probe"), parse_flag(everyone, "everyone", "register_probe"))
 
 
 def unregister_probe(llm: Any, name: str) -> None:
@@ -174,12 +174,12 @@ def unregister_probe(llm: Any, name: str) -> None:
     Raises:
         WeirError: if there is no such name, or a global intervention is gated by it.
     """
-    _frontend(llm).unregister_probe(name)
+    _frontend(llm).names.unregister_probe(name)
 
 
 def list_probes(llm: Any) -> dict[str, dict[str, Any]]:
     """Return the registered probes: name -> {"kind", "outputs", "hook", "layer", ...}, without their vectors."""
-    return _frontend(llm).probes.infos()
+    return _frontend(llm).names.probes.infos()
 
 
 def load_sae(llm: Any, name: str, sae: SAE | str | os.PathLike) -> None:
@@ -240,7 +240,7 @@ async def unload_sae_async(engine: Any, name: str) -> None:
 
 def saes(llm: Any) -> list[SAEInfo]:
     """Return the sparse autoencoders that the engine has loaded, by name."""
-    return _frontend(llm).saes.infos()
+    return _frontend(llm).names.saes.infos()
 
 
 def sites(llm: Any) -> list[SiteVerdict]:
@@ -252,7 +252,7 @@ def sites(llm: Any) -> list[SiteVerdict]:
     Raises:
         WeirError: if Weir does not serve this engine at all, with the reason.
     """
-    return _verdicts(_frontend(llm).require_capabilities())
+    return _verdicts(_frontend(llm).engine.require_capabilities())
 
 
 async def sites_async(engine: Any) -> list[SiteVerdict]:
@@ -260,7 +260,7 @@ async def sites_async(engine: Any) -> list[SiteVerdict]:
     from vllm_weir.frontend.lookup import ask_workers
 
     await ask_workers(engine)
-    return _verdicts(_frontend(engine).require_capabilities())
+    return _verdicts(_frontend(engine).engine.require_capabilities())
 
 
 def _verdicts(capabilities: Any) -> list[SiteVerdict]:

@@ -124,7 +124,7 @@ def test_a_ring_smaller_than_the_batch(root):
     model_dir = directory(root)
     settings = {"weir": {"buffer_bytes": 1 << 16}}
     llm, truth = get_llm(model_dir, additional_config=settings), oracle(model_dir)
-    capabilities = frontend(llm).capabilities
+    capabilities = frontend(llm).engine.capabilities
     assert capabilities.ring_rows == 128
     params = weir.params(sampling(6), capture=[weir.Capture("resid_post"), weir.Capture("resid_pre")])
     wanted = {(hook, layer): ["all"] for hook in ("resid_post", "resid_pre") for layer in range(4)}

@@ -196,7 +196,7 @@ def test_what_a_controller_raises(llm, add, caplog):
     with pytest.raises(WeirError, match="controller:c1"):
         generate(llm, prompts([12]), asked_of(probe))
     (plain,) = generate(llm, prompts([12]), sampling(4))
-    assert len(plain.outputs[0].token_ids) == 4 and not frontend(llm).always
+    assert len(plain.outputs[0].token_ids) == 4 and not frontend(llm).names.always
 
 
 @pytest.mark.parametrize("wrong", ["class", "name", "probe", "policy", "text"])

@@ -101,7 +101,7 @@ SAYS = {
     ),
     "probes_in_production.py": (
         "kept: mood linear at block 2 scores sampled",
-        "' happy': [1.0]",
+        "highest: 1.0",
         "stopped: stop probe:mood after 3 tokens",
         "a plain request has scores of its own: False",
         'probe="mood"} 3.0\nweir_probe_alerts_total{',

@@ -79,4 +79,4 @@ def test_fuzzed_requests_on_a_live_engine(root):
     for out in llm.generate(prompts([5, 30]), params, use_tqdm=False):
         verify(out, wanted, truth)
     assert sum(seen.values()) >= 200, seen
-    assert frontend(llm).refusal is None
+    assert frontend(llm).engine.refusal is None

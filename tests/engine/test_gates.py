@@ -461,7 +461,7 @@ def test_refusals(llm, make, field):
     with pytest.raises(WeirError) as error:
         llm.generate(prompts([12]), make(), use_tqdm=False)
     assert field in error.value.field, error.value
-    assert not llm.llm_engine.has_unfinished_requests() and frontend(llm).refusal is None
+    assert not llm.llm_engine.has_unfinished_requests() and frontend(llm).engine.refusal is None
 
 
 def test_a_probe_that_comes_too_late_says_what_to_do(llm):

@@ -274,7 +274,7 @@ def test_served(root, tmp_path):
 
 def test_frontend_serves(root):
     """No engine that pools is refused as a whole."""
-    assert frontend(embedder(root)).refusal is None
+    assert frontend(embedder(root)).engine.refusal is None
 
 
 def encoder(root):

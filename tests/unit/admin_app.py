@@ -51,7 +51,7 @@ class Server(ServerState):
         self.open(key)
 
     async def capabilities(self) -> EngineCapabilities:
-        return self.frontend.require_capabilities()
+        return self.frontend.engine.require_capabilities()
 
 
 def app_of(server: ServerState) -> FastAPI:

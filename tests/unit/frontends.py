@@ -12,5 +12,5 @@ from vllm_weir.frontend.engine_frontend import EngineFrontend
 def frontend_of(capabilities: EngineCapabilities, **settings: Any) -> EngineFrontend:
     """A desk that knows what the workers serve; to be closed."""
     frontend = EngineFrontend(Settings(**settings), chunked=True)
-    frontend.capabilities = capabilities
+    frontend.engine.capabilities = capabilities
     return frontend

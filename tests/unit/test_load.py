@@ -313,12 +313,11 @@ def test_workers_without_weir_are_the_reason_of_every_refusal():
     async def collective_rpc(method):
         raise AttributeError(f"'Worker' object has no attribute '{method}'")
 
-    frontend = SimpleNamespace(capabilities=None, refusal=None, learn=None)
+    known = SimpleNamespace(capabilities=None, refusal=None)
+    frontend = SimpleNamespace(engine=known, learn=None)
     client = SimpleNamespace(output_processor=SimpleNamespace(_weir_frontend=frontend), collective_rpc=collective_rpc)
     asyncio.run(engine.ask_workers(client))
-    assert (
-        "no attribute 'weir_report'" in frontend.refusal and "is vllm-weir installed where they run" in frontend.refusal
-    )
+    assert "no attribute 'weir_report'" in known.refusal and "is vllm-weir installed where they run" in known.refusal
 
 
 def test_a_request_that_the_core_cannot_serve_says_so_to_the_workers():

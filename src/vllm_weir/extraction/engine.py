@@ -108,9 +108,9 @@ class VllmEngine:
         from vllm_weir.frontend.lookup import frontend_of
 
         # A captured prompt is computed whole, so the prefix cache would never be used.
-        options = {"enable_prefix_caching": False} | spec.engine
+        options = {"enable_prefix_caching": False, "disable_log_stats": True} | spec.engine
         self.llm = start_llm(spec.model, options)
-        capabilities = frontend_of(self.llm).require_capabilities()
+        capabilities = frontend_of(self.llm).engine.require_capabilities()
         self.reading: Reading
         if spec.features is None:
             self.reading = CaptureReading(spec.capture, capabilities)

@@ -13,6 +13,7 @@ from vllm_weir.controllers.async_controller import AsyncController
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
 from vllm_weir.frontend.engine_frontend import EngineFrontend
+from vllm_weir.frontend.engine_names import EngineNames
 from vllm_weir.frontend.sinks.manager import captures_for
 from vllm_weir.schema.controllers import PREFIX, parse_controllers
 from vllm_weir.schema.probes import parse_probes
@@ -47,7 +48,7 @@ def set_up(frontend: EngineFrontend, definitions: Mapping[str, SinkDefinition]) 
         probes = parse_probes(list(controller.probes), f"{path}.probes")
         if not probes:
             raise WeirError("a sync controller reads at least one probe; name some in its attribute probes", path)
-        frontend.probes.controllers[name] = probes
+        frontend.names.probes.controllers[name] = probes
 
 
 def add_object(frontend: EngineFrontend, name: str, controller: object, options: Mapping[str, Any]) -> None:
@@ -105,7 +106,7 @@ def remove(frontend: EngineFrontend, name: str) -> None:
     if controller is None:
         raise WeirError(f"there is no controller {name!r}", "name")
     probes = parse_probes(list(controller.probes), "controller.probes")
-    frontend.change_probes({probe.name: None for probe in probes if not isinstance(probe, str)})
+    frontend.names.change_probes({probe.name: None for probe in probes if not isinstance(probe, str)})
     frontend.remove_controller(f"{PREFIX}{name}")
 
 
@@ -121,24 +122,24 @@ class FrontendActions:
 
     def set_vector(self, name: str, vector: Any) -> str:
         """Register a vector under a name, and return its digest."""
-        frontend = self._frontend()
-        if frontend.source is None:
-            return frontend.put_vector(name, vector)
-        parsed = frontend.registry.parse(name, vector)
+        names = self._names()
+        if names.source is None:
+            return names.put_vector(name, vector)
+        parsed = names.vectors.parse(name, vector)
 
         def put(contents: RegistryContents) -> RegistryContents:
             if name in contents.modules:
                 raise WeirError(f"a module is named {name!r}; choose another name", "name")
             return replace(contents, vectors={**contents.vectors, name: NamedVector({None: parsed})})
 
-        frontend.source.change(put)
+        names.source.change(put)
         return parsed.digest
 
     def remove_vector(self, name: str) -> None:
         """Forget a registered vector."""
-        frontend = self._frontend()
-        if frontend.source is None:
-            frontend.remove_vector(name)
+        names = self._names()
+        if names.source is None:
+            names.remove_vector(name)
             return
 
         def remove(contents: RegistryContents) -> RegistryContents:
@@ -146,31 +147,31 @@ class FrontendActions:
                 raise WeirError(f"no vector is registered under {name!r}", "name")
             return replace(contents, vectors={key: one for key, one in contents.vectors.items() if key != name})
 
-        frontend.source.change(remove)
+        names.source.change(remove)
 
     def set_global(self, interventions: Any) -> None:
         """Apply interventions to every request, in place of earlier global ones."""
-        frontend, parsed = self._frontend(), parse_interventions(interventions, "interventions")
-        if frontend.source is None:
-            frontend.set_always(parsed)
+        names, parsed = self._names(), parse_interventions(interventions, "interventions")
+        if names.source is None:
+            names.set_always(parsed)
             return
 
         def put(contents: RegistryContents) -> RegistryContents:
-            frontend.refresh()  # names stand for what they do while the state is locked
-            return replace(contents, always=frontend.settled(parsed, everyone=True), tiers=0)
+            names.refresh()  # names stand for what they do while the state is locked
+            return replace(contents, always=names.settled(parsed, everyone=True), tiers=0)
 
-        frontend.source.change(put)
+        names.source.change(put)
 
     def clear_global(self) -> None:
         """Remove the interventions of every request."""
-        frontend = self._frontend()
-        if frontend.source is None:
-            frontend.set_always(())
+        names = self._names()
+        if names.source is None:
+            names.set_always(())
         else:
-            frontend.source.change(lambda contents: replace(contents, always=(), tiers=0))
+            names.source.change(lambda contents: replace(contents, always=(), tiers=0))
 
-    def _frontend(self) -> EngineFrontend:
+    def _names(self) -> EngineNames:
         frontend = self._frontend_of()
         if frontend is None:
             raise WeirError("the engine has been closed", "actions")
-        return frontend
+        return frontend.names

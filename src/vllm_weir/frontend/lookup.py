@@ -56,11 +56,11 @@ async def ask_workers(engine: Any) -> None:
     """Ask an ``AsyncLLM``'s workers what they serve, unless they have reported or failed."""
     engine = getattr(engine, "engine", engine)
     frontend = _attached(engine)
-    if frontend is not None and frontend.capabilities is None and frontend.refusal is None:
+    if frontend is not None and frontend.engine.capabilities is None and frontend.engine.refusal is None:
         try:
             frontend.learn(await engine.collective_rpc("weir_report"))
         except Exception as e:  # noqa: BLE001 - whatever a worker raises becomes the refusal
-            frontend.refusal = unreported(e)
+            frontend.engine.refusal = unreported(e)
 
 
 def unreported(e: Exception) -> str:

@@ -29,17 +29,17 @@ T = TypeVar("T")
 def load(llm: Any, frontend: EngineFrontend, name: str, sae: Any) -> None:
     """Load an autoencoder onto the workers of an ``LLM``; see `vllm_weir.api.load_sae`."""
     call = _blocking_caller_of(engine_of(llm))
-    with frontend.saes.claimed(name):
+    with frontend.names.saes.claimed(name):
         loaded = prepare(frontend, name, sae)
         with _written(loaded) as path:
             completed(send(call, loaded, path))
-        frontend.saes.put(loaded)
+        frontend.names.saes.put(loaded)
 
 
 async def load_async(engine: Any, frontend: EngineFrontend, name: str, sae: Any) -> None:
     """Do what `load` does, for an ``AsyncLLM``."""
     await ask_workers(engine)
-    with frontend.saes.claimed(name):
+    with frontend.names.saes.claimed(name):
         loaded = await asyncio.to_thread(prepare, frontend, name, sae)
         file = _written(loaded)
         path = await asyncio.to_thread(file.__enter__)
@@ -47,27 +47,27 @@ async def load_async(engine: Any, frontend: EngineFrontend, name: str, sae: Any)
             await send(caller_of(engine), loaded, path)
         finally:
             file.__exit__(None, None, None)
-        frontend.saes.put(loaded)
+        frontend.names.saes.put(loaded)
 
 
 def unload(llm: Any, frontend: EngineFrontend, name: str) -> None:
     """Remove an autoencoder from the workers of an ``LLM``; see `vllm_weir.api.unload_sae`."""
     call = _blocking_caller_of(engine_of(llm))
     _refuse_used(frontend, name)
-    with frontend.saes.removed(name) as loaded:
+    with frontend.names.saes.removed(name) as loaded:
         completed(call(UNLOAD, loaded.key))
 
 
 async def unload_async(engine: Any, frontend: EngineFrontend, name: str) -> None:
     """Do what `unload` does, for an ``AsyncLLM``."""
     _refuse_used(frontend, name)
-    with frontend.saes.removed(name) as loaded:
+    with frontend.names.saes.removed(name) as loaded:
         await caller_of(engine)(UNLOAD, loaded.key)
 
 
 def _refuse_used(frontend: EngineFrontend, name: str) -> None:
     """Raise WeirError if no autoencoder has the name, or what is set for all, or a module, has it encode rows."""
-    refuse_used(frontend.saes.find(name, "name").key, name, frontend.always, frontend.registry.modules)
+    refuse_used(frontend.names.saes.find(name, "name").key, name, frontend.names.always, frontend.names.vectors.modules)
 
 
 def refuse_used(
@@ -101,7 +101,7 @@ def prepare(frontend: EngineFrontend, name: str, sae: Any) -> LoadedSAE:
     Raises:
         WeirError: naming the field, if the engine cannot serve it.
     """
-    capabilities = frontend.require_capabilities()
+    capabilities = frontend.engine.require_capabilities()
     if isinstance(sae, (str, os.PathLike)):
         sae = SAE.load(sae)
     if not isinstance(sae, SAE):

@@ -256,11 +256,11 @@ def llm_engine_init(original: Callable[..., Any], status: PatchStatus) -> Callab
         _check_settings(args, kwargs)
         original(self, *args, **kwargs)
         frontend = _make_frontend(self, status, hold=True)
-        if frontend.refusal is None:
+        if frontend.engine.refusal is None:
             try:
                 frontend.learn(self.collective_rpc("weir_report"))
             except Exception as e:  # whatever a worker raises becomes the refusal
-                frontend.refusal = unreported(e)
+                frontend.engine.refusal = unreported(e)
 
     return wrapper
 
@@ -305,7 +305,7 @@ def _knowing_weights(engine: Any, method: Any) -> EngineFrontend | None:
     if isinstance(method, str) and method.startswith("weir_"):
         return None
     frontend: EngineFrontend | None = getattr(getattr(engine, "output_processor", None), FRONTEND, None)
-    return frontend if frontend is not None and frontend.knows_weights else None
+    return frontend if frontend is not None and frontend.engine.knows_weights else None
 
 
 def _check_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

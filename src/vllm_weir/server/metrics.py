@@ -106,7 +106,7 @@ class ServerMetrics:
             engine_loads = [load for load in loads if str(load.engine) == engine]
             self._fill.labels(self._model, engine).set(max((load.pressure for load in engine_loads), default=0.0))
             self._waiting.labels(self._model, engine).set(max((load.waiting for load in engine_loads), default=0))
-        self._probes.show(self._frontend.probes.everyone)
+        self._probes.show(self._frontend.names.probes.everyone)
         self._held.set(self._frontend.pacing.held)
         if self._spool is not None:
             self._spooled.set(self._spool.used)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.frontend.admission.vector_registry import RegistryContents, VectorRegistry
-from vllm_weir.frontend.engine_frontend import refuse_gating
+from vllm_weir.frontend.engine_names import refuse_gating
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import PROJECTED_KEYS
 from vllm_weir.schema.probe_files import read_probe
@@ -95,18 +95,19 @@ def keep(state: ServerState, upload: Upload) -> RegisteredProbe:
         WeirError: naming the field, if the engine cannot score it.
     """
     kept: list[RegisteredProbe] = []
-    state.frontend.refresh()
+    names = state.frontend.names
+    names.refresh()
 
     def edit(contents: RegistryContents) -> RegistryContents:
         vectors = VectorRegistry()
         vectors.load(contents)
-        registry = state.frontend.probes.with_probes(contents.probes)
+        registry = names.probes.with_probes(contents.probes)
         with _fields_as_sent():
             probe = upload.probe.with_arrays(vectors.find)
             kept[:] = [_registered(probe, upload.settings)]
             registry.put(kept[0])
-            state.frontend.check_probe(probe.name, registry)
-            state.frontend.settled(contents.always, everyone=True, probes=registry)  # what it gates
+            names.check_probe(probe.name, registry)
+            names.settled(contents.always, everyone=True, probes=registry)  # what it gates
         after = replace(contents, probes=registry.registered)
         check_room(after, state.limits)
         return after

@@ -101,8 +101,8 @@ async def unload(state: ServerState, name: str) -> bool:
 
 def infos(state: ServerState) -> list[SAEInfo]:
     """Return what is told of each autoencoder, by name."""
-    state.frontend.refresh()
-    return state.frontend.saes.infos()
+    state.frontend.names.refresh()
+    return state.frontend.names.saes.infos()
 
 
 async def _unload(state: ServerState, name: str) -> bool:
@@ -146,8 +146,8 @@ def _load(state: ServerState, loop: asyncio.AbstractEventLoop, name: str, source
         there = not _send(state, loop, loaded)
     if there and not again:
         raise WeirError(f"an autoencoder is loaded as {name!r}; delete it, or choose another name", "name")
-    state.frontend.refresh()
-    return state.frontend.saes.find(name, "name").info
+    state.frontend.names.refresh()
+    return state.frontend.names.saes.find(name, "name").info
 
 
 def _send(state: ServerState, loop: asyncio.AbstractEventLoop, loaded: LoadedSAE) -> bool:

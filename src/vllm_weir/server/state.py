@@ -80,7 +80,7 @@ class ServerState:
         self.spool = ResultFiles(
             self.directory.subdirectory("spool"), self.limits.spool_bytes, self.limits.spool_seconds
         )
-        self._names = self.frontend.source = SharedState(self.directory.subdirectory("shared"))
+        self._names = self.frontend.names.source = SharedState(self.directory.subdirectory("shared"))
         self.frontend.observer = self._metrics = ServerMetrics(
             self.frontend, model or self.frontend.model, self.spool, self._registry
         )
@@ -105,7 +105,7 @@ class ServerState:
         from vllm_weir.frontend.lookup import ask_workers
 
         await ask_workers(self.engine_client)
-        return self.frontend.require_capabilities()
+        return self.frontend.engine.require_capabilities()
 
     async def run(self, job: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
         """Run `job`, which waits or copies, in a thread, and `undo` if the caller was cancelled."""

@@ -75,7 +75,7 @@ def mood(**more):
 
 def share(frontend, folder):
     """Give a frontend the state that a server's processes share; return how another process changes it."""
-    frontend.source = SharedState(folder)
+    frontend.names.source = SharedState(folder)
     return SharedState(folder).change
 
 
@@ -86,23 +86,23 @@ def test_actions_change_names_and_globals(frontend, tmp_path, source):
         share(frontend, tmp_path)
     actions = FrontendActions(frontend)
     digest = actions.set_vector("dial", ONES)
-    frontend.refresh()
-    assert frontend.registry.names() == {"dial": {"digest": digest, "shape": [D]}}
+    frontend.names.refresh()
+    assert frontend.names.vectors.names() == {"dial": {"digest": digest, "shape": [D]}}
     actions.set_global(Add("dial", 2))
     other = actions.set_vector("dial", 2 * ONES)
-    frontend.refresh()
-    assert other != digest and frontend.registry.names()["dial"]["digest"] == other
-    (one,) = frontend.always
+    frontend.names.refresh()
+    assert other != digest and frontend.names.vectors.names()["dial"]["digest"] == other
+    (one,) = frontend.names.always
     assert one.vector.digest == digest, "it keeps what its name stood for"
     for wrong in (lambda: actions.set_global(Add([1.0], 2)), lambda: actions.set_vector("x", "nothing")):
         with pytest.raises(WeirError):
             wrong()
-    frontend.refresh()
-    assert frontend.always == (one,) and list(frontend.registry.names()) == ["dial"]
+    frontend.names.refresh()
+    assert frontend.names.always == (one,) and list(frontend.names.vectors.names()) == ["dial"]
     actions.remove_vector("dial")
     actions.clear_global()
-    frontend.refresh()
-    assert not frontend.always and not frontend.registry.names()
+    frontend.names.refresh()
+    assert not frontend.names.always and not frontend.names.vectors.names()
     with pytest.raises(WeirError, match="'dial'"):
         actions.remove_vector("dial")
 
@@ -116,17 +116,17 @@ def test_a_global_names_nothing_that_another_process_has_just_removed(frontend, 
     change(lambda contents: replace(contents, saes=loaded))
     actions = FrontendActions(frontend)
     actions.set_global(weir.SetFeature("it", 2, value=1.0))
-    frontend.refresh()
-    (one,) = frontend.always
+    frontend.names.refresh()
+    (one,) = frontend.names.always
     assert one.sae == "it#1"
     actions.clear_global()
-    edit_state = frontend.source.change
+    edit_state = frontend.names.source.change
 
     def late(edit):
         change(lambda contents: replace(contents, saes={}))
         return edit_state(edit)
 
-    monkeypatch.setattr(frontend.source, "change", late)
+    monkeypatch.setattr(frontend.names.source, "change", late)
     with pytest.raises(WeirError, match="no autoencoder is loaded as 'it'"):
         actions.set_global(weir.SetFeature("it", 2, value=1.0))
     assert not SharedState(tmp_path / "shared").read().always
@@ -146,7 +146,7 @@ def test_a_controller_in_python(frontend):
     """Its probes score every request and its captures are of every request, until it is removed."""
     watch = Watch([mood(positions="sampled")], [Capture("resid_post", 1)])
     add_object(frontend, "a", watch, {"policy": "drop", "required": True})
-    assert frontend.universal and [one.probe.name for one in frontend.probes.everyone] == ["mood"]
+    assert frontend.universal and [one.probe.name for one in frontend.names.probes.everyone] == ["mood"]
     assert [capture.sink.name for capture in frontend.manager.everyone] == ["controller:a"]
     state = frontend.manager.report()["controller:a"]
     assert (state["consumer"], state["policy"]) == ("Watch", "drop")
@@ -154,7 +154,7 @@ def test_a_controller_in_python(frontend):
         add_object(frontend, "a", Watch(), {})
     assert error.value.field == "name"
     remove(frontend, "a")
-    assert not frontend.universal and not frontend.manager.report() and not frontend.probes.registered
+    assert not frontend.universal and not frontend.manager.report() and not frontend.names.probes.registered
     with pytest.raises(WeirError, match="no controller 'a'"):
         remove(frontend, "a")
 
@@ -163,9 +163,9 @@ def test_a_controller_in_python(frontend):
 def test_a_controller_that_cannot_be_added_leaves_no_probes(frontend, tmp_path, source):
     """Nor replaces any, whatever is wrong: a later probe, a capture, or what `open` raises."""
     change = share(frontend, tmp_path) if source else lambda edit: None
-    frontend.add_scoring([mood(positions="sampled")])
-    frontend.refresh()
-    before = frontend.probes.registered["mood"].probe
+    frontend.names.add_scoring([mood(positions="sampled")])
+    frontend.names.refresh()
+    before = frontend.names.probes.registered["mood"].probe
     new = [Probe("mood", 2 * ONES, layer=1), Probe("other", ONES, layer=1)]
     for controller, why in (
         (Watch([*new, Probe("far", ONES, layer=9)]), "block 9 does not exist"),
@@ -176,8 +176,8 @@ def test_a_controller_that_cannot_be_added_leaves_no_probes(frontend, tmp_path, 
         with pytest.raises(WeirError, match=why):
             add_object(frontend, "a", controller, {})
         change(lambda contents: replace(contents, tiers=0))
-        frontend.refresh()
-        (left,) = frontend.probes.everyone
+        frontend.names.refresh()
+        (left,) = frontend.names.probes.everyone
         assert (left.probe.layer, left.probe.weight.digest) == (before.layer, before.weight.digest)
         assert not frontend.manager.report()
 
@@ -196,8 +196,8 @@ def test_open_may_set_what_the_controller_s_probes_gate(frontend, tmp_path):
 
     beside = threading.Thread(target=lambda: other.set_global(Add(ONES, 3)), daemon=True)
     add_object(frontend, "a", Sets([mood()]), {})
-    frontend.refresh()
-    (one,) = frontend.always
+    frontend.names.refresh()
+    (one,) = frontend.names.always
     assert one.layers == (3,) and frontend.manager.report()
 
 
@@ -206,35 +206,37 @@ def test_a_removed_controller_s_probes_stay_away(frontend, tmp_path, source):
     """Whatever changes later; a controller of which a probe is still needed is not removed by half."""
     change = share(frontend, tmp_path) if source else lambda edit: None
     add_object(frontend, "a", Watch([mood(), Probe("other", ONES, layer=1)]), {})
-    frontend.refresh()
+    frontend.names.refresh()
     actions = FrontendActions(frontend)
     actions.set_global(Add(ONES, 2, when=When("other", above=0)))
     with pytest.raises(WeirError, match="gated by 'other'"):
         remove(frontend, "a")
     change(lambda contents: replace(contents, tiers=0))
-    assert frontend.universal and list(frontend.probes.registered) == ["mood", "other"] and frontend.manager.report()
+    assert (
+        frontend.universal and list(frontend.names.probes.registered) == ["mood", "other"] and frontend.manager.report()
+    )
     actions.clear_global()
     remove(frontend, "a")
     change(lambda contents: replace(contents, tiers=0))
-    assert not frontend.universal and not frontend.probes.registered and not frontend.manager.report()
+    assert not frontend.universal and not frontend.names.probes.registered and not frontend.manager.report()
 
 
 @pytest.mark.parametrize("source", [False, True])
 def test_an_unregistered_probe_stays_away(frontend, tmp_path, source):
     change = share(frontend, tmp_path) if source else lambda edit: None
-    frontend.add_scoring([mood()])
-    frontend.unregister_probe("mood")
+    frontend.names.add_scoring([mood()])
+    frontend.names.unregister_probe("mood")
     change(lambda contents: replace(contents, tiers=0))
-    assert not frontend.universal and not frontend.probes.registered
+    assert not frontend.universal and not frontend.names.probes.registered
     with pytest.raises(WeirError, match="no probe is registered under 'mood'") as error:
-        frontend.unregister_probe("mood")
+        frontend.names.unregister_probe("mood")
     assert error.value.field == "name"
 
 
 def test_probes_wait_until_the_engine_is_known():
     frontend = frontend_of(None)
     add_object(frontend, "a", Watch([mood()]), {})
-    assert frontend.universal and not frontend.probes.registered
+    assert frontend.universal and not frontend.names.probes.registered
     with pytest.raises(WeirError, match="leave sink and keep out"):
         add_object(frontend, "b", Watch([mood()], [Capture("resid_post", 1, sink="elsewhere")]), {})
     assert frontend.universal
@@ -258,7 +260,7 @@ def test_probes_wait_until_the_engine_is_known():
 def test_wrong_objects_are_refused(frontend, controller, why):
     with pytest.raises(WeirError, match=why):
         add_object(frontend, "a", controller, {})
-    assert not frontend.manager.report() and not frontend.probes.registered
+    assert not frontend.manager.report() and not frontend.names.probes.registered
 
 
 @pytest.mark.parametrize(
@@ -301,27 +303,29 @@ def test_a_request_under_a_sync_controller(frontend):
     when = When("controller:b")
     move = Add(ONES, 0, positions="generated", when=when)
     with pytest.raises(WeirError, match="'mood'") as error:
-        admit(asked(move), FACTS, probes=frontend.probes)
+        admit(asked(move), FACTS, probes=frontend.names.probes)
     assert error.value.field == "interventions[0].when.probe"
-    frontend.register_probe(mood())
-    found = admit(asked(move, Add(ONES, 3)), FACTS, probes=frontend.probes)
+    frontend.names.register_probe(mood())
+    found = admit(asked(move, Add(ONES, 3)), FACTS, probes=frontend.names.probes)
     assert [probe.name for probe in found.probes] == ["mood", "own"] and found.gate_of == (0, -1)
     assert found.gates == (ResolvedGate(0, 0, 0.0, delay=1, controller="b", reads=(0, 1)),)
     own = Probe("mood", 2 * ONES, layer=1, positions="generated")
-    mine = admit(asked(move, probes=[own]), FACTS, probes=frontend.probes)
+    mine = admit(asked(move, probes=[own]), FACTS, probes=frontend.names.probes)
     assert mine.probes[0] != found.probes[0] and mine.gates == found.gates
     spec = EngineSpec.from_wire(found.wire)
     assert spec == found.engine_spec and spec.gated_from(6) == 6
     only = admit(asked(move, probes=[own, Probe("own", ONES, layer=1, positions="generated")][:1]), FACTS,
-                 probes=frontend.probes)  # fmt: skip
+                 probes=frontend.names.probes)  # fmt: skip
     request = make_engine_request(only, "reply", tuple(range(6)), 6, 5, FACTS, True, TableSizes(64, 64, 1024))
     assert request.first_position == 0, "`own` scores the prompt"
     for positions in ("all", "sampled", "prompt", [7, 8]):
         with pytest.raises(WeirError, match="positions='generated'") as error:
-            admit(asked(Add(ONES, 2, positions=positions, when=when)), FACTS, probes=frontend.probes)
+            admit(asked(Add(ONES, 2, positions=positions, when=when)), FACTS, probes=frontend.names.probes)
         assert error.value.field == "interventions[0].positions"
     with pytest.raises(WeirError, match="there are b"):
-        admit(asked(Add(ONES, 2, positions="generated", when=When("controller:c"))), FACTS, probes=frontend.probes)
+        admit(
+            asked(Add(ONES, 2, positions="generated", when=When("controller:c"))), FACTS, probes=frontend.names.probes
+        )
     with pytest.raises(WeirError, match="there is none"):
         admit(asked(move), FACTS)
 
@@ -329,8 +333,10 @@ def test_a_request_under_a_sync_controller(frontend):
 def test_the_last_token_of_a_prompt_is_computed_for_the_request_itself():
     """After its pass the controller decides on the first generated token, though nothing of the prompt is scored."""
     frontend = frontend_of(FACTS)
-    frontend.probes.controllers["c"] = (mood(positions="generated"),)
-    found = admit(asked(Add(ONES, 2, positions="generated", when=When("controller:c"))), FACTS, probes=frontend.probes)
+    frontend.names.probes.controllers["c"] = (mood(positions="generated"),)
+    found = admit(
+        asked(Add(ONES, 2, positions="generated", when=When("controller:c"))), FACTS, probes=frontend.names.probes
+    )
     request = make_engine_request(found, "reply", tuple(range(6)), 6, 5, FACTS, True, TableSizes(64, 64, 1024))
     assert request.first_position == 5
     frontend.close()

@@ -64,7 +64,7 @@ class FitEngine:
         if engine is llm or inspect.iscoroutinefunction(engine.collective_rpc):
             raise WeirError(f"fit runs on a vllm.LLM, not on {type(llm).__name__}", "llm")
         self._llm, self._engine, self._frontend = llm, engine, frontend
-        self.capabilities = frontend.require_capabilities()
+        self.capabilities = frontend.engine.require_capabilities()
         asked = parse_capture(hook, layers, positions)
         try:
             self.layers = asked.resolve_layers(self.capabilities.num_layers)

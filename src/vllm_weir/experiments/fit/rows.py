@@ -134,12 +134,12 @@ def stays_on_workers(frontend: EngineFrontend, sites: Sequence[Site]) -> bool:
     They cannot where tensor-parallel workers hold a row in parts, where the caller's process
     computes it, or where something reads the rows of every request.
     """
-    capabilities = frontend.require_capabilities()
+    capabilities = frontend.engine.require_capabilities()
     if any(len(capabilities.shards.get(site, ())) > 1 or site.hook in DERIVED_HOOKS for site in sites):
         return False
-    frontend.refresh()
-    gated = any(one.when is not None for one in frontend.always)
-    return not (gated or frontend.manager.everyone or frontend.probes.everyone)
+    frontend.names.refresh()
+    gated = any(one.when is not None for one in frontend.names.always)
+    return not (gated or frontend.manager.everyone or frontend.names.probes.everyone)
 
 
 def _raise_first(answers: Sequence[dict[str, Any]]) -> None:

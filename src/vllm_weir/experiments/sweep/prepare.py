@@ -41,14 +41,14 @@ class EngineFacts:
 
     def __init__(self, llm: Any) -> None:
         self._frontend = frontend_of(llm)
-        self.capabilities: EngineCapabilities = self._frontend.require_capabilities()
+        self.capabilities: EngineCapabilities = self._frontend.engine.require_capabilities()
         self.model = engine_of(llm).vllm_config.model_config
         self.tokenizer: Any = None if self.model.skip_tokenizer_init else llm.get_tokenizer()
 
     def identity(self) -> dict[str, Any]:
         """Return, as JSON data, what numbers depend on: the model as it runs, and what every request undergoes."""
         model, overrides = self.model, self.model.hf_overrides
-        self._frontend.refresh()
+        self._frontend.names.refresh()
         return {
             "model": model.model,
             "weights": fingerprint(model.model),
@@ -57,7 +57,7 @@ class EngineFacts:
             "quantization": str(model.quantization),
             "hf_overrides": qualified_name(overrides) if callable(overrides) else repr(overrides),
             "logprobs_mode": str(model.logprobs_mode),
-            "always": [one.to_json() for one in self._frontend.always],
+            "always": [one.to_json() for one in self._frontend.names.always],
         }
 
     def encode(self, prompts: Sequence[Prompt], field: str) -> list[tuple[int, ...]]:

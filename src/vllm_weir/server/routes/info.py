@@ -51,7 +51,7 @@ def router() -> APIRouter:
         from vllm_weir import __version__, sites_async
 
         verdicts = await sites_async(state.engine_client)
-        capabilities = state.frontend.require_capabilities()
+        capabilities = state.frontend.engine.require_capabilities()
         return ServerInfo(
             version=__version__,
             model=state.frontend.model,

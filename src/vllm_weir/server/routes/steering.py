@@ -145,7 +145,7 @@ def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
 
     def edit(contents: RegistryContents) -> RegistryContents:
         from_tiers, from_list = _resolve_names(state, contents, tiers, own or ())
-        capabilities = state.frontend.require_capabilities()
+        capabilities = state.frontend.engine.require_capabilities()
         for one in (*from_tiers, *from_list):
             hooks.add(one.hook)
             layers.update(one.resolve_layers(capabilities.num_layers))
@@ -158,7 +158,7 @@ def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
         if len(merged) + len(rest) > MAX_INTERVENTIONS:
             raise WeirError(f"more than {MAX_INTERVENTIONS} interventions for every request; clear some", "vectors")
         after = replace(contents, always=(*merged, *rest), tiers=len(merged))
-        state.frontend.settled(after.always, everyone=True)  # together they must fit, too
+        state.frontend.names.settled(after.always, everyone=True)  # together they must fit, too
         check_room(after, state.limits)
         return after
 
@@ -174,10 +174,10 @@ def _resolve_names(
     Raises:
         WeirError: If a name is unknown, or the engine cannot carry an intervention out.
     """
-    state.frontend.refresh()  # another process may have loaded the autoencoders that are named
+    state.frontend.names.refresh()  # another process may have loaded the autoencoders that are named
     registry = VectorRegistry()
     registry.load(contents)
-    return [state.frontend.settled(part, registry) for part in parts]
+    return [state.frontend.names.settled(part, registry) for part in parts]
 
 
 def _replacement_key(one: Intervention) -> tuple[Any, ...]:
@@ -192,7 +192,7 @@ def _register(state: ServerState, body: bodies.RegisterModule) -> bodies.ModuleC
         if body.name in contents.vectors:
             raise WeirError(f"a vector is named {body.name!r}; delete it or choose another name", "name")
         from_tiers, from_list = _resolve_names(state, contents, tiers, own or ())
-        state.frontend.settled((*from_tiers, *from_list))
+        state.frontend.names.settled((*from_tiers, *from_list))
         after = replace(contents, modules={**contents.modules, body.name: (*from_tiers, *from_list)})
         check_room(after, state.limits)
         return after

@@ -35,7 +35,7 @@ WORDS = Vocabulary(100, TOKENIZER)
 @pytest.fixture
 def frontend():
     made = EngineFrontend(Settings(), chunked=True, vocabulary=WORDS, max_model_len=64)
-    made.capabilities = FACTS
+    made.engine.capabilities = FACTS
     yield made
     made.close()
 
@@ -56,7 +56,7 @@ _numbers = iter(range(10**9))
 def test_refused_just_where_no_row_is_selected(selector, P, max_tokens):
     """Tokens may be any; what could be selected by another token is there."""
     frontend = EngineFrontend(Settings(), chunked=True, vocabulary=WORDS, max_model_len=64)
-    frontend.capabilities = FACTS
+    frontend.engine.capabilities = FACTS
     try:
         G = min(max_tokens, 64 - P)
         reached = isinstance(selector, dict) or bool(expected_positions(selector, P, G))
@@ -164,9 +164,9 @@ def test_what_the_engine_adds_to_every_request_may_select_nothing():
             ]
         )
         always = [Add(ROW, 1, positions=p) for p in ("generated", [900], "50:", {"token_ids": [7]})]
-        frontend.set_always(always)
+        frontend.names.set_always(always)
         contents = RegistryContents(modules={"mood": tuple(always)})
-        frontend.registry.load(contents)
+        frontend.names.vectors.load(contents)
         _, wire = ask(frontend, max_tokens=1)
         assert wire is not None and wire.table_needs is not None
         named = {"weir": {"v": 1, "modules": ["mood"], "capture": [{"positions": "sampled"}]}}
@@ -250,11 +250,11 @@ def test_special_tokens_need_a_tokenizer_that_has_some(make):
 
 
 def test_global_interventions_are_checked_against_the_tokenizer_when_they_are_set(frontend):
-    frontend.set_always([Add(ROW, 1, positions={"special": False})])
-    frontend._vocabulary = Vocabulary(100)
+    frontend.names.set_always([Add(ROW, 1, positions={"special": False})])
+    frontend.engine.vocabulary = Vocabulary(100)
     for selector in ({"special": False}, {"token_ids": [100]}):
         with pytest.raises(WeirError) as e:
-            frontend.set_always([Add(ROW, 1, positions=selector)])
+            frontend.names.set_always([Add(ROW, 1, positions=selector)])
         assert e.value.field.startswith("intervention.positions.")
 
 
@@ -271,14 +271,14 @@ def test_so_many_selectors_by_token_can_steer(frontend):
 def test_rows_by_position_for_everyone_do_not_depend_on_a_prompt(frontend, selector):
     """Else a plain request whose prompt selects more or fewer positions would be refused for what it did not ask."""
     with pytest.raises(WeirError) as e:
-        frontend.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
+        frontend.names.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
     assert e.value.field.endswith("positions")
 
 
 @pytest.mark.parametrize("selector", [[0, 3], "1:3"])
 @pytest.mark.parametrize("P", [1, 2, 9])
 def test_rows_by_position_for_everyone_refuse_nobody(frontend, selector, P):
-    frontend.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
+    frontend.names.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
     _, wire = ask(frontend, P=P, max_tokens=1)
     assert wire is not None and wire.table_needs is not None
 

@@ -393,58 +393,58 @@ def scores(frontend, extra_args):
 def test_a_probe_of_every_request_is_not_about_images(frontend):
     at_images = Probe("seen", np.ones(D), layer=1, positions={"modality": "image"})
     with pytest.raises(WeirError, match="not every prompt has image; ") as e:
-        frontend.register_probe(at_images, everyone=True)
+        frontend.names.register_probe(at_images, everyone=True)
     assert e.value.field == "probe.positions"
-    frontend.register_probe(at_images)
+    frontend.names.register_probe(at_images)
 
 
 def test_a_name_means_what_is_registered_when_a_request_comes(frontend):
-    frontend.registry.put("v", np.ones((2, D)))
-    frontend.register_probe(Probe("a", "v", layer=1))
-    frontend.registry.put("v", np.zeros((2, D)))
+    frontend.names.vectors.put("v", np.ones((2, D)))
+    frontend.names.register_probe(Probe("a", "v", layer=1))
+    frontend.names.vectors.put("v", np.zeros((2, D)))
     request = asked(["a"])
     before = scores(frontend, request)
     assert scores(frontend, request) is before and before.probes[0].outputs == 2
     assert before.rows[before.probes[0].rows[0]] == pytest.approx(np.ones(D))
-    frontend.register_probe(probe("a", layer=2))
+    frontend.names.register_probe(probe("a", layer=2))
     assert scores(frontend, request).probes[0].site == ("resid_post", 2)
-    assert frontend.probes.infos() == {"a": {"kind": "linear", "outputs": 1, "hook": "resid_post", "layer": 2}}
-    frontend.unregister_probe("a")
+    assert frontend.names.probes.infos() == {"a": {"kind": "linear", "outputs": 1, "hook": "resid_post", "layer": 2}}
+    frontend.names.unregister_probe("a")
     with pytest.raises(WeirError, match="no probe is registered"):
         scores(frontend, request)
     with pytest.raises(WeirError, match="no probe is registered"):
-        frontend.unregister_probe("a")
+        frontend.names.unregister_probe("a")
 
 
 def test_probes_that_the_engine_cannot_serve_are_not_registered(frontend):
     for wrong in (probe(layer=9), Probe("a", np.ones(D + 1), layer=1), Probe("a", "gone", layer=1)):
         with pytest.raises(WeirError):
-            frontend.register_probe(wrong)
-    assert not frontend.probes.infos()
+            frontend.names.register_probe(wrong)
+    assert not frontend.names.probes.infos()
 
 
 def test_gated_interventions_of_every_request(frontend):
     gated = parse_interventions(add(2, When("a", above=0)), "interventions")
     with pytest.raises(WeirError, match="no probe is registered"):
-        frontend.set_always(gated)
-    frontend.register_probe(probe("a", layer=1))
-    frontend.set_always(gated)
+        frontend.names.set_always(gated)
+    frontend.names.register_probe(probe("a", layer=1))
+    frontend.names.set_always(gated)
     assert frontend.universal
     plain = scores(frontend, {})
     assert plain.gate_of == (0,) and plain.probes[0].layer == 1 and scores(frontend, {}) is plain
     with pytest.raises(WeirError, match="gated by 'a'"):
-        frontend.unregister_probe("a")
+        frontend.names.unregister_probe("a")
     with pytest.raises(WeirError, match="has to come before"):
-        frontend.register_probe(probe("a", layer=3))
-    frontend.register_probe(probe("a", layer=0))
+        frontend.names.register_probe(probe("a", layer=3))
+    frontend.names.register_probe(probe("a", layer=0))
     assert scores(frontend, {}).probes[0].layer == 0
-    frontend.set_always(())
-    frontend.unregister_probe("a")
+    frontend.names.set_always(())
+    frontend.names.unregister_probe("a")
     assert not frontend.universal and scores(frontend, {}).gate_of == ()
 
 
 def test_a_probe_of_every_request(frontend):
-    frontend.register_probe(probe("w"), everyone=True)
+    frontend.names.register_probe(probe("w"), everyone=True)
     assert frontend.universal and [one.name for one in scores(frontend, {}).probes] == ["w"]
     found = scores(frontend, asked([probe("a")]))
     assert [one.name for one in found.probes] == ["a", "w"] and found.asked == ()
@@ -452,12 +452,12 @@ def test_a_probe_of_every_request(frontend):
     with pytest.raises(WeirError) as error:
         scores(frontend, asked([probe("w")]))
     assert error.value.field == "probes[0].name"
-    assert frontend.probes.infos()["w"]["everyone"]
+    assert frontend.names.probes.infos()["w"]["everyone"]
 
 
 def test_scores_that_a_request_of_a_server_did_not_ask_for_are_not_told(frontend):
     """They are counted in metrics instead; offline they come back."""
-    frontend.register_probe(probe("w"), everyone=True)
+    frontend.names.register_probe(probe("w"), everyone=True)
     assert scores(frontend, asked([probe("b")])).told == 2
     frontend.serve(1 << 20)
     for extra, told, index in (({}, 0, 0), (asked([probe("a")]), 1, 1), (asked(["w"]), 1, 0)):

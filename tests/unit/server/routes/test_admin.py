@@ -57,14 +57,14 @@ def pair(tmp_path):
 
 def lowered(server, weir_object):
     """What a request would undergo: (hook, layers, positions, scale x vector of additions)."""
-    server.frontend.refresh()
+    server.frontend.names.refresh()
     admitted = admit(
         {"weir": {"v": 1, **weir_object}},
-        server.frontend.capabilities,
+        server.frontend.engine.capabilities,
         True,
-        server.frontend.registry.find,
-        server.frontend.always,
-        module=server.frontend.registry.module,
+        server.frontend.names.vectors.find,
+        server.frontend.names.always,
+        module=server.frontend.names.vectors.module,
     )
     return [
         (m.hook, m.layers, m.positions.to_json(), [(admitted.rows[i.u] * i.a).tolist() for i in m.instructions])
@@ -403,15 +403,15 @@ def test_clamps_and_own_interventions_of_every_request(pair):
     own = [{"op": "ablate", "directions": OTHER, "layers": [0, 2]}]
     assert one.post("/v1/steering/set", json={**body, "interventions": own}).status_code == 200
     two.post("/v1/steering/set", json={"vectors": {"resid_post": {"1": V}}})
-    servers[0].frontend.refresh()
-    kinds = [(i.op, i.layers) for i in servers[0].frontend.always]
+    servers[0].frontend.names.refresh()
+    kinds = [(i.op, i.layers) for i in servers[0].frontend.names.always]
     assert kinds == [("add", (1,)), ("clamp", (1,)), ("clamp", (1,)), ("ablate", (0, 2))]
-    low, fixed = servers[0].frontend.always[1:3]
+    low, fixed = servers[0].frontend.names.always[1:3]
     assert (low.min, low.max, low.strength, fixed.value, fixed.min) == (-1.0, 2.0, 0.5, 3.0, None)
     assert one.get("/v1/steering").json()["active_layers"]["1"]["resid_post"]["clamps"] == 2
     two.post("/v1/steering/set", json={"interventions": [{"op": "add", "vector": V, "layers": "all"}]})
-    servers[0].frontend.refresh()
-    assert [i.op for i in servers[0].frontend.always] == ["add", "clamp", "clamp", "add"]
+    servers[0].frontend.names.refresh()
+    assert [i.op for i in servers[0].frontend.names.always] == ["add", "clamp", "clamp", "add"]
 
 
 def test_packed_vectors_and_clamps(pair):
@@ -425,15 +425,18 @@ def test_packed_vectors_and_clamps(pair):
     }
     made = one.post("/v1/steering/set", json=body)
     assert made.status_code == 200, made.text
-    servers[0].frontend.refresh()
-    assert [(i.op, i.layers, i.positions.kind) for i in servers[0].frontend.always] == [
+    servers[0].frontend.names.refresh()
+    assert [(i.op, i.layers, i.positions.kind) for i in servers[0].frontend.names.always] == [
         ("add", (3,), "all"),
         ("add", (0,), "all"),
         ("clamp", (3,), "generated"),
         ("clamp", (0,), "generated"),
     ]
-    assert [i.scale for i in servers[0].frontend.always[:2]] == [2.0, -1.0]
-    assert [(i.min, i.max, i.strength) for i in servers[0].frontend.always[2:]] == [(None, 1.0, 1.0), (0.5, 0.5, 0.5)]
+    assert [i.scale for i in servers[0].frontend.names.always[:2]] == [2.0, -1.0]
+    assert [(i.min, i.max, i.strength) for i in servers[0].frontend.names.always[2:]] == [
+        (None, 1.0, 1.0),
+        (0.5, 0.5, 0.5),
+    ]
     half = np.float16([V, OTHER]).tobytes()
     body = {"vectors": {"resid_post": {**packed, "dtype": "float16", "data": base64.b64encode(half).decode()}}}
     assert one.post("/v1/steering/set", json=body | {"replace": True}).status_code == 200
@@ -728,7 +731,7 @@ def test_equal_wishes_are_remembered_under_steering_and_by_name(pair):
 
     def admitted():
         weir_object = {"v": 1, "interventions": [{"op": "add", "vector": "happy", "layers": [1]}]}
-        frontend.refresh()
+        frontend.names.refresh()
         return frontend._admitted({"weir": weir_object}, True), frontend._admitted({}, True)
 
     assert all(a is b for a, b in zip(admitted(), admitted()))

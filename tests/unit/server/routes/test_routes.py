@@ -213,7 +213,8 @@ def test_the_server_says_the_shape_of_each_row(monkeypatch):
         return api._verdicts(facts)
 
     monkeypatch.setattr("vllm_weir.sites_async", sites_async, raising=False)
-    frontend = SimpleNamespace(model="m", require_capabilities=lambda: facts)
+    engine = SimpleNamespace(require_capabilities=lambda: facts)
+    frontend = SimpleNamespace(model="m", engine=engine)
     app = FastAPI()
     app.include_router(info.router())
     app.state.weir = SimpleNamespace(engine_client=None, frontend=frontend, limits=ServerLimits(), admin_key=None)

@@ -60,10 +60,10 @@ def pair(tmp_path, sae):
 
 
 def undergone(server, asked):
-    server.frontend.refresh()
+    server.frontend.names.refresh()
     request = {"weir": {"v": 1, "interventions": [asked]}}
     frontend = server.frontend
-    return admit(request, frontend.require_capabilities(), saes=frontend.saes)
+    return admit(request, frontend.engine.require_capabilities(), saes=frontend.names.saes)
 
 
 def test_what_one_process_loads_the_other_knows(pair, sae, tmp_path):
@@ -101,9 +101,9 @@ def test_what_is_steered_for_all_outlives_its_autoencoder(pair, sae, tmp_path):
     assert registered.status_code == 200
     one.delete("/v1/saes/mood")
     for server, client in zip(servers, (one, other), strict=True):
-        server.frontend.refresh()
-        (always,) = server.frontend.always
-        (module,) = server.frontend.registry.module("glad", "x")
+        server.frontend.names.refresh()
+        (always,) = server.frontend.names.always
+        (module,) = server.frontend.names.vectors.module("glad", "x")
         for kept in (always, module):
             assert (kept.w.array == sae.feature_response(3).w).all() and kept.scale == 2.0
         (shown,) = client.get("/v1/steering").json()["interventions"]

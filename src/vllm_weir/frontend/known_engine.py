@@ -1,0 +1,85 @@
+"""`KnownEngine`: how an engine is configured, and what its workers serve once they have reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm_weir.config.settings import Settings
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.admitted import AdmittedRequest
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.engine_wire import make_engine_request
+from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary
+from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
+from vllm_weir.schema.request import WIRE_KEY
+from vllm_weir.schema.table_sizes import TableSizes
+
+
+class KnownEngine:
+    """What is known of one engine.
+
+    Args:
+        settings: the engine's settings.
+        chunked: whether the engine splits long prompts.
+        refusal: why no request with Weir's keys can be served; None if they can.
+        vocabulary: the engine's.
+        traits: how the engine is configured.
+
+    Attributes:
+        capabilities: what the workers serve; None until they have reported.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        chunked: bool,
+        refusal: str | None = None,
+        vocabulary: Vocabulary = UNKNOWN,
+        traits: EngineTraits = PLAIN_ENGINE,
+    ) -> None:
+        self.refusal, self.vocabulary, self.traits = refusal, vocabulary, traits
+        self.capabilities: EngineCapabilities | None = None
+        self._settings, self._chunked = settings, chunked
+        self._sizes: TableSizes | None = None
+
+    def learn(self, capabilities: EngineCapabilities) -> None:
+        """Take in what the workers serve."""
+        self.capabilities, self._sizes = capabilities, self._settings.table_sizes(capabilities.d_model)
+
+    @property
+    def knows_weights(self) -> bool:
+        """Whether the workers' reports hold values of weights, so that new weights need new reports."""
+        return self.refusal is None and self.capabilities is not None and self.capabilities.facts.from_weights
+
+    def require_capabilities(self) -> EngineCapabilities:
+        """Return what the engine serves; raise WeirError if it cannot serve Weir's keys."""
+        if self.refusal is not None:
+            raise WeirError(self.refusal, WIRE_KEY)
+        if self.capabilities is None:
+            why = "the workers have not reported: `await weir.sites_async(engine)` first, or see `weir doctor`"
+            raise WeirError(why, WIRE_KEY)
+        return self.capabilities
+
+    def make_request(
+        self,
+        admitted: AdmittedRequest,
+        reader_endpoint: str,
+        prompt_ids: Sequence[int] | None,
+        prompt_len: int,
+        max_tokens: int,
+    ) -> EngineRequest | None:
+        """Return what travels to the engine with a request, see `make_engine_request`.
+
+        Raises:
+            WeirError: if the engine can never hold what the request needs.
+        """
+        capabilities = self.require_capabilities()
+        sizes = self._sizes or self._settings.table_sizes(capabilities.d_model)
+        return make_engine_request(
+            admitted, reader_endpoint, prompt_ids, prompt_len, max_tokens, capabilities, self._chunked, sizes
+        )
+
+    def check_holds(self, admitted: AdmittedRequest) -> None:
+        """Raise WeirError if the engine can never hold what a request needs, however short it is."""
+        self.make_request(admitted, "", None, 1, 1)
