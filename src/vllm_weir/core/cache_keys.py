@@ -39,10 +39,14 @@ class CacheKeys:
     def __init__(
         self, interventions: Sequence[ResolvedIntervention], prompt_len: int, gated_from: int | None = None
     ) -> None:
-        ungated = (m for m in interventions if not m.scores and not m.is_gated)
-        self._bounded = [(m, None if m.per_position else m.positions.bounds(prompt_len)) for m in ungated]
-        """Interventions with their first position and the one after their last; None where they are
-        not contiguous."""
+        ungated = [m for m in interventions if not m.scores and not m.is_gated]
+        self._bounded = [
+            (m, None if m.per_position else m.positions.bounds(prompt_len), m.positions.listed(prompt_len))
+            for m in ungated
+        ]
+        """Interventions with their first position and the one after their last, None where they are
+        not contiguous, and their positions if these are listed: looked up in each block, however
+        many they are."""
         self._prompt_len, self._gated_from = prompt_len, gated_from
         self._own = "" if gated_from is None else secrets.token_hex(16)
         """Stands for what gated interventions do."""
@@ -55,9 +59,9 @@ class CacheKeys:
         effects: list[str] = []
         if self._gated_from is not None and start + len(token_ids) > self._gated_from:
             effects.append(self._own)
-        for intervention, bounds in self._bounded:
+        for intervention, bounds, listed in self._bounded:
             if bounds is None:
-                effect = self._scattered(intervention, start, token_ids)
+                effect = self._scattered(intervention, listed, start, token_ids)
             else:
                 first, end = max(bounds[0] - start, 0), min(bounds[1] - start, len(token_ids))
                 effect = _effect(intervention.digest, first, end) if first < end else ""
@@ -65,19 +69,26 @@ class CacheKeys:
                 effects.append(effect)
         return _digest(tuple(effects)) if effects else None
 
-    def _scattered(self, intervention: ResolvedIntervention, start: int, token_ids: Sequence[int]) -> str:
+    def _scattered(
+        self, intervention: ResolvedIntervention, listed: np.ndarray | None, start: int, token_ids: Sequence[int]
+    ) -> str:
         """Describe what an intervention does in a block.
 
         The form is that of `_effect`, so that equal effects have equal descriptions.
         """
-        positions = np.arange(start, start + len(token_ids))
-        selected = np.flatnonzero(intervention.positions.mask(positions, self._prompt_len, np.asarray(token_ids)))
+        if listed is None:
+            positions = np.arange(start, start + len(token_ids))
+            selected = np.flatnonzero(intervention.positions.mask(positions, self._prompt_len, np.asarray(token_ids)))
+        else:
+            earlier, end = np.searchsorted(listed, (start, start + len(token_ids))).tolist()
+            selected = listed[earlier:end] - start
         if not len(selected):
             return ""
         if not intervention.per_position:
             return f"{intervention.digest}@{selected.tolist()}"
         # Each selected position of the request undergoes the instructions at its rank.
-        earlier = int(intervention.positions.mask(np.arange(start), self._prompt_len).sum())
+        if listed is None:
+            earlier = int(intervention.positions.mask(np.arange(start), self._prompt_len).sum())
         of_offset = ((offset, intervention.of_position(k)) for k, offset in enumerate(selected.tolist(), earlier))
         done = [(offset, instructions) for offset, instructions in of_offset if instructions]
         return f"{intervention.hook}{intervention.layers}{done}" if done else ""

@@ -108,7 +108,7 @@ class VllmEngine:
         from vllm_weir.frontend.lookup import frontend_of
 
         # A captured prompt is computed whole, so the prefix cache would never be used.
-        options = {"enable_prefix_caching": False, "disable_log_stats": True} | spec.engine
+        options = {"enable_prefix_caching": False} | spec.engine
         self.llm = start_llm(spec.model, options)
         capabilities = frontend_of(self.llm).engine.require_capabilities()
         self.reading: Reading

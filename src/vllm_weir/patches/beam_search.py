@@ -151,12 +151,17 @@ def online(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., 
             async for output in outputs:
                 yield output
             return
-        token = current_search.set(Search(len(prompt["prompt_token_ids"]), params.max_tokens))
-        try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield output
-        finally:
-            current_search.reset(token)
+        this = Search(len(prompt["prompt_token_ids"]), params.max_tokens)
+        async with aclosing(outputs):
+            while True:
+                # Set and reset in one task: vLLM may take each output in another.
+                token = current_search.set(this)
+                try:
+                    output = await anext(outputs)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    current_search.reset(token)
+                yield output
 
     return search

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.positions import MAX_LIST, Positions
 
 Range = tuple[int, int]
 """The first of some adjacent positions, and one past the last."""
@@ -44,7 +44,7 @@ class Media:
         """Return the positions of what a selector by modality names.
 
         Raises:
-            WeirError: if the prompt has none.
+            WeirError: if the prompt has none, or too many that are not adjacent.
         """
         name = selector.modality
         ranges = next((ranges for modality, ranges in self.ranges if modality == name), ())
@@ -57,6 +57,12 @@ class Media:
             )
         if len(ranges) == 1:
             return Positions("slice", (*ranges[0], None))
+        if (count := sum(end - first for first, end in ranges)) > MAX_LIST:
+            raise WeirError(
+                f"the prompt has {count} positions of {name} in {len(ranges)} places, more than the limit of {MAX_LIST}; "
+                "choose some of them by their place",
+                field,
+            )
         return Positions("list", tuple(position for first, end in ranges for position in range(first, end)))
 
 

@@ -179,6 +179,10 @@ class Positions:
             return np.ones(len(positions), bool)
         return self._token_mask(token_ids)
 
+    def listed(self, prompt_len: int) -> np.ndarray | None:
+        """Return the absolute positions of a list, int64 [n] ascending and each once; None for any other selector."""
+        return np.unique(np.asarray(_reached(self.values, prompt_len), np.int64)) if self.kind == "list" else None
+
     def _token_mask(self, token_ids: np.ndarray) -> np.ndarray:
         """Return which tokens are selected, whatever their positions."""
         if self.kind == "token_ids":

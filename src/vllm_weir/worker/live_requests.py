@@ -88,7 +88,7 @@ class LiveRequests:
             self._active_taps.leave(request_id)
             self._release(request_id)
         self._planner.resume(resumed)
-        joining = [(EngineSpec.from_wire(request[1].spec), *request) for request in new]
+        joining = [(spec, *request) for request in new if (spec := self._read(*request)) is not None]
         replaced = self._module_path.replaced() if joining else ""
         for _, _, engine_request, *_ in joining:
             if engine_request.vectors:
@@ -118,6 +118,19 @@ class LiveRequests:
                 reason = f"the worker could not serve the request: {why}"
                 self._failures.fail(engine_request.reader_endpoint, request_id, reason, keys, cached)
         self._vectors.clear()
+
+    def _read(
+        self, request_id: str, engine_request: EngineRequest, _len: int, _ids: Sequence[int] | None, cached: int
+    ) -> EngineSpec | None:
+        """Return what a request asks, None if that cannot be read; then the request fails."""
+        try:
+            return EngineSpec.from_wire(engine_request.spec)
+        except WeirError as e:
+            logger.exception("Weir cannot read what request %s asks", request_id)
+            self._release(request_id)
+            reason = f"the worker could not read the request: {e}"
+            self._failures.fail(engine_request.reader_endpoint, request_id, reason, None, cached)
+            return None
 
     def _release(self, request_id: str) -> None:
         """Release what a request holds, all or some of what it asked for."""
