@@ -59,7 +59,7 @@ class Media:
             return Positions("slice", (*ranges[0], None))
         if (count := sum(end - first for first, end in ranges)) > MAX_LIST:
             raise WeirError(
-                f"the prompt has {count} positions of {name} in {len(ranges)} places, more than the limit of {MAX_LIST}; "
+                f"the prompt has {count} positions of {name} in {len(ranges)} places, and the limit is {MAX_LIST}; "
                 "choose some of them by their place",
                 field,
             )
