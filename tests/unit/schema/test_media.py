@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.media import NO_MEDIA, Media, embedded_ranges
-from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.positions import MAX_LIST, Positions
 
 IMAGE, AUDIO = (Positions.parse({"modality": name}) for name in ("image", "audio"))
 placeholders = st.lists(st.tuples(st.integers(0, 3), st.lists(st.booleans(), max_size=6), st.booleans()), max_size=5)
@@ -49,3 +49,14 @@ def test_each_modality_has_its_own():
         media.positions(Positions.parse({"modality": "video"}), "capture[0].positions.modality")
     assert e.value.field == "capture[0].positions.modality"
     assert not NO_MEDIA and media and hash(media) == hash(Media(media.ranges))
+
+
+def test_more_places_than_a_list_may_have():
+    """One image may be as long as it likes; several with gaps between them may not reach the workers."""
+    half = MAX_LIST // 2
+    assert Media.of([("image", [(1, 3 * MAX_LIST)])]).positions(IMAGE, "f").kind == "slice"
+    most = Media.of([("image", [(1, 1 + half), (half + 2, MAX_LIST + 2)])]).positions(IMAGE, "f")
+    assert Positions.parse(most.to_json()) == most
+    with pytest.raises(WeirError, match=f"{MAX_LIST + 1} positions of image in 2 places") as e:
+        Media.of([("image", [(1, 1 + half), (half + 2, MAX_LIST + 3)])]).positions(IMAGE, "capture[0].positions")
+    assert e.value.field == "capture[0].positions"

@@ -14,7 +14,7 @@ from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import CONST, Instruction, ResolvedIntervention
-from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.positions import MAX_LIST, Positions
 from vllm_weir.schema.read_outs import FEATURES, ReadOut
 from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
 from vllm_weir.schema.vectors import digest_of
@@ -135,3 +135,23 @@ def test_a_kernel_is_not_blamed_for_a_full_device():
 
     with pytest.raises(torch.OutOfMemoryError):
         Codecs(D, torch.device("cpu"))._check_kernel(Full())
+
+
+def test_what_cannot_be_read_fails_its_own_request(bench):
+    class Unread(Capturing):
+        @property
+        def spec(self):
+            capture = SiteRequest(SITE, Positions("list", tuple(range(MAX_LIST + 1))), False)
+            return EngineSpec(ResolvedSpec((capture,), self.postprocess), self.moves)
+
+    unread = Unread((), (), (), {})
+    unread.postprocess = Postprocess(None)
+    bench.join("a", unread, IDS)
+    bench.join("b", Draw(0).request(), IDS)
+    rows = torch.zeros(3, D)
+    bench.step({"a": (0, rows), "b": (0, rows)}, {"a": IDS, "b": IDS})
+    (reason,) = bench.got["a"].failures
+    assert "could not read the request" in reason and str(MAX_LIST) in reason
+    assert not bench.got["b"].failures and len(bench.got["b"].rows) == 3
+    bench.runtime.requests.follow([], ["a", "b"])
+    assert held(bench) == {}

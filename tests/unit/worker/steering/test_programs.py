@@ -17,6 +17,7 @@ from vllm_weir.core.cache_keys import CacheKeys
 from vllm_weir.core.waiting_queue import WaitingQueue
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_request import TableNeeds
+from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.worker.planning.columns import as_integers
 from vllm_weir.worker.steering.unsteered_kv import MOST_FAILED, SteeredKeys, UnsteeredKV
@@ -190,10 +191,25 @@ def test_keys_of_stretches_are_those_of_positions(wanted, prompt_len):
     moves = [move_of(weir.Add(ROWS[k % D] * (1 + k), k % 3, positions=at))[0] for k, at in wanted]
     ids = [(3 * p) % 21 for p in range(128)]
     quick, slow = CacheKeys(moves, prompt_len), CacheKeys(moves, prompt_len)
-    slow._moves = [(move, None) for move in moves]
+    slow._bounded = [(move, None, None) for move in moves]
     for start in range(0, 128, 16):
         block = ids[start : start + 16]
         assert quick.of_block(start, block) == slow.of_block(start, block)
+
+
+def test_listed_positions_are_looked_up_not_gone_through_in_each_block(monkeypatch):
+    """Of a prompt with many of them, each block would take longer the longer the prompt is."""
+    listed = [*range(0, 64, 3), 3, -5]
+    given = [weir.Add(A, 1, positions=listed), weir.Add(ROWS[:4], 1, positions=[40, 3, 41, 66])]
+    moves = admitted(*given).effective
+    slow = CacheKeys(moves, 70)
+    slow._bounded = [(move, bounds, None) for move, bounds, _ in slow._bounded]
+    ids = list(range(96))
+    expected = [slow.of_block(s, ids[s : s + 16]) for s in range(0, 96, 16)]
+    quick = CacheKeys(moves, 70)
+    monkeypatch.setattr(Positions, "mask", None)
+    assert [quick.of_block(s, ids[s : s + 16]) for s in range(0, 96, 16)] == expected
+    assert [key is None for key in expected] == [False] * 5 + [True]
 
 
 def test_prompt_and_all_share_the_blocks_of_the_prompt():
