@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +29,7 @@ from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.hooks import ALIASES, HOOKS, STREAM_HOOKS, place_of
 from vllm_weir.schema.instructions import BLEND
+from vllm_weir.schema.media import Media
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.reductions import CONTINUED
 from vllm_weir.schema.request import Postprocess, ResolvedSpec
@@ -450,6 +452,33 @@ def test_trap_16_events_of_the_cache_tell_steerings_apart(frontend):
         told.add(field)
         assert tag == "weir"
     assert len(told) == 2
+
+
+@pytest.mark.parametrize("positions, own", [([7], 4), (7, 4), ("5:", 4), ("generated", None), ([12, 13], None)])
+def test_trap_16_an_image_that_attends_both_ways_shares_no_block_once_something_acts_in_it(positions, own):
+    """What is done at its last position changes the keys and values of its first."""
+    from vllm_weir.patches.scheduler import block_hash_extra_keys
+
+    frontend = frontend_of(FACTS)
+    image = Media.of([("image", [(4, 9)])])
+    asked = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": [1], "positions": positions}]}}
+    keys = block_hash_extra_keys(lambda request, start, end: (None, start), None)
+
+    def blocks(name):
+        _, wire = frontend.admit(name, asked, None, 14, 4, media=image)
+        request = Keyed(
+            sampling_params=SimpleNamespace(extra_args={"weir": wire}), num_prompt_tokens=14, all_token_ids=[1] * 16
+        )
+        return wire.own_from, [keys(request, start, start + 2)[0] for start in range(0, 16, 2)]
+
+    first, causal = blocks("causal")
+    assert first is None and causal == blocks("again")[1]
+    frontend.engine.traits = replace(frontend.engine.traits, media_both_ways=True)
+    (first, one), (_, other) = blocks("one"), blocks("other")
+    assert first == own
+    shared = 16 if own is None else own
+    assert one[: shared // 2] == other[: shared // 2] == causal[: shared // 2]
+    assert all(a != b for a, b in zip(one[shared // 2 :], other[shared // 2 :], strict=True))
 
 
 class Keyed(SimpleNamespace):

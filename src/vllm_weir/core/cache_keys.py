@@ -10,12 +10,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.instructions import ResolvedIntervention
 
 
 def hit_limit(engine_request: EngineRequest | None) -> int | None:
     """Return the most tokens that may come from the prefix cache, or None for no limit."""
     return None if engine_request is None else engine_request.first_position
+
+
+def own_from(engine_request: EngineRequest, spec: EngineSpec, prompt_len: int) -> int | None:
+    """Return the first position from which no other request can share a block; None if there is none."""
+    firsts = engine_request.own_from, spec.gated_from(prompt_len)
+    return min((first for first in firsts if first is not None), default=None)
 
 
 class CacheKeys:
@@ -27,17 +34,18 @@ class CacheKeys:
     the same positions share blocks, however they are written.
 
     What a gated intervention does follows from scores that only the device knows, so blocks with
-    positions from the first on at which one may act get a key that no other request has. What only
+    positions from the first on at which one may act get a key that no other request has. So do those
+    from an image on whose positions attend both ways, if something acts before its end. What only
     scores rows adds nothing.
 
     Args:
         interventions: those that change something, in order; steps that score are passed over.
         prompt_len: tokens of the prompt.
-        gated_from: see `EngineSpec.gated_from`.
+        own_from: see the function of that name.
     """
 
     def __init__(
-        self, interventions: Sequence[ResolvedIntervention], prompt_len: int, gated_from: int | None = None
+        self, interventions: Sequence[ResolvedIntervention], prompt_len: int, own_from: int | None = None
     ) -> None:
         ungated = [m for m in interventions if not m.scores and not m.is_gated]
         self._bounded = [
@@ -47,9 +55,9 @@ class CacheKeys:
         """Interventions with their first position and the one after their last, None where they are
         not contiguous, and their positions if these are listed: looked up in each block, however
         many they are."""
-        self._prompt_len, self._gated_from = prompt_len, gated_from
-        self._own = "" if gated_from is None else secrets.token_hex(16)
-        """Stands for what gated interventions do."""
+        self._prompt_len, self._own_from = prompt_len, own_from
+        self._own = "" if own_from is None else secrets.token_hex(16)
+        """Stands for what other requests cannot know."""
 
     def of_block(self, start: int, token_ids: Sequence[int]) -> str | None:
         """Return the digest for the block of `token_ids` from position `start`.
@@ -57,7 +65,7 @@ class CacheKeys:
         The result is None if nothing is done in it.
         """
         effects: list[str] = []
-        if self._gated_from is not None and start + len(token_ids) > self._gated_from:
+        if self._own_from is not None and start + len(token_ids) > self._own_from:
             effects.append(self._own)
         for intervention, bounds, listed in self._bounded:
             if bounds is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_weir.core.cache_keys import CacheKeys, hit_limit
+from vllm_weir.core.cache_keys import CacheKeys, hit_limit, own_from
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
 
@@ -34,7 +34,7 @@ class ExternalKV:
         spec, prompt_len = EngineSpec.from_wire(request.spec), len(prompt_ids)
         if all(move.scores for move in spec.moves):
             return cls(limit)
-        keys = CacheKeys(spec.moves, prompt_len, spec.gated_from(prompt_len))
+        keys = CacheKeys(spec.moves, prompt_len, own_from(request, spec, prompt_len))
         return cls(limit, True, keys.of_block(0, prompt_ids) is not None)
 
     def allows(self, computed: int, loaded: int, num_tokens: int, is_async: bool) -> bool:

@@ -229,7 +229,9 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     refusal = status.refusal or refusal_of(config)
     model = config.model_config
     vocabulary = Vocabulary(model.get_vocab_size(), engine.output_processor.tokenizer)
-    traits = replace(traits_of(config), kv_connector=unknown_connector(config))
+    traits = replace(
+        traits_of(config), kv_connector=unknown_connector(config), media_both_ways=bool(model.is_mm_prefix_lm)
+    )
     frontend = EngineFrontend(
         settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len, traits
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_weir.config.settings import Settings
-from vllm_weir.core.cache_keys import CacheKeys, hit_limit
+from vllm_weir.core.cache_keys import CacheKeys, hit_limit, own_from
 from vllm_weir.core.step_budget import StepBudget
 from vllm_weir.core.waiting_queue import WaitingQueue
 from vllm_weir.guard.request_extras import extras_of
@@ -203,7 +203,9 @@ def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) ->
         if own_keys is None:
             spec = EngineSpec.from_wire(engine_request.spec)
             prompt_len = engine_request.prompt_len or request.num_prompt_tokens
-            own_keys = _cache_keys[request] = CacheKeys(spec.moves, prompt_len, spec.gated_from(prompt_len))
+            own_keys = _cache_keys[request] = CacheKeys(
+                spec.moves, prompt_len, own_from(engine_request, spec, prompt_len)
+            )
         tokens = request.all_token_ids[start_token_idx:end_token_idx]
         digest = own_keys.of_block(start_token_idx, tokens)
         if digest is not None:

@@ -61,6 +61,8 @@ class EngineRequest(msgspec.Struct, array_like=True):
             engine core has taken the request, and for good where Weir is not loaded there.
         prompt_len: how many of the first tokens that the engine is given are the prompt; those after
             them count as generated. None: all are the prompt.
+        own_from: the first position whose keys and values may depend on what is done after its block,
+            so that no other request can share them; None if there is none.
     """
 
     spec: bytes
@@ -77,6 +79,7 @@ class EngineRequest(msgspec.Struct, array_like=True):
     cache_salt: str = ""
     core_refusal: str | None = None
     prompt_len: int | None = None
+    own_from: int | None = None
 
     @classmethod
     def carried_by(cls, extra_args: dict[str, Any] | None) -> EngineRequest | None:

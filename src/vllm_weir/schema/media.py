@@ -65,6 +65,15 @@ class Media:
             )
         return Positions("list", tuple(position for first, end in ranges for position in range(first, end)))
 
+    def changed_from(self, first: int) -> int | None:
+        """Return the first position of an image or the like that ends after `first`; None if none does.
+
+        Where its positions attend to each other both ways, what is done from `first` on can change
+        all of them.
+        """
+        starts = (start for _, ranges in self.ranges for start, end in ranges if end > first)
+        return min(starts, default=None)
+
 
 NO_MEDIA = Media()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from vllm_weir.core.cache_keys import own_from
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
@@ -112,8 +113,8 @@ class LiveRequests:
                 self._release(request_id)
                 keys = None
                 if spec.moves:
-                    salt, gated_from = engine_request.cache_salt, spec.gated_from(prompt_len)
-                    keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, salt, gated_from)
+                    salt, first = engine_request.cache_salt, own_from(engine_request, spec, prompt_len)
+                    keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, salt, first)
                 why = NO_MEMORY if isinstance(e, torch.OutOfMemoryError) else e
                 reason = f"the worker could not serve the request: {why}"
                 self._failures.fail(engine_request.reader_endpoint, request_id, reason, keys, cached)
@@ -190,7 +191,7 @@ class LiveRequests:
                 fetch,
                 engine_request.cache_salt,
                 spec.scoring,
-                spec.gated_from(prompt_len),
+                own_from(engine_request, spec, prompt_len),
                 spec.steps,
             )
 

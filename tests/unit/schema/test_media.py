@@ -60,3 +60,11 @@ def test_more_places_than_a_list_may_have():
     with pytest.raises(WeirError, match=f"{MAX_LIST + 1} positions of image in 2 places") as e:
         Media.of([("image", [(1, 1 + half), (half + 2, MAX_LIST + 3)])]).positions(IMAGE, "capture[0].positions")
     assert e.value.field == "capture[0].positions"
+
+
+def test_where_positions_may_change_if_an_image_s_attend_both_ways():
+    media = Media.of([("image", [(10, 20), (30, 40)]), ("audio", [(20, 22)])])
+    assert [media.changed_from(first) for first in (0, 10, 19, 20, 21, 22, 35, 39, 40)] == [
+        10, 10, 10, 20, 20, 30, 30, 30, None,
+    ]  # fmt: skip
+    assert NO_MEDIA.changed_from(0) is None

@@ -161,13 +161,13 @@ class Planner:
         fetch: Callable[[list[str]], dict[str, np.ndarray]],
         salt: str = "",
         scoring: Scoring | None = None,
-        gated_from: int | None = None,
+        own_from: int | None = None,
         steps: tuple[ResolvedIntervention, ...] | None = None,
     ) -> None:
         """Start steering or scoring a request; arguments and errors as for `SteeringPlanner.join`."""
         self._end_repetition()
         self.steered[request_id] = self.steering_planner.join(
-            request_id, endpoint, interventions, prompt_len, prompt_ids, fetch, salt, scoring, gated_from, steps
+            request_id, endpoint, interventions, prompt_len, prompt_ids, fetch, salt, scoring, own_from, steps
         )
         self.steady_state.add_request(request_id, endpoint)
         self._restarted += [request_id] * self._traits.speculative

@@ -151,7 +151,7 @@ class SteeringPlanner:
         fetch: Callable[[list[str]], dict[str, np.ndarray]],
         salt: str = "",
         scoring: Scoring | None = None,
-        gated_from: int | None = None,
+        own_from: int | None = None,
         steps: tuple[ResolvedIntervention, ...] | None = None,
     ) -> SteeredRequest:
         """Return a request's steering, which holds its vectors until it leaves.
@@ -165,7 +165,7 @@ class SteeringPlanner:
             fetch: returns missing vectors by digest.
             salt: of the request's keys in the prefix cache.
             scoring: its probes and gates.
-            gated_from: see `EngineSpec.gated_from`.
+            own_from: see `cache_keys.own_from`.
             steps: what is done, see `EngineSpec.steps`; default: that of `scoring`, or the interventions.
 
         Raises:
@@ -177,7 +177,7 @@ class SteeringPlanner:
         is_cached = sum(len(i.instructions) for i in steps) <= MOST_CACHED
         recipe = self._recipes[steps] if is_cached else SteeringRecipe(steps, self.table)
         selectors = recipe.choice.of(prompt_len, prompt_ids)
-        keys = SteeredKeys(interventions, prompt_len, prompt_ids, salt, gated_from)
+        keys = SteeredKeys(interventions, prompt_len, prompt_ids, salt, own_from)
         scores = None if scoring is None else self.scores.recipe(scoring, is_cached)
         vectors = recipe.vectors if scores is None else tuple({*recipe.vectors, *scores.vectors})
         self.table.hold_vectors(vectors, fetch)

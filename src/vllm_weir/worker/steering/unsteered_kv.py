@@ -22,19 +22,19 @@ MOST_FAILED = 256
 class SteeredKeys:
     """What the prefix-cache keys of a steered request are made of.
 
-    `salt`: see `RowStore.salt`; `gated_from`: see `EngineSpec.gated_from`.
+    `salt`: see `RowStore.salt`; `own_from`: see `cache_keys.own_from`.
     """
 
     interventions: tuple[ResolvedIntervention, ...]
     prompt_len: int
     prompt_ids: Sequence[int] | None
     salt: str = ""
-    gated_from: int | None = None
+    own_from: int | None = None
 
     @functools.cached_property
     def cache_keys(self) -> CacheKeys:
         """The same as in the scheduler, but for what stands for gated interventions: no two requests share that."""
-        return CacheKeys(self.interventions, self.prompt_len, self.gated_from)
+        return CacheKeys(self.interventions, self.prompt_len, self.own_from)
 
     @functools.cached_property
     def depends_on_tokens(self) -> bool:
