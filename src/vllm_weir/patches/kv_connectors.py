@@ -148,7 +148,9 @@ class ConnectorGuard:
             request.cache_salt = secrets.token_hex(16)
         params = request.kv_transfer_params
         if self._offloads and kv.limit is not None and kv.limit < prompt_len - 1:  # else a longer hit would be no hit
-            request.kv_transfer_params = {**(params or {}), "max_load_tokens": kv.limit}
+            own = (params or {}).get("max_load_tokens")
+            most = min(own, kv.limit) if type(own) is int and own >= 0 else kv.limit
+            request.kv_transfer_params = {**(params or {}), "max_load_tokens": most}
         if not params or self._kinds.isdisjoint((Kind.REQUESTS, Kind.PUSHED)):
             return
         if params.get("do_remote_decode"):

@@ -263,6 +263,13 @@ def test_the_offloading_connector_is_asked_for_what_a_capture_leaves_it(monkeypa
     assert entered(guard, CAPTURES).kv_transfer_params is None  # the other would take it for its own
 
 
+@pytest.mark.parametrize(("own", "asked"), [(0, 0), (2, 2), (7, 4), (-1, 4), (True, 4), ("2", 4)])
+def test_a_smaller_load_limit_of_the_caller_holds(monkeypatch, own, asked):
+    _, guard = make(monkeypatch, connector("OffloadingConnector"))
+    request = entered(guard, CAPTURES, params={"max_load_tokens": own})
+    assert request.kv_transfer_params == {"max_load_tokens": asked}
+
+
 def test_requests_that_go_back_are_told_to_the_workers_once(monkeypatch):
     scheduler, guard = make(monkeypatch, connector("OffloadingConnector"), recompute=True)
     entered(guard, LATE, name="lost")
