@@ -269,7 +269,7 @@ def test_rows_come_here_where_something_reads_those_of_every_request(llm):
 
 
 def test_what_the_workers_cannot_keep_is_refused(llm, monkeypatch):
-    monkeypatch.setattr("vllm_weir.worker.kept_rows._available_bytes", lambda: 1 << 10)
+    monkeypatch.setattr("vllm_weir.worker.kept_rows.available_bytes", lambda: 1 << 10)
     with pytest.raises(WeirError, match=r"take 51200 bytes on a worker.*fit fewer layers") as e:
         fit(llm, layers=2)
     assert e.value.field == "layers"

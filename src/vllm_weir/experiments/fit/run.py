@@ -66,7 +66,7 @@ def fit(
             out while it was fitted: add it, subtract it, project it out. ``.details["causal"]`` has
             the results.
         metric: what the check looks at: `logit_diff`, or any metric of `sweep`. None: the score of
-            the probe at the last block fitted. Not with ``check=False``.
+            the probe at the last block fitted. Given, it asks for the check.
         sampling: ``SamplingParams`` for a `metric` that is a function of the output.
         progress: show a progress bar on stderr.
 
@@ -83,9 +83,7 @@ def fit(
     check_options(folds, seed, C)
     if metric is None and sampling is not None:
         raise WeirError("it is for a metric; give one, or leave it out", "sampling")
-    wants_check = parse_flag(check, "check", "fit")
-    if metric is not None and not wants_check:
-        raise WeirError("it is what the check looks at; leave it out, or check=False", "metric")
+    wants_check = parse_flag(check, "check", "fit") or metric is not None
     engine = FitEngine(llm, hook, layers, positions)
     readout = None if metric is None else causal.metric_readout(engine, metric, sampling)
     tokens = [

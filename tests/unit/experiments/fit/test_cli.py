@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import vllm_weir as weir
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.fit import cli
@@ -64,9 +63,3 @@ def test_prompts_that_the_method_cannot_fit(started: list[Any]) -> None:
 
 def test_what_no_engine_is_needed_for_passes(started: list[Any]) -> None:
     assert "engine: started" in invoke("-o", "x.gguf", "--plot", "new/auc.svg").output and started
-
-
-def test_a_metric_is_for_the_check() -> None:
-    with pytest.raises(WeirError, match="what the check looks at") as e:
-        weir.fit(object(), ["a", "b"], ["c", "d"], check=False, metric=weir.logit_diff(" a", " b"))
-    assert e.value.field == "metric"
