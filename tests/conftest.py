@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support import machine
+from tests.support.properties import register_profiles
 
 # The models are tiny, and OpenMP's threads wait for each other by spinning: with as many threads in every process as
 # the machine has cores, most of the time goes into that. Set before torch is imported; engines in processes of their
@@ -27,6 +28,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # No test needs the hub, and one that asks it for a name waits through its retries. Read when its client is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+register_profiles()
 
 # Each file of a group uses the engine, or the server, that the one before it has started.
 TOGETHER = {

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 
 import vllm_weir as weir
 from tests.engine.common import asking, directory, frontend, oracle, prompts, reached, sampling, scheduler, verify
 from tests.support.engines import get_llm
+from tests.support.properties import examples
 from tests.unit.request_strategies import any_extra_args, sensible_captures
 
 pytestmark = pytest.mark.engine
-FUZZ = settings(
-    max_examples=120,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+FUZZ = examples(120, *HealthCheck, database=None)
 LAYERS = 4
 
 

@@ -6,11 +6,6 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
-
-# Examples and what draws them take as long as the machine is busy.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,10 +7,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.support.properties import examples
 from vllm_weir.codec import decode, encode, project, projection
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.compression import METHODS, Compression, header_bytes
@@ -29,7 +30,7 @@ def there_and_back(rows: torch.Tensor, compression: Compression) -> torch.Tensor
 
 
 @given(ROWS)
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_full8_is_within_half_a_step_of_every_value(x: np.ndarray) -> None:
     got = there_and_back(torch.from_numpy(x), Compression("full8")).numpy().astype(np.float64)
     huge = np.abs(x).max(axis=-1) > 1.5e38
@@ -42,7 +43,7 @@ def test_full8_is_within_half_a_step_of_every_value(x: np.ndarray) -> None:
 
 
 @given(ROWS, st.integers(1, 40))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_topk8_keeps_exactly_the_largest(x: np.ndarray, k: int) -> None:
     k = min(k, x.shape[1])
     header = Compression("topk8", k).header(x.shape[1], "float32")
@@ -67,7 +68,7 @@ def test_topk8_keeps_exactly_the_largest(x: np.ndarray, k: int) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @given(value=FINITE)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_constant_rows_are_exact(method: str, value: float) -> None:
     if method == "fp16":
         value = float(np.float16(value)) if abs(value) < 6e4 else 1.0
@@ -85,7 +86,7 @@ def test_constant_rows_are_exact(method: str, value: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_none_and_fp16_are_exact_to_the_bit(dtype: torch.dtype, data: st.DataObject) -> None:
     bits = data.draw(hnp.arrays(np.int16, (3, 8), elements=st.integers(-(2**15), 2**15 - 1)))
     x = torch.from_numpy(bits).view(torch.bfloat16 if dtype == torch.bfloat16 else torch.float16).to(dtype)
@@ -179,7 +180,7 @@ EXPECTED = [0.017736734822392464, -0.11542049050331116, 0.04661274701356888]
 
 @pytest.mark.parametrize("method", ["full8", "topk8", "fp8"])
 @given(x=ROWS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_records_read_as_the_header_says_with_numpy(method: str, x: np.ndarray) -> None:
     compression = Compression(method, min(8, x.shape[1]) if method == "topk8" else None)
     header = compression.header(x.shape[1], "float32")

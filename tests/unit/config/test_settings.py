@@ -7,7 +7,7 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.request_strategies import sensible_captures
@@ -103,7 +103,6 @@ def asks(**fields):
     return EngineRequest(b"", "", **fields)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     ring=st.integers(1, 500),
     host=st.integers(1, 500),
@@ -161,7 +160,6 @@ def test_prompts_that_are_reduced_bound_a_step_by_their_groups():
     assert budget.tokens(live, 16_384) == 16_384
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data(), ring=st.integers(20, 400), chunk=st.sampled_from([0, 7, 100]), seqs=st.integers(1, 9))
 def test_no_step_has_more_groups_than_fit(data, ring, chunk, seqs):
     """Whatever requests a step is made of, and however much of each it has."""
@@ -191,7 +189,6 @@ def test_hit_limit():
     assert hit_limit(asks(first_position=0)) == 0 and hit_limit(asks(first_position=None)) is None
 
 
-@settings(max_examples=300, deadline=None)
 @given(captures=sensible_captures(9), before=st.booleans(), dtype=st.sampled_from([None, "float16", "float32"]))
 def test_wire_round_trip(captures, before, dtype):
     spec = RequestSpec(tuple(Capture(h, layers, p, before, dtype) for h, layers, p in captures))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.machine import module, needs
+from tests.support.properties import examples
 from vllm_weir.errors import WeirError
 from vllm_weir.fitting.auc import auc
 from vllm_weir.fitting.components import first_components
@@ -145,7 +146,7 @@ def test_lanczos_gives_way_to_a_full_decomposition(shape):
     assert np.linalg.norm(right[:, -2:].T @ found) == pytest.approx(1, abs=1e-6)
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(shapes, st.sampled_from(sorted(METHODS)))
 def test_directions_turn_with_the_rows(shape, name):
     seed, n, d = shape
@@ -158,7 +159,7 @@ def test_directions_turn_with_the_rows(shape, name):
     assert turned.norm == pytest.approx(plain.norm)
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(shapes, st.sampled_from(sorted(METHODS)))
 def test_positive_prompts_score_higher_and_classes_change_places(shape, name):
     positive, negative = classes(*shape)
@@ -169,7 +170,7 @@ def test_positive_prompts_score_higher_and_classes_change_places(shape, name):
     assert back.auc == pytest.approx(forth.auc, abs=1e-9)
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(shapes, st.sampled_from(sorted(METHODS)), st.floats(-50, 50))
 def test_a_common_offset_moves_the_bias_alone(shape, name, offset):
     positive, negative = classes(*shape)
@@ -204,7 +205,7 @@ def test_classes_that_are_alike_give_no_direction():
         assert np.abs(found.direction.vector).max() < 1e-9 and found.auc == 0.5 and abs(found.direction.gap) < 1e-9
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.lists(st.integers(-3, 3), min_size=1), st.lists(st.integers(-3, 3), min_size=1))
 def test_auc_counts_pairs(positive, negative):
     pairs = [(p > n) + (p == n) / 2 for p in positive for n in negative]

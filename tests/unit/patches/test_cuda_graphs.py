@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_weir.config.settings import Settings
@@ -354,7 +354,6 @@ def test_a_step_is_known_to_be_shared_with_requests_that_asked_for_nothing():
     assert runtime.all_live
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     joins=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans(), st.integers(1, 9)), max_size=12),
     data=st.data(),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
+from tests.support.properties import examples
 from tests.support.sae_reference import (
     AUTOENCODERS,
     D_IN,
@@ -93,7 +94,7 @@ def test_row_normalisations_are_undone_with_the_rows():
         assert e.value.field == "rows"
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.sampled_from([*AUTOENCODERS, *TRANSCODERS]), st.integers(0, 2**31), st.integers(0, 6), st.integers(1, D_SAE))
 def test_top_is_the_largest_of_encode(architecture, seed, n, k):
     sae, _ = pair(architecture)
@@ -116,7 +117,6 @@ def test_top_in_parts_is_the_same(monkeypatch):
     )  # a product's last bits vary with its shape
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     architecture=st.sampled_from([a for a in POINTWISE if a not in TRANSCODERS]),
     apply=st.booleans(),

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
@@ -434,7 +434,6 @@ keys = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.dictionaries(keys, junk, max_size=3))
 def test_any_configuration_is_loaded_or_refused(tmp_path_factory, entries):
     path = write_v5(tmp_path_factory.getbasetemp() / "junk", "standard", weights("standard"), **entries)

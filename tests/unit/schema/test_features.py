@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
@@ -119,7 +119,6 @@ scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.tex
 junk = st.one_of(scalars, st.lists(scalars, max_size=3), st.dictionaries(st.text(max_size=3), scalars, max_size=2))
 
 
-@settings(max_examples=400, deadline=None)
 @given(
     st.sampled_from(sorted(ASKED)),
     st.dictionaries(

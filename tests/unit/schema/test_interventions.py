@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
@@ -55,7 +55,6 @@ by_layer = st.dictionaries(
 )
 
 
-@settings(max_examples=500, deadline=None)
 @given(st.one_of(junk, wire))
 def test_a_vector_is_accepted_or_refused_by_name(value):
     try:
@@ -69,7 +68,6 @@ def test_a_vector_is_accepted_or_refused_by_name(value):
         assert got.array.dtype == np.float32 and np.isfinite(got.array).all() and got.array.ndim in (1, 2)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.dictionaries(
         st.one_of(
@@ -103,7 +101,6 @@ def test_an_intervention_is_accepted_or_refused_by_name(value):
         assert e.field.startswith("interventions[0]")
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.one_of(
         junk,

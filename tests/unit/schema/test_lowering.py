@@ -7,11 +7,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
 from tests.support.check import expected_positions
+from tests.support.properties import examples
 from tests.support.steered import _apply, of_layer
 from tests.unit.request_strategies import served
 from vllm_weir.frontend.admission.admit import admit
@@ -182,7 +183,7 @@ def naive(items, h: torch.Tensor, tap: int, prompt_len: int) -> torch.Tensor:
     return h
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.lists(interventions(), max_size=4), min_size=1, max_size=3), st.integers(0, 2**31), st.booleans())
 def test_the_tap_does_what_the_formulas_say(requests, seed, split):
     bench = Bench()
@@ -205,7 +206,7 @@ def test_the_tap_does_what_the_formulas_say(requests, seed, split):
         assert torch.equal(got[unsteered], whole[unsteered])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(interventions(), min_size=1, max_size=3), st.lists(st.integers(1, 4), min_size=2, max_size=6))
 def test_chunks_get_the_programs_of_the_whole(items, chunks):
     whole, parts = Bench(), Bench()
@@ -220,7 +221,6 @@ def test_chunks_get_the_programs_of_the_whole(items, chunks):
     assert torch.allclose(torch.cat(pieces), together, atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
 @given(interventions())
 def test_the_wire_keeps_every_intervention(item):
     spec = RequestSpec((), (item,))
@@ -271,7 +271,6 @@ token_selectors = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     selectors=st.lists(
         st.one_of(token_selectors, token_selectors, where.map(lambda w: w["positions"])), min_size=1, max_size=4

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.check import expected_positions
@@ -17,12 +17,10 @@ from vllm_weir.schema.hooks import parse_site
 from vllm_weir.schema.positions import MAX_LIST, Positions
 from vllm_weir.schema.vectors import number
 
-MANY = settings(max_examples=1000, deadline=None)
 lengths = st.integers(1, 60)
 grown = st.integers(1, 30)
 
 
-@MANY
 @given(selector=selectors(), P=lengths, G=grown, data=st.data())
 def test_mask_equals_the_naive_reading(selector, P, G, data):
     ids = data.draw(st.lists(st.integers(0, 20), min_size=P + G, max_size=P + G))
@@ -31,7 +29,6 @@ def test_mask_equals_the_naive_reading(selector, P, G, data):
     assert mask.dtype == bool and np.flatnonzero(mask).tolist() == expected_positions(selector, P, G, ids)
 
 
-@MANY
 @given(selector=selectors(), P=lengths, low=st.integers(0, 80), n=st.integers(0, 40))
 def test_mask_of_a_window_is_the_window_of_the_mask(selector, P, low, n):
     parsed = Positions.parse(selector)
@@ -40,7 +37,6 @@ def test_mask_of_a_window_is_the_window_of_the_mask(selector, P, low, n):
     assert part.tolist() == whole[low:].tolist()
 
 
-@MANY
 @given(selector=selectors(), P=lengths, G=grown, data=st.data())
 def test_first_never_passes_a_wanted_position(selector, P, G, data):
     ids = data.draw(st.lists(st.integers(0, 20), min_size=P + G, max_size=P + G))
@@ -56,7 +52,6 @@ def test_first_never_passes_a_wanted_position(selector, P, G, data):
         assert Positions.parse(selector).first(P, None) == 0
 
 
-@MANY
 @given(text=slices())
 def test_a_slice_is_refused_just_where_it_never_selects_anything(text):
     if not is_empty(text):
@@ -67,7 +62,6 @@ def test_a_slice_is_refused_just_where_it_never_selects_anything(text):
     assert e.value.field == "there" and "'start:'" in e.value.message
 
 
-@MANY
 @given(selector=selectors(), P=lengths, G=grown)
 def test_a_selector_reaches_what_its_mask_selects(selector, P, G):
     """Tokens may be any."""
@@ -95,7 +89,6 @@ def test_special_tokens_are_the_tokenizer_s(special):
             ask(*((np.arange(3), 2) if ask == parsed.mask else (2, [1, 2])))
 
 
-@MANY
 @given(selector=selectors(), P=lengths)
 def test_json_round_trip(selector, P):
     parsed = Positions.parse(selector)
@@ -248,7 +241,6 @@ def test_how_many_positions_are_named_with_a_prompt(selector, P):
     assert positions.count(P) == (None if positions.is_open else selected.pop() or None)
 
 
-@settings(max_examples=500, deadline=None)
 @given(selector=selectors(), P=st.integers(1, 40))
 def test_rank_and_steady_are_what_the_mask_says(selector, P):
     chosen = Positions.parse(selector)

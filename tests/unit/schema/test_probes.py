@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
@@ -61,7 +61,6 @@ def probes(draw):
     return AttentionProbe(name, draw(floats(m, D)), draw(floats(m, k, D)), bias, **more)
 
 
-@settings(max_examples=150, deadline=None)
 @given(probe=probes())
 def test_probes_read_back_as_they_were(probe):
     wire = json.loads(json.dumps(probe.to_json()))
@@ -73,7 +72,6 @@ def test_probes_read_back_as_they_were(probe):
     assert again.to_json() == spec.to_json() and again.probes[1] == "registered"
 
 
-@settings(max_examples=150, deadline=None)
 @given(probe=probes(), row=floats(D))
 def test_a_resolved_probe_has_the_numbers_of_its_formula(probe, row):
     resolved, vectors = probe.resolve((D,), lambda ref, field: None)

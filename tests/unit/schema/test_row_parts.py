@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
@@ -264,7 +264,6 @@ def parted(draw):
     return weir.LowRank(normal(k, *unit), normal(k, *unit), normal(k), **where), None
 
 
-@settings(max_examples=300, deadline=None)
 @given(parted(), st.integers(0, 2**31))
 def test_instructions_do_what_the_formulas_say(asked, seed):
     item, n = asked

@@ -14,12 +14,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
+from tests.support.properties import examples
 from tests.unit.stored import SITES, WORKERS, check, length_of, make, rows_of, write
 from vllm_weir import analysis
 from vllm_weir.cli.main import app
@@ -50,7 +51,6 @@ widths = st.one_of(st.integers(1, 100), st.integers(4090, 4110))
 
 
 @given(widths, st.integers(0, 7), st.integers(0, 2**32), st.data())
-@settings(max_examples=300, deadline=None)
 def test_any_flipped_bit_is_seen_wherever_records_lie(width: int, shift: int, seed: int, data: st.DataObject) -> None:
     n, gap = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 9))
     memory = np.random.default_rng(seed).integers(0, 256, shift + n * (width + gap), np.uint8)
@@ -73,7 +73,7 @@ def test_every_bit_of_a_sum_reaches_the_half_that_is_kept() -> None:
 
 
 @given(st.integers(8, 2000), st.integers(0, 2**32))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_overwritten_records_are_seen(width: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     record, other = rng.integers(0, 256, (2, 1, width), np.uint8)

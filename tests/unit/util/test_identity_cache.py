@@ -6,7 +6,7 @@ import gc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.request_strategies import selectors
@@ -63,7 +63,6 @@ def test_what_cannot_be_made_is_tried_again():
     assert somehow[thing] == "made" and somehow[thing] == "made" and len(tries) == 2
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     chosen=st.lists(selectors(), min_size=1, max_size=3),
     P=st.integers(1, 20),
@@ -85,7 +84,6 @@ def test_what_is_remembered_of_steps_is_what_would_be_found(chosen, P, asked, pl
         select.MOST_STEPS = before
 
 
-@settings(max_examples=300, deadline=None)
 @given(chosen=st.lists(selectors(), min_size=1, max_size=3), P=st.integers(1, 20))
 def test_where_a_request_s_wishes_end(chosen, P):
     """No position after a prompt of at least that length is selected; where the end is known, it is the shortest."""

@@ -9,7 +9,7 @@ import pickle
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
@@ -25,7 +25,6 @@ from vllm_weir.schema.vectors import Vector, vector_of
 from vllm_weir.util.lru import LruCache
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=60))
 def test_the_last_used_are_kept_within_bounds(steps):
     memo, model = LruCache(20, max_entry_bytes=8), {}
@@ -50,7 +49,6 @@ def test_the_last_used_are_kept_within_bounds(steps):
 values = st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=6)
 
 
-@settings(max_examples=100, deadline=None)
 @given(values)
 def test_a_vector_that_this_process_wrote_down_is_read_back_as_it_is(numbers):
     vector = Vector.parse(numbers, "v")
@@ -82,7 +80,6 @@ def test_texts_of_vectors_are_bounded(monkeypatch):
         assert np.array_equal(Vector.parse(wire, "v").array, vector.array)
 
 
-@settings(max_examples=500, deadline=None)
 @given(st.text("ABab01+/=-_ \n\ud800", max_size=12))
 def test_base64_is_what_the_standard_library_takes_it_for(text):
     import base64

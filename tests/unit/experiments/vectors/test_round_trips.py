@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from tests.support.properties import examples
 from vllm_weir.errors import StoreError, WeirError
 from vllm_weir.experiments.directions import Directions
 from vllm_weir.experiments.vectors.load import load_vector
@@ -41,7 +42,7 @@ def bits(found: Directions) -> dict[int, bytes]:
 
 
 @pytest.mark.filterwarnings("ignore:llama.cpp and repeng")
-@settings(max_examples=60)
+@examples(60)
 @given(saved=directions())
 def test_gguf(tmp_path_factory, saved):
     path = tmp_path_factory.mktemp("v") / "v.gguf"
@@ -50,7 +51,7 @@ def test_gguf(tmp_path_factory, saved):
     assert found == saved and bits(found) == bits(saved)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(saved=directions(("resid_post", "resid_pre", "mlp_out", "z", "mlp_post")))
 def test_safetensors(tmp_path_factory, saved):
     path = tmp_path_factory.mktemp("v") / "v.safetensors"

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tests.unit.request_strategies import any_extra_args, sensible_captures, served
 from vllm_weir import Add, Capture, Clamp, LowRank, Replace, Site, WeirError
 from vllm_weir.frontend.admission.admit import admit
@@ -24,7 +25,7 @@ from vllm_weir.schema.table_sizes import TableSizes
 LAYERS = 4
 FACTS = EngineCapabilities(served(LAYERS), LAYERS, 128, "float32", 1024)
 SIZES = TableSizes(64, 64, 1024)
-FUZZ = settings(max_examples=800, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+FUZZ = examples(800, *HealthCheck, database=None)
 
 
 def attempt(extra_args, capabilities=FACTS):
@@ -61,7 +62,6 @@ def test_fuzzed_wishes_are_refused_by_field_or_resolved(extra_args):
     assert wire.rows_per_token == len({(w.site, w.before) for w in admitted.spec.site_requests})
 
 
-@settings(max_examples=300, deadline=None)
 @given(captures=sensible_captures(LAYERS))
 def test_sensible_wishes_are_never_refused(captures):
     spec = RequestSpec(tuple(Capture(h, layers, p) for h, layers, p in captures))
@@ -295,7 +295,7 @@ def test_facts_from_reports():
         EngineCapabilities.merge([])
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.dictionaries(st.text(max_size=8).filter(lambda k: k != "weir"), st.integers(), max_size=3))
 def test_other_keys_are_not_ours(extra_args):
     assert not carries_keys(extra_args)

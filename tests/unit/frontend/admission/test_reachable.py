@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.check import expected_positions
@@ -51,7 +51,6 @@ def ask(frontend: EngineFrontend, *items: Any, P: int = 6, max_tokens: int = 4, 
 _numbers = iter(range(10**9))
 
 
-@settings(max_examples=300, deadline=None)
 @given(selector=selectors(), P=st.integers(1, 40), max_tokens=st.integers(1, 40))
 def test_refused_just_where_no_row_is_selected(selector, P, max_tokens):
     """Tokens may be any; what could be selected by another token is there."""

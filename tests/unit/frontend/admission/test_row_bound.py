@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.request_strategies import sensible_captures, served
@@ -24,7 +24,6 @@ LAYERS = 4
 FACTS = EngineCapabilities(served(LAYERS), LAYERS, 128, "float32", 1024)
 
 
-@settings(max_examples=300, deadline=None)
 @given(captures=sensible_captures(LAYERS), P=st.integers(1, 30), G=st.integers(1, 30), short=st.integers(-1, 3))
 def test_a_server_returns_no_more_rows_than_it_is_to(captures, P, G, short):
     """At most as many as there are may come back; where tokens choose, as many as there could be."""

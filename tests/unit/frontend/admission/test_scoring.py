@@ -6,10 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
+from tests.support.properties import examples
 from tests.unit.frontends import frontend_of
 from tests.unit.request_strategies import selectors, served
 from vllm_weir import Add, Capture, Probe, WeirError, When
@@ -131,7 +132,7 @@ def test_cache_hits_do_not_pass_the_first_scored_position(positions, capture, fi
     assert engine_request(found).first_position == first
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(chosen=st.lists(st.tuples(selectors(), st.booleans()), min_size=1, max_size=5))
 def test_needs_bound_the_programs_that_there_are(chosen):
     probes = [probe(f"p{k}", positions=one) for k, (one, scored) in enumerate(chosen) if scored]
@@ -314,7 +315,6 @@ def test_scoring_alone_adds_nothing_to_cache_keys():
     assert steps.of_block(0, [1, 2, 3, 4]) == keys_of(found)[0]
 
 
-@settings(max_examples=200, deadline=None)
 @given(acts=selectors(), scored=selectors(), delay=st.sampled_from([0, 1]), size=st.sampled_from([1, 2, 4]))
 def test_blocks_that_a_gate_may_change_are_shared_with_nobody(acts, scored, delay, size):
     def make(*more):

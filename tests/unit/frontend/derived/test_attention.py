@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from vllm_weir.frontend.derived import attention
 from vllm_weir.frontend.derived.attention import attention_pattern, attention_scores, first_keys, softmax_pattern
 from vllm_weir.schema.model_facts import AttentionFacts
@@ -97,7 +98,7 @@ def test_equals_pytorchs_attention():
     sink=st.none() | st.floats(-30, 30),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_every_row_is_a_distribution_over_what_its_query_sees(keys, heads, window, chunk, soft_cap, sink, data):
     sinks = () if sink is None else (sink,) * heads[0]
     facts = AttentionFacts(scale=0.5, window=window, chunk=chunk, soft_cap=soft_cap, sinks=sinks)

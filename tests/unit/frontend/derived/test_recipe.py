@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from vllm_weir.frontend.derived import recipe as recipes
 from vllm_weir.frontend.derived.recipe import AttentionRecipe, Inputs, Source, compute_all
 from vllm_weir.frontend.outputs.prompt_slicer import captures_only_prompt
@@ -42,7 +43,7 @@ def layer(n, hook, facts, at, there, heads=None, kv_heads=2):
     return recipe, Inputs(rows, positions | {sources[1].site: torch.tensor(there, dtype=torch.int64)})
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     kinds=st.lists(st.tuples(st.sampled_from(sorted(FACTS)), st.sampled_from([1, 2, 4])), min_size=1, max_size=6),
     hook=st.sampled_from(["pattern", "attn_scores"]),

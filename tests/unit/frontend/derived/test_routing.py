@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import grouped_topk
 
+from tests.support.properties import examples
 from vllm_weir.frontend.derived.routing import choose_experts
 from vllm_weir.schema.model_facts import RoutingFacts
 
@@ -123,7 +124,7 @@ def test_equal_scores_go_to_the_lowest_numbers():
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 99),
 )
-@settings(deadline=None, max_examples=80)
+@examples(80)
 def test_choices_are_distinct_and_best_first(top_k, scoring, groups, bias, in_float32, lowest_first, dtype, seed):
     values = bias_of(16) if bias else ()
     facts = RoutingFacts(top_k, scoring, True, *groups, values, in_float32=in_float32, lowest_first=lowest_first)

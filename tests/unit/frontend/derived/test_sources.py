@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_weir.errors import WeirError
@@ -94,7 +94,6 @@ def test_layers_that_share_keys_take_those_of_the_layer_that_has_them():
     prompt_len=st.integers(1, 12),
     generated=st.integers(0, 6),
 )
-@settings(deadline=None, max_examples=300)
 def test_keys_reach_from_0_to_the_last_query(selector, prompt_len, generated):
     try:
         positions = Positions.parse(selector)

@@ -8,7 +8,7 @@ import threading
 import time
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.scored import Worker, admitted, opened, probe, rule
@@ -121,7 +121,6 @@ def test_not_a_number_ends_nothing():
     assert held.release() == [Release("a", 1)] and held.ends_at is None
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 3), min_size=1, max_size=8),
     ends=st.booleans(),

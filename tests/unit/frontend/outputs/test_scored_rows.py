@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -45,7 +45,6 @@ def tracked(probes, stops=(), timeout=0.2, held=False, **more):
     )
 
 
-@settings(deadline=None)
 @given(
     selector=st.sampled_from(["all", "prompt", "generated", "last_prompt", "sampled", "1::2", [0, 4, 9]])
     | st.lists(st.integers(0, 2), min_size=1).map(lambda ids: {"token_ids": ids}),

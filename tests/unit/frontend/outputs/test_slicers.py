@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.delivery_harness import Post
@@ -36,7 +36,6 @@ from vllm_weir.worker.planning.row_sequences import RowSequences
 ON = {5: np.array((0, 1, 1, 0, 0)), 4: np.array((0, 1, 0, 0))}
 
 
-@settings(max_examples=300, deadline=None)
 @given(width=st.sampled_from([4, 5]), data=st.data())
 def test_marks_of_repeated_messages_are_one(width, data):
     """Messages that go on by one, that do not, that are empty, that drop rows: the same ranks at the same positions."""
@@ -69,7 +68,6 @@ def test_a_hundred_steady_steps_are_one_mark():
     assert merge_arrivals([first[:0]] * 3).shape == (0, 5)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=6))
 def test_runs_of_positions_are_spread(runs):
     positions = [p + k * s for p, n, s in runs for k in range(n)]
@@ -80,7 +78,6 @@ def test_runs_of_positions_are_spread(runs):
     assert np.flatnonzero(steered[0]).tolist() == sorted(set(positions))
 
 
-@settings(max_examples=300, deadline=None)
 @given(selector=selectors(), P=st.integers(1, 20), G=st.integers(0, 12), seen=st.integers(0, 12), data=st.data())
 def test_positions_of_a_view(selector, P, G, seen, data):
     ids = data.draw(st.lists(st.integers(0, 20), min_size=P + G, max_size=P + G))
@@ -157,7 +154,6 @@ def test_memory_is_free_as_soon_as_nobody_holds_the_rows():
         gc.enable()
 
 
-@settings(max_examples=200, deadline=None)
 @given(selector=selectors(), P=st.integers(1, 9), G=st.integers(1, 6), cached=st.integers(0, 12))
 def test_every_position_that_is_meant_must_have_been_steered(selector, P, G, cached):
     """Positions that are known to be a stretch are not listed; what is awaited and counted is the same."""

@@ -11,10 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.check import expected_positions
+from tests.support.properties import examples
 from tests.unit.delivery_harness import Post
 from tests.unit.request_strategies import sensible_captures, served
 from vllm_weir import Capture, Site, WeirError, codec, messages
@@ -100,7 +101,7 @@ class Request:
             assert acts.compressed(site)[0].equal(records), "a wrong row, or an older one"
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     near=st.booleans(), rows=st.sampled_from([700, 4000]), how=st.sampled_from([None, None, "full8"]), data=st.data()
 )
@@ -165,7 +166,7 @@ def test_every_wanted_row_exactly_once(cut_at_once, near, rows, how, data):
     assert post.arena.used == 0, "memory that nobody refers to is still held"
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     captures=sensible_captures(LAYERS), P=st.integers(1, 12), cuts=st.lists(st.integers(1, 4), min_size=1, max_size=6)
 )
@@ -366,7 +367,6 @@ def test_the_store_holds_nothing_by_itself():
     assert len(post.store) == 0 and not post.store._row_views and not post.store._groups
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     name=st.text(),
     columns=st.lists(st.integers(0, 2**31), max_size=5),

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.scored import Worker, admitted, opened, probe
@@ -16,7 +16,6 @@ from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.frontend.receive.score_table import ScoreSeries, ScoreTable
 
 
-@settings(deadline=None)
 @given(runs=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=12))
 def test_every_position_has_what_was_recorded_last(runs):
     table, truth = ScoreTable(2), {}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 from safetensors.torch import save as save_torch
@@ -253,7 +253,6 @@ def test_what_is_no_vector_of_this_model_is_refused_by_name(pair, media, data, f
     assert two.get("/v1/vectors").json() == {"vectors": []}
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_damaged_files_are_read_or_refused(data):
     """Nothing but a WeirError comes out of a damaged file, whatever was done to it."""

@@ -7,7 +7,7 @@ import os
 import pytest
 import schemathesis
 from fastapi.testclient import TestClient
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -18,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.support.properties import examples
 from tests.unit.admin_app import KEY, Server, app_of
 
 
@@ -47,7 +48,7 @@ def test_answers_are_as_declared(routes, mode):
         operation = found.ok()
         calls = []
 
-        @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+        @examples(12, *HealthCheck)
         @given(case=operation.as_strategy(generation_mode=mode))
         def answered(case):
             for headers in HEADERS:

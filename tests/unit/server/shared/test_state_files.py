@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from tests.support.properties import examples
 from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
 from vllm_weir.schema.interventions import Add, Clamp
 from vllm_weir.schema.vectors import Vector
@@ -121,7 +121,7 @@ class Readers(RuleBasedStateMachine):
 
 def test_every_user_sees_every_change(tmp_path):
     Readers.folder = tmp_path
-    run_state_machine_as_test(Readers, settings=settings(max_examples=25, stateful_step_count=20, deadline=None))
+    run_state_machine_as_test(Readers, settings=examples(25, stateful_step_count=20))
 
 
 def _count(folder: str, name: str, times: int, start) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_weir.worker.planning.arena import Arena
 
 
-@settings(max_examples=150, deadline=None)
 @given(capacity=st.integers(1, 60), data=st.data())
 def test_pieces(capacity, data):
     arena, held = Arena(capacity), {}

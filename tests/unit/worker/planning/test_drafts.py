@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.check import expected_positions
+from tests.support.properties import examples
 from tests.unit.delivery_harness import D, Post
 from tests.unit.request_strategies import sensible_captures, served
 from tests.unit.schema.test_lowering import Bench
@@ -69,7 +70,7 @@ class Sequence:
             assert (np.diff(row_view.positions) > 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(ahead=st.booleans(), near=st.booleans(), data=st.data())
 def test_every_accepted_row_exactly_once(ahead, near, data):
     post = Post(LAYERS, 4000, near, traits=EngineTraits(DRAFTS, ahead))
@@ -175,7 +176,7 @@ def test_programs_are_chosen_by_the_position_that_the_device_knows():
 POSITIONS = ["all", "prompt", "generated", "sampled", [0, -1, 7, 8, 11], "6:9", "7:20:2", "9:"]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(ahead=st.booleans(), chosen=st.lists(st.sampled_from(POSITIONS), min_size=1, max_size=3), data=st.data())
 def test_every_token_is_steered_by_its_true_position(ahead, chosen, data):
     """Whatever is accepted: also by vectors of their own for some positions."""

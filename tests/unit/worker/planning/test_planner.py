@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tests.unit.request_strategies import sensible_captures
 from vllm_weir import Site
 from vllm_weir.schema.compression import Compression
@@ -71,7 +72,7 @@ def step(planner, batch):
     return planner.plan(list(names), counts, computed)  # as vLLM gives them: a repeated step is known by its list
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_planning_everybody_at_once_changes_nothing(data):
     """The same batches through a planner that plans every request by itself: same plans, same arrivals, same places."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
+from tests.support.properties import examples
 from tests.unit.request_strategies import selectors, sensible_captures
 from tests.unit.schema.test_lowering import REPLY, Bench, D
 from tests.unit.worker.planning.test_planner import COLUMNS, LAYERS, flat, places_of, planner_of, spec_of, step
@@ -29,7 +30,6 @@ class Scattered(Selectors):
         return None
 
 
-@settings(max_examples=400, deadline=None)
 @given(selector=selectors(), P=st.integers(1, 60))
 def test_bounds_are_those_of_the_mask(selector, P):
     parsed = Positions.parse(selector)
@@ -43,7 +43,6 @@ def test_bounds_are_those_of_the_mask(selector, P):
         assert parsed.needs_token_ids or parsed.kind in ("list", "slice")
 
 
-@settings(max_examples=250, deadline=None)
 @given(
     chosen=st.lists(selectors(), min_size=1, max_size=6), P=st.integers(1, 40), start=st.integers(0, 60), data=st.data()
 )
@@ -77,7 +76,6 @@ def test_what_a_choice_comes_to_belongs_to_its_prompt_length():
     assert by_token.of(2, [1, 7]).codes(np.arange(2)).tolist() == [0, 1]
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_planning_by_stretches_changes_nothing(data):
     """Prompts in chunks, preempted and repeated steps, against a planner that looks at every position."""
@@ -138,7 +136,7 @@ def rows_for(selector, P):
     return 1 if chosen.is_open or count is None or chosen.count() not in (None, count) else count
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(wanted=st.lists(items, min_size=1, max_size=3), P=st.integers(1, 9), cuts=st.lists(st.integers(1, 4)))
 def test_steering_by_stretches_changes_nothing(wanted, P, cuts):
     quick, slow = Bench(), Bench()
@@ -200,7 +198,7 @@ def test_a_batch_in_another_order_or_of_others_is_no_repetition():
         assert plan.rows == sum(n for _, n, _ in batch) and isinstance(plan, AdvancedPlan) == (batch[0] == ("s", 1, 6))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_the_device_holds_every_step_s_plan(data):
     """Whatever was written before, and though a plan that is there already is not written again."""
@@ -230,7 +228,6 @@ def test_the_device_holds_every_step_s_plan(data):
         batch = [(name, 1, at) for name in names]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     ids=st.lists(st.integers(0, 12), min_size=1, max_size=8),
     sets=st.lists(st.lists(st.sampled_from([*range(12), 2**31 + 3, 2**40]), max_size=6), max_size=3),

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tests.unit.worker.scoring.bench import Asked, Bench, D, Draw, blocks
 from tests.unit.worker.scoring.plain_scores import PlainModel
 from vllm_weir.schema.instructions import CONST, Instruction, ResolvedIntervention
@@ -63,7 +64,7 @@ def cut(draw, total, prompt_len):
     return list(itertools.pairwise(edges)) + [(k, k + 1) for k in range(prompt_len, total)]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 2**31), st.integers(1, 5))
 def test_scores_factors_and_rows_are_what_the_rules_say(bench, seed, requests):
     draw = Draw(seed)

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tests.unit.worker.scoring.bench import Asked, Bench, D, Draw
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_spec import EngineSpec
@@ -102,7 +103,7 @@ def drive(bench, name, asked, rows, prompt_len, cuts):
         start = end
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(seed=st.integers(0, 10**6), prompt_len=st.integers(1, 9), data=st.data())
 def test_strengths_follow_from_the_token_before_however_a_prompt_is_cut(seed, prompt_len, data):
     bench, draw = Bench(controllers={"ema": Ema()}), Draw(seed)

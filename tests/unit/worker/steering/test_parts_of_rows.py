@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
@@ -90,7 +90,6 @@ def asked(draw):
     return vectors, [intervention(*(instruction() for _ in range(draw(count)))) for _ in range(draw(count))]
 
 
-@settings(max_examples=150, deadline=None)
 @given(asked(), st.sets(st.integers(1, HEADS - 1)), st.integers(1, 3))
 def test_workers_do_together_what_one_does_alone(wanted, cuts, tokens):
     """Whatever heads each has; to the bit."""

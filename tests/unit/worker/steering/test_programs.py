@@ -7,10 +7,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
+from tests.support.properties import examples
 from tests.unit.request_strategies import selectors
 from tests.unit.schema.test_lowering import REPLY, Bench, D, admitted, move_of
 from vllm_weir.core.cache_keys import CacheKeys
@@ -38,7 +39,7 @@ def usage(bench):
     return bench.table.usage()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(steps)
 def test_joining_and_leaving_leaks_nothing(sequence):
     bench = Bench(vectors=40, programs=60, nodes=300)
@@ -182,7 +183,6 @@ def test_the_same_vectors_by_layer_written_differently_share():
     assert keys([weir.Add({0: A, 1: 3 * A}, norm_match=True)]) == matched
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     wanted=st.lists(st.tuples(st.sampled_from(range(16)), selectors()), min_size=1, max_size=3),
     prompt_len=st.integers(1, 90),
@@ -268,7 +268,6 @@ def test_rows_by_position_key_only_the_positions_that_have_one():
 needs = st.tuples(st.sets(st.sampled_from("abcdefgh"), max_size=4), st.integers(1, 4), st.integers(1, 8))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(needs, min_size=1, max_size=20), st.lists(st.integers(0, 30), max_size=60))
 def test_the_waiting_room_is_fair_and_never_over_capacity(wanted, choices):
     sizes = TableSizes(vectors=5, programs=6, nodes=12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_weir.worker.steering.slots import Slots
@@ -29,7 +29,6 @@ class Table:
             self.rows[slot : slot + rows] = [(key, k) for k in range(rows)]
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 15), st.booleans()), max_size=60))
 def test_rows_are_held_once_and_keep_their_content(steps):
     table, users = Table(), dict.fromkeys(range(16), 0)

@@ -11,9 +11,10 @@ import types
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, DOSE, FEATURE, KEEP_NORM, NO_NORM, NORM, SCORE
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.discovery.anchors import AddedTerm, Anchor, TensorKey
@@ -25,7 +26,6 @@ from vllm_weir.worker.tap.install import place
 from vllm_weir.worker.tap.op import TapSwitch, TapTensors, numbered
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     tokens=st.integers(0, 12),
@@ -402,7 +402,6 @@ def columns_of_nodes(draw, count, d):
     return lo, hi, (torch.rand(count, generator=draw) * (d - hi + lo + 1)).long() - lo
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 4), st.booleans())
 def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(seed, length, past_post):
     """However many different programs are in the batch."""
@@ -449,7 +448,7 @@ def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(see
     assert torch.equal(rows[~changed], h[~changed])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 2**31), st.sampled_from([0, 8]))
 def test_a_dose_is_the_norm_of_the_change_over_the_norm_of_the_row(seed, few):
     """Of the intervention that ends with it alone, however its terms are cut; the rows keep their bits."""
@@ -554,7 +553,6 @@ def chains(draw, heads, vectors, width):
     return np.array(ints or [(0,) * 8], np.int32), np.array(floats or [(0.0,) * 4], np.float32)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     tokens=st.integers(1, 8),

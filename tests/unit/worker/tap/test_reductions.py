@@ -7,9 +7,10 @@ import functools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.reductions import GROUP
@@ -106,7 +107,7 @@ LENGTHS = st.sampled_from([1, 5, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP + 7])
 WANTED = st.sampled_from(["prompt", "all", "last_prompt", "2:", "1:200:3", [0, 3, 130, -1], ":-1"])
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_the_same_bits_however_a_prompt_is_cut_and_batched(data, dtype):
     requests = {}

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from vllm_weir import WeirError, codec
 from vllm_weir.schema.compression import Compression
 from vllm_weir.worker.planning.columns import RECORD, ROW_COPY
@@ -28,7 +29,7 @@ def plan_of(packs):
     return StepPlan(NONE, NONE, NONE, 0, NONE, np.zeros(0, ROW_COPY), records=np.array(packs, RECORD))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     tokens=st.lists(
         st.tuples(st.integers(1, 4), st.integers(0, 2), st.integers(0, 1), st.booleans()), min_size=1, max_size=20
@@ -80,7 +81,6 @@ def test_one_piece_for_what_lies_together():
     assert packet.pieces.tolist() == [[0, 100, 50 * size]]
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 70)), min_size=1, max_size=5))
 def test_pieces_are_cut_at_block_edges(targets):
     pieces = np.array([(1000 * k, place, size) for k, (place, size) in enumerate(targets)], np.int64)

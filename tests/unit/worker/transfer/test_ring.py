@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_weir.worker.transfer.ring import Ring
@@ -24,7 +24,6 @@ class Copy:
             one.done = True
 
 
-@settings(max_examples=200, deadline=None)
 @given(capacity=st.integers(1, 40), data=st.data())
 def test_no_row_is_overwritten_before_it_has_left(capacity, data):
     ring = Ring(capacity, 3, torch.float32, torch.device("cpu"))

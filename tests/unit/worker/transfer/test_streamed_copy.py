@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tests.unit.request_strategies import sensible_captures
 from tests.unit.worker.planning.test_planner import COLUMNS, LAYERS, spec_of, step
 from vllm_weir.schema.compression import Compression
@@ -149,7 +150,7 @@ class Model:
                     record(ring, laid, token, int(laid.slots[token]) + region, column, times)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, HealthCheck.function_scoped_fixture)
 @given(data=st.data())
 def test_the_same_bytes_come_to_the_same_places(data, monkeypatch):
     arena_rows = data.draw(st.sampled_from([40, 4000]))  # in the small one some find no room, and their requests fail
@@ -267,7 +268,6 @@ def most_rows_at_one_tap(columns_of):
     return max(max(Counter(c // STAGES for c in columns).values()) for columns in columns_of.values())
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     wide_site_sets,
     st.permutations(range(14)),
@@ -325,7 +325,7 @@ def plan_of(columns_of, site_sets, draw):
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, HealthCheck.function_scoped_fixture)
 @given(columns_of=wide_site_sets, data=st.data())
 def test_wide_rows_come_whole_however_little_room_there_is(columns_of, data, monkeypatch):
     """Rows of several ring rows beside others, in a ring that holds what one tap writes, or more."""
@@ -376,7 +376,6 @@ def test_orders_are_learned_from_steps_that_come_to_some_of_the_taps():
     assert learn_tap_order(orders, (14,)) == orders
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 400), st.integers(0, 9), st.integers(1, 40), st.integers(1, 8)), min_size=1, max_size=5
