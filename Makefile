@@ -14,12 +14,16 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench test unit conformance unasync lint check docs docs-serve clean
+# What `make test-reached` has, in minutes.
+MINUTES ?= 60
+.PHONY: help venv demo bench test test-all test-reached unit conformance unasync lint check docs docs-serve clean
 
 help:
 	@echo "make demo [MODEL=<directory or hub id>]   run the demo (under 5 minutes with the set-up)"
 	@echo "make bench [ARGS=--smoke]                 stock vLLM, Weir and others, timed and checked (docs/bench.md)"
-	@echo "make test [WORKERS=2]                     every test that needs no GPU, shared out to so many processes"
+	@echo "make test [WORKERS=2]                     every capability on real engines, in so many processes (10 minutes)"
+	@echo "make test-all                             every test that needs no GPU (an hour)"
+	@echo "make test-reached [MINUTES=60]            what test-all has beyond test, of what your change reaches"
 	@echo "make conformance [ARGS=ARCH]              every architecture of vLLM's registry, and docs/models.md from it"
 	@echo "make docs | docs-serve                    the documentation as a site in out/site | on http://localhost:8001"
 	@echo "make check                                format, lint, types, the generated client, and the import rules"
@@ -38,9 +42,15 @@ bench: $(STAMP)
 	@$(BIN)/weir bench $(ARGS)
 
 # Every process of the tests would compile Weir again where this is set, as in many containers.
-test: export PYTHONDONTWRITEBYTECODE =
+test test-all test-reached: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	@$(BIN)/python -m tests.tiers fast --workers $(WORKERS) -- $(ARGS)
+
+test-all: $(STAMP)
+	@$(BIN)/python -m tests.tiers all --workers $(WORKERS) $(if $(ARGS),,--store) -- $(ARGS)
+
+test-reached: $(STAMP)
+	@$(BIN)/python -m tests.tiers reached --workers $(WORKERS) --minutes $(MINUTES) -- $(ARGS)
 
 unit: $(STAMP)
 	@$(BIN)/python -m pytest tests/unit $(ARGS)

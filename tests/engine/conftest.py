@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.support.engines import close_all
+from tests.support.named import named_llm
 from tests.support.zygote import ROOT, zygote
 
 
@@ -28,6 +29,12 @@ class Served(NamedTuple):
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the tiny models live."""
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def llm(request: pytest.FixtureRequest, root: Path) -> Any:
+    """The engine that the test, or its file, names in its mark `engine`."""
+    return named_llm(request.node.get_closest_marker("engine").args[0], root)
 
 
 @pytest.fixture(scope="session", autouse=True)
