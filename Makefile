@@ -12,6 +12,12 @@ MODEL ?=
 # Test processes; each may hold an engine of its own.
 WORKERS ?= 2
 ARGS ?=
+# A lesser processor to run the tests as: avx2, avx512 or avx512_bf16.
+PROCESSOR ?=
+ifneq ($(PROCESSOR),)
+test test-all test-reached: export WEIR_TEST_PROCESSOR = $(PROCESSOR)
+test test-all test-reached: export PYTHONPATH = $(CURDIR)/tests/support/processor
+endif
 
 .DEFAULT_GOAL := help
 # What `make test-reached` has, in minutes.

@@ -83,7 +83,7 @@ def test_a_run_that_skips_nothing_says_nothing(tmp_path):
 
 @machine.needs(machine.module("vllm"), machine.x86)
 def test_four_bit_weights_are_skipped_without_avx_512():
-    lines = run("tests/engine/test_points.py", "-k", "four_bit", "-q", path=ROOT / "tests/support/no_avx512")
+    lines = run("tests/engine/test_points.py", "-k", "four_bit", "-q", path=ROOT / "tests/support/processor")
     reason = "vLLM's kernels for this processor (AVX2) have no cpu_gemm_wna16"
     assert f"will skip: test_four_bit_weights ({reason})" in lines and "1 skipped" in lines[-1]
 
