@@ -20,6 +20,7 @@ help:
 	@echo "make demo [MODEL=<directory or hub id>]   run the demo (under 5 minutes with the set-up)"
 	@echo "make bench [ARGS=--smoke]                 stock vLLM, Weir and others, timed and checked (docs/bench.md)"
 	@echo "make test [WORKERS=2]                     every test that needs no GPU, shared out to so many processes"
+	@echo "make test-gpu [PART=1/4|two]              the tests that hold on NVIDIA GPUs, in parts of at most 9 minutes"
 	@echo "make conformance [ARGS=ARCH]              every architecture of vLLM's registry, and docs/models.md from it"
 	@echo "make docs | docs-serve                    the documentation as a site in out/site | on http://localhost:8001"
 	@echo "make check                                format, lint, types, the generated client, and the import rules"
@@ -41,6 +42,11 @@ bench: $(STAMP)
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# PART=k/n: a part of the tests of one card; PART=two: those of two cards.
+.PHONY: test-gpu
+test-gpu: $(STAMP)
+	@$(BIN)/python -m tests.gpu $(if $(PART),--part $(PART)) $(ARGS)
 
 unit: $(STAMP)
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
