@@ -30,6 +30,7 @@ help:
 	@echo "make test [WORKERS=2]                     every capability on real engines, in so many processes (10 minutes)"
 	@echo "make test-all                             every test that needs no GPU (an hour)"
 	@echo "make test-reached [MINUTES=60]            what test-all has beyond test, of what your change reaches"
+	@echo "make test-gpu [PART=1/4|two]              the tests that hold on NVIDIA GPUs, in parts of at most 9 minutes"
 	@echo "make conformance [ARGS=ARCH]              every architecture of vLLM's registry, and docs/models.md from it"
 	@echo "make docs | docs-serve                    the documentation as a site in out/site | on http://localhost:8001"
 	@echo "make check                                format, lint, types, the generated client, and the import rules"
@@ -57,6 +58,11 @@ test-all: $(STAMP)
 
 test-reached: $(STAMP)
 	@$(BIN)/python -m tests.tiers reached --workers $(WORKERS) --minutes $(MINUTES) -- $(ARGS)
+
+# PART=k/n: a part of the tests of one card; PART=two: those of two cards.
+.PHONY: test-gpu
+test-gpu: $(STAMP)
+	@$(BIN)/python -m tests.gpu $(if $(PART),--part $(PART)) $(ARGS)
 
 unit: $(STAMP)
 	@$(BIN)/python -m pytest tests/unit $(ARGS)

@@ -12,7 +12,7 @@ import torch
 
 import vllm_weir as weir
 from tests.support.engines import get_llm
-from tests.support.machine import module, needs
+from tests.support.machine import module, needs, on_cpu
 from tests.support.oracle import Oracle
 from tests.support.steering_packages import repeng, steering_vectors
 from vllm_weir.demo.stories import make_stories
@@ -254,7 +254,7 @@ def test_rows_that_stay_on_the_workers_give_what_rows_here_give(llm, monkeypatch
     assert there.auc_by_layer == here.auc_by_layer
     for layer in (1, 4):
         assert cosine(there.vector(layer), here.vector(layer)) > 1 - 1e-9
-        assert there.bias[layer] == pytest.approx(here.bias[layer], rel=1e-6)
+        assert there.bias[layer] == pytest.approx(here.bias[layer], rel=1e-6 if on_cpu() else 1e-4)
     assert [usage["kept_bytes"] for usage in llm.collective_rpc("weir_usage")] == [0]
 
 

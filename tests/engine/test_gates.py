@@ -24,6 +24,7 @@ from tests.engine.probe_cases import (
     shared_engine,
 )
 from tests.support.engines import get_llm
+from tests.support.machine import BATCHES, cpu, needs
 from tests.support.probe_reference import Act, GateCase
 from tests.support.sae_reference import Reference, weights
 from tests.support.steered import chunks
@@ -184,6 +185,7 @@ def test_a_probe_of_the_prompt_decides_on_what_is_generated(llm, truth):
     assert sum(out.outputs[0].token_ids != one.outputs[0].token_ids for out, one in zip(outs, plain)) >= 4
 
 
+@needs(cpu(BATCHES))
 def test_a_gate_that_stays_shut_leaves_every_bit(llm):
     """Negative zeros included: a factor of 0 adds nothing."""
     ids = tokens(40, 140)

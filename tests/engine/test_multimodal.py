@@ -14,7 +14,7 @@ from tests.conformance.multimodal.check import MUTUAL, Prompt, Reference, captur
 from tests.conformance.multimodal.recipes import RECIPES
 from tests.engine.common import assert_nothing_is_held, sampling, scheduler
 from tests.support.engines import get_llm
-from tests.support.machine import module, needs
+from tests.support.machine import model_class, module, needs, on_cpu
 
 pytestmark = [pytest.mark.engine, needs(module("torchvision"))]
 BOUND = 1e-5
@@ -26,7 +26,7 @@ ADDED_BETWEEN = {QWEN3: {("resid_pre", 1), ("resid_pre", 2)}}
 """Where a model adds features of images to the stream between two blocks."""
 
 
-@pytest.fixture(params=ARCHITECTURES, scope="module")
+@pytest.fixture(params=[pytest.param(one, marks=needs(model_class(one))) for one in ARCHITECTURES], scope="module")
 def architecture(request):
     return request.param
 
@@ -36,7 +36,7 @@ def reference(root, architecture):
     where = root / architecture
     if not (where / "config.json").exists():
         build(RECIPES[architecture], where)
-    return Reference(RECIPES[architecture], where)
+    return Reference(RECIPES[architecture], where, on_cpu())
 
 
 def engine(root, architecture, **more):
@@ -115,6 +115,7 @@ def test_a_modality_selects_what_holds_embeddings_of_images(root, architecture):
         assert not torch.allclose(steered["final_norm", 0][at], rows["final_norm", 0][at], atol=0.1), "it moves nothing"
 
 
+@needs(model_class(GEMMA3))
 def test_pattern_where_tokens_of_an_image_see_each_other(root):
     """Refused with an image, and served with text alone."""
     llm, truth = engine(root, GEMMA3), reference(root, GEMMA3)
@@ -128,6 +129,7 @@ def test_pattern_where_tokens_of_an_image_see_each_other(root):
 
 
 @pytest.mark.parametrize("with_image", [False, True])
+@needs(model_class(MISTRAL3))
 def test_a_prompt_without_the_modality_is_refused(root, with_image):
     llm, truth = engine(root, MISTRAL3), reference(root, MISTRAL3)
     prompt = prompts(truth.recipe)[with_image]
@@ -147,6 +149,7 @@ def test_a_prompt_without_the_modality_is_refused(root, with_image):
     assert_nothing_is_held(llm)
 
 
+@needs(model_class(MISTRAL3))
 def test_interventions_of_every_request_act_on_images_alone(root):
     """A prompt without images stays what it is; one with several is steered at each."""
     llm, truth = engine(root, MISTRAL3), reference(root, MISTRAL3)
@@ -165,6 +168,7 @@ def test_interventions_of_every_request_act_on_images_alone(root):
         weir.clear_global(llm)
 
 
+@needs(model_class(MISTRAL3))
 def test_rows_by_position_and_scores_at_images(root):
     """One vector for each of an image's positions; a probe there has a score for each."""
     llm, truth = engine(root, MISTRAL3), reference(root, MISTRAL3)
@@ -184,6 +188,7 @@ def test_rows_by_position_and_scores_at_images(root):
         generate(llm, [(one, {"interventions": weir.Replace(vectors[:3], 1, positions={"modality": "image"})})])
 
 
+@needs(model_class(QWEN2_5))
 def test_selectors_count_expanded_positions(root):
     """A placeholder's token is found wherever it was expanded to; negative positions count from the expanded end."""
     llm, truth = engine(root, QWEN2_5), reference(root, QWEN2_5)
@@ -200,6 +205,7 @@ def test_selectors_count_expanded_positions(root):
         assert out.activations.token_ids_of("resid_post", 1).tolist() == [ids[p] for p in positions]
 
 
+@needs(model_class(LLAVA))
 def test_the_prefix_cache_tells_images_apart(root):
     """Same text, another image: nothing of the image is taken from the cache; the same image again: a hit."""
     llm, truth = engine(root, LLAVA), reference(root, LLAVA)
@@ -225,6 +231,7 @@ def test_the_prefix_cache_tells_images_apart(root):
     assert before[0].outputs[0].token_ids == after[0].outputs[0].token_ids
 
 
+@needs(model_class(LLAVA))
 def test_an_aborted_request_leaves_nothing(root):
     llm, truth = engine(root, LLAVA), reference(root, LLAVA)
     two = prompts(truth.recipe)[2]

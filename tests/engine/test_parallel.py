@@ -8,9 +8,9 @@ import pytest
 
 from tests.engine.common import asking, directory, oracle, prompts, verify
 from tests.support.engines import async_llm
-from tests.support.machine import GIB, binding, engine_processes, memory, needs
+from tests.support.machine import GIB, binding, engine_processes, memory, needs, ranks
 
-pytestmark = [pytest.mark.engine, needs(engine_processes, memory(3 * GIB))]
+pytestmark = [pytest.mark.engine, needs(engine_processes, memory(3 * GIB), ranks(2))]
 CLOSE_OTHERS = True
 
 

@@ -12,7 +12,7 @@ from tests.conformance.oracle import Oracle as Points
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
 from tests.support.adapters import adapter
 from tests.support.engines import async_llm, get_llm
-from tests.support.machine import engine_processes, model_dtype, needs, op
+from tests.support.machine import cpu, engine_processes, model_dtype, needs, op
 from tests.support.measure import rel_err
 from tests.support.quantised import gptq
 from vllm_weir.schema.hooks import HOOKS, STREAM_HOOKS
@@ -120,7 +120,7 @@ def test_descriptions_and_refusals(root):
         get_llm(directory(root), block_size=32, additional_config={"weir": strict})
 
 
-@needs(op("cpu_gemm_wna16"), model_dtype("bfloat16"))
+@needs(op("cpu_gemm_wna16"), model_dtype("bfloat16"), cpu("the weights are packed for the kernel of CPUs"))
 def test_four_bit_weights(root, tmp_path):
     """GPTQ: rows against transformers with the same weights multiplied out."""
     from transformers import AutoModelForCausalLM
@@ -141,6 +141,7 @@ def test_four_bit_weights(root, tmp_path):
         assert float(1 - cosine.min()) <= 2e-3, layer
 
 
+@needs(cpu("vLLM's LoRA kernels for GPUs take no float32"))
 def test_an_adapter(root, tmp_path):
     """LoRA: rows against transformers with the adapter merged."""
     from vllm.lora.request import LoRARequest

@@ -16,11 +16,11 @@ from prometheus_client import multiprocess
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
-from tests.support.machine import engine_processes, needs
+from tests.support.machine import engine_processes, needs, ranks
 from tests.support.measure import eventually
 from vllm_weir.results.activations import Activations
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), needs(engine_processes)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), needs(engine_processes, ranks(2))]
 CLOSE_OTHERS = True
 
 D, LAYER, G, BOUND = 256, 3, 4, 1e-5

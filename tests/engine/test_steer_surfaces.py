@@ -11,6 +11,7 @@ import torch
 import vllm_weir as weir
 from tests.support.adapters import adapter
 from tests.support.engines import close_all, get_llm
+from tests.support.machine import cpu, needs
 from tests.support.measure import rel_err
 from tests.support.steered import (
     SteeredOracle,
@@ -207,6 +208,7 @@ def test_chat(engine):
     check(out, case, oracle)
 
 
+@needs(cpu("vLLM's LoRA kernels for GPUs take no float32"))
 def test_lora_and_steering_compose(tmp_path):
     from vllm.lora.request import LoRARequest
 

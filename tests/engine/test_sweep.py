@@ -18,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 import vllm_weir as weir
 from tests.engine.common import directory, tokens
 from tests.support.engines import get_llm
+from tests.support.machine import BATCHES, cpu, needs
 from tests.support.measure import eventually
 from tests.support.patched import Patched
 from tests.support.steered import idle
@@ -176,6 +177,7 @@ def test_path_to_heads(case: Case) -> None:
     assert np.abs(whole.grid.array - one.grid.array).max() > 1e-4
 
 
+@needs(cpu(BATCHES))
 def test_clean_into_clean_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every run is computed whole and by itself, so that the engine's arithmetic is the same in all."""
     submit = RequestStream.submit
@@ -409,6 +411,7 @@ COMMAND = [
 
 
 @pytest.mark.timeout(900)
+@needs(cpu("the command takes a whole GPU"))
 def test_the_command_killed_and_run_again(tmp_path: Path) -> None:
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     file = tmp_path / "cells"

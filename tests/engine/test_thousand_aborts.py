@@ -35,7 +35,7 @@ from vllm_weir import consumers
 from vllm_weir.consumers import Consumer
 from vllm_weir.frontend.receive.score_table import KEPT
 from vllm_weir.frontend.sinks.mark_buffer import MAX_ENDED
-from vllm_weir.patches.cuda_graph_sets import MAX_REMEMBERED
+from vllm_weir.patches.cuda_graph_sets import MAX_REMEMBERED, MAX_SETS
 from vllm_weir.schema.selectors import MOST_STEPS, _shared
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -47,7 +47,11 @@ STEPS = 12
 MADE = 60
 SETTINGS = {"max_programs": 24, "sinks": {"kept": {"ledger": {}}}}
 """Room for the programs of a few steered requests, so that some are aborted while they wait for it."""
+MAX_GRAPHS = 2 * 64 * (MAX_SETS + 2)
+"""Live graphs at most: two modes of so many sizes, for particular taps and for all."""
 BOUNDED = {
+    "GraphSets._captured": MAX_GRAPHS,
+    "GraphSets._late_captures": MAX_GRAPHS,
     "LiveGraph": 2 * MAX_REMEMBERED,
     "MarkBuffer._ended": MAX_ENDED,
     "ScoreSeries._series": 2 * KEPT,
@@ -55,7 +59,8 @@ BOUNDED = {
     "Selectors._counts": 64 * MOST_STEPS,
 }
 """What remembers something of requests that have gone, up to a number: sizes of steps whose CUDA graph was asked for,
-requests that cannot be marked, late scores, and what selectors choose of a step, each of which keeps `MOST_STEPS`."""
+or captured, requests that cannot be marked, late scores, and what selectors choose of a step, each of which keeps
+`MOST_STEPS`."""
 
 
 class Ledger(Consumer):

@@ -20,13 +20,13 @@ from tests.engine.test_compress import decoded
 from tests.engine.test_points import DENSE, EVERY, check_identities, off
 from tests.engine.test_steer_processes import EVERYTHING, cases
 from tests.support.engines import close_all, get_llm
-from tests.support.machine import GIB, binding, engine_processes, memory, needs
+from tests.support.machine import GIB, binding, engine_processes, memory, needs, ranks
 from tests.support.measure import rel_err
 from tests.support.probe_reference import Act, GateCase
 from tests.support.steered import check, idle, prompt, truth
 from vllm_weir.schema.hooks import MODEL_HOOKS
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes, memory(3 * GIB))]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes, memory(3 * GIB), ranks(2))]
 CLOSE_OTHERS = True
 
 

@@ -218,9 +218,7 @@ def test_eager_setting(directory, oracle):
 
 @needs(gpus(2))
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_ranks_capture_alike(directory, oracle, parallel, monkeypatch):
-    # This process has used CUDA for the oracle, and forks of it could not.
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+def test_ranks_capture_alike(directory, oracle, parallel):
     llm = engine(directory, in_process=False, **{parallel: 2})
     for prompts, kinds in itertools.islice(rounds(), 15):
         outs = generate(llm, prompts, kinds, oracle.hidden_size)

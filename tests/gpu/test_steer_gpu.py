@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.support.engines import close_all, get_llm
-from tests.support.models import make_model
 from tests.support.steered import SteeredOracle
 
 pytestmark = pytest.mark.gpu
@@ -189,21 +188,24 @@ def test_a_turned_row_keeps_its_norm_to_bf16_rounding():
         assert out.receipt.steered == ({weir.Site("resid_pre", 3): len(before)},)
 
 
-def test_neighbours_of_steered_requests_are_bit_identical(tmp_path_factory):
+def test_neighbours_are_bit_identical(directory):
+    """Plain requests beside capturing and steered ones, and what captures, have the numbers that they have alone."""
     from vllm import SamplingParams
 
     import vllm_weir as weir
 
-    directory = make_model("llama", "a", tmp_path_factory.mktemp("m"))
     llm = get_llm(
         directory, enforce_eager=False, dtype="bfloat16", kv_cache_memory_bytes=1 << 30, enable_prefix_caching=False
     )
     g = torch.Generator().manual_seed(0)
     prompts = [{"prompt_token_ids": [(11 * i + j) % 500 + 5 for j in range(20 + i)]} for i in range(32)]
     plain = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=5)
+    capturing = weir.params(plain, capture=weir.Capture("resid_post"))
     steered = [weir.params(plain, interventions=weir.Add(torch.randn(128, generator=g), "all", 1.0)) for _ in prompts]
     alone = llm.generate(prompts, plain, use_tqdm=False)
-    mixed = llm.generate(prompts, [steered[i] if i % 2 else plain for i in range(32)], use_tqdm=False)
-    for i, (a, b) in enumerate(zip(alone, mixed, strict=True)):
-        same = a.outputs[0].logprobs == b.outputs[0].logprobs
-        assert same == (i % 2 == 0)
+    # Captures alone do not make steps live in the same way as steering does.
+    for asked in ([plain, capturing], [plain, steered, capturing, steered]):
+        params = [one[i] if isinstance(one := asked[i % len(asked)], list) else one for i in range(32)]
+        for i, (a, b) in enumerate(zip(alone, llm.generate(prompts, params, use_tqdm=False), strict=True)):
+            same = a.outputs[0].token_ids == b.outputs[0].token_ids and a.outputs[0].logprobs == b.outputs[0].logprobs
+            assert same == (asked[i % len(asked)] is not steered)

@@ -10,6 +10,7 @@ import gc
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -83,6 +84,8 @@ def get_llm(
 
     while len(_alive) >= max(1, keep):
         _close(next(iter(_alive)))
+    if in_process and torch.version.cuda is not None:
+        hold_graph_pool()
     with environment(env), quick_start() if in_process else quick_processes():
         from vllm import LLM
 
@@ -92,6 +95,21 @@ def get_llm(
         close_all()
         raise AssertionError(f"{changed}: later tests of this process could not use them; pass in_process=False")
     return llm
+
+
+@cache
+def hold_graph_pool() -> torch.cuda.CUDAGraph:
+    """Capture a graph into the pool of vLLM's graphs, and keep it.
+
+    All engines of a process have one pool, and PyTorch does not take up one again whose last graph has gone before all
+    of its tensors.
+    """
+    from vllm.platforms import current_platform
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=current_platform.get_global_graph_pool()):
+        torch.zeros(1, device="cuda")
+    return graph
 
 
 def _classes_of_transformers_that_vllm_changed() -> list[str]:
@@ -168,8 +186,10 @@ def quick_processes() -> Iterator[None]:
     """
     from multiprocessing import context, popen_forkserver, set_forkserver_preload
 
-    if torch.version.cuda is not None:  # vLLM imports nothing again there
-        yield
+    if torch.version.cuda is not None:
+        # References may have used the driver here, which forks of this process could not use then.
+        with environment({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}):
+            yield
         return
 
     class Popen(popen_forkserver.Popen):

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,23 @@ def attention_heads(size: int) -> Need:
     return need
 
 
+def model_class(architecture: str) -> Need:
+    """Need a model that this vLLM can import beside this transformers; met on a CPU, where one environment has both."""
+
+    def need() -> str | None:
+        if on_cpu():
+            return None
+        from vllm.model_executor.models.registry import ModelRegistry
+
+        try:
+            ModelRegistry.models[architecture].load_model_cls()
+        except ImportError as e:
+            return f"this vLLM cannot import {architecture} beside this transformers: {e.msg}"
+        return None
+
+    return cache(need)
+
+
 def x86() -> str | None:
     """Need an x86 processor, or vLLM has no second build of its kernels."""
     return None if platform.machine() == "x86_64" else f"this processor is {platform.machine()}, not x86-64"
@@ -119,14 +136,29 @@ def memory(size: int) -> Need:
 
 def gpus(count: int) -> Need:
     """Need so many CUDA devices."""
+    return partial(_lacks_gpus, count)
 
-    def need() -> str | None:
-        import torch
 
-        have = torch.cuda.device_count()
-        return None if have >= count else f"needs {count} GPUs; this machine has {have}"
+def ranks(count: int) -> Need:
+    """Need a CUDA device for each of so many ranks; met where vLLM runs on the processor, which they share."""
+    return partial(_lacks_gpus, count, False)
 
-    return need
+
+def _lacks_gpus(count: int, on_cpu_too: bool = True) -> str | None:
+    import torch
+
+    if not on_cpu_too and on_cpu():
+        return None
+    have = torch.cuda.device_count()
+    return None if have >= count else f"needs {count} GPUs; this machine has {have}"
+
+
+BATCHES = "compares bits of different batches, whose sums a GPU's kernels do not order alike"
+
+
+def cpu(reason: str) -> Need:
+    """Need vLLM on a processor; `reason` says why a GPU does not do."""
+    return lambda: None if on_cpu() else reason
 
 
 def module(name: str) -> Need:

@@ -185,10 +185,13 @@ def import_vllm() -> None:
     import vllm.v1.engine.async_llm
     import vllm.v1.engine.llm_engine
     import vllm.v1.executor.multiproc_executor
-    import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import LLM  # noqa: F401
+    from vllm.platforms import current_platform
 
     import vllm_weir  # noqa: F401
+
+    if current_platform.is_cpu():  # elsewhere it would put its placeholders for CUDA's events in their place
+        import vllm.v1.worker.cpu_worker  # noqa: F401
 
     replace_kernels()
     inspect_models_here()

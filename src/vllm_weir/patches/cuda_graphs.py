@@ -50,7 +50,8 @@ def patch_runner(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) 
         elif graph_sets is None or graph_sets.manager is not manager:
             lazy = not eager and not runner.kv_cache_config.has_mamba_layers
             current = weakref.ref(_make_sets(runner, runtime, config, lazy))
-        return capture_model(*args, **kwargs)
+        with _captures_allowed():
+            return capture_model(*args, **kwargs)
 
     @functools.wraps(execute_model)
     def execute(*args: Any, **kwargs: Any) -> Any:
@@ -90,13 +91,23 @@ def _find_pieces(compilation_config: Any) -> list[Any]:
     return [w for w in found if w.runtime_mode.name == "PIECEWISE" and w.concrete_cudagraph_entries]
 
 
+def _captures_allowed() -> contextlib.AbstractContextManager[Any]:
+    """Let vLLM's piecewise wrappers capture.
+
+    Runner V1 forbids that to the whole process once it has captured its own graphs, and V2 never
+    allows it again: an engine on V2 could not start after one on V1.
+    """
+    from vllm.compilation import monitor
+
+    return patch.object(monitor, "cudagraph_capturing_enabled", True)
+
+
 @contextlib.contextmanager
 def _late_capture(stream: torch.cuda.Stream) -> Iterator[None]:
     """Make vLLM's capture possible while the engine serves.
 
     `stream` is the one for all such captures.
     """
-    from vllm.compilation import monitor
     from vllm.distributed import parallel_state
     from vllm.v1.worker.gpu import cudagraph_utils
 
@@ -112,7 +123,7 @@ def _late_capture(stream: torch.cuda.Stream) -> Iterator[None]:
         with (
             patch.object(torch.cuda, "graph", graph),
             patch.object(parallel_state, "GraphCaptureContext", lambda _stream: context),
-            patch.object(monitor, "cudagraph_capturing_enabled", True),
+            _captures_allowed(),
             patch.object(cudagraph_utils, "tqdm", lambda descs, **_: descs),
         ):
             yield

@@ -277,6 +277,26 @@ def test_capturing_again_starts_over(none_at_start):
     assert step(sets, manager, runtime, True, 1)[1] is True
 
 
+def test_an_engine_on_runner_v1_before_it_forbids_no_capture(monkeypatch):
+    """V1 turns a flag of the process off once it has captured, and V2 never turns it on."""
+    from vllm.compilation import monitor
+
+    from vllm_weir.patches.cuda_graphs import patch_runner
+
+    monkeypatch.setattr(monitor, "cudagraph_capturing_enabled", False)
+    runner = SimpleNamespace(
+        cudagraph_manager=SimpleNamespace(use_breakable_cg=True),
+        capture_model=monitor.validate_cudagraph_capturing_enabled, execute_model=None, shutdown=None,
+    )  # fmt: skip
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1), lora_config=None)
+    with pytest.raises(RuntimeError, match="inappropriate"):
+        runner.capture_model()
+    runner.execute_model = runner.shutdown = lambda: None
+    patch_runner(runner, SimpleNamespace(switch=SimpleNamespace(pin=lambda: None)), config, eager=False)
+    runner.capture_model()
+    assert not monitor.cudagraph_capturing_enabled
+
+
 def test_closing_lets_go_of_everything():
     sets, manager, runtime = build()
     step(sets, manager, runtime, True, 1)
