@@ -14,12 +14,13 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench test unit conformance unasync lint check docs docs-serve clean
+.PHONY: help venv demo bench test unit mutants conformance unasync lint check docs docs-serve clean
 
 help:
 	@echo "make demo [MODEL=<directory or hub id>]   run the demo (under 5 minutes with the set-up)"
 	@echo "make bench [ARGS=--smoke]                 stock vLLM, Weir and others, timed and checked (docs/bench.md)"
 	@echo "make test [WORKERS=2]                     every test that needs no GPU, shared out to so many processes"
+	@echo "make mutants [ARGS=ID]                    every seeded fault of tests/mutants, which some test has to notice"
 	@echo "make conformance [ARGS=ARCH]              every architecture of vLLM's registry, and docs/models.md from it"
 	@echo "make docs | docs-serve                    the documentation as a site in out/site | on http://localhost:8001"
 	@echo "make check                                format, lint, types, the generated client, and the import rules"
@@ -44,6 +45,9 @@ test: $(STAMP)
 
 unit: $(STAMP)
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
+
+mutants: $(STAMP)
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 conformance: $(STAMP)
 	@$(BIN)/python -m tests.conformance $(ARGS); status=$$?; \
