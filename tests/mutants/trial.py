@@ -42,6 +42,8 @@ TIERS = {
     "all": ["-m", "not gpu and not slow", "--hypothesis-profile=thorough"],
 }
 """Options of pytest."""
+NO_TESTS = (4, 5)
+"""What pytest returns where a named test is not there, or none was selected."""
 
 
 def import_once() -> None:
@@ -55,6 +57,7 @@ def import_once() -> None:
         with contextlib.suppress(ImportError):
             plugin.load()
     from vllm import LLM  # noqa: F401
+
     assert not any(name.partition(".")[0] == "vllm_weir" for name in sys.modules), "every run imports its own"
     gc.collect()
     gc.freeze()
@@ -152,9 +155,10 @@ class Trial:
             os.waitpid(self.pid, 0)
         said = json.loads(self._said.read_text()) if self._said.exists() else {}
         outcome = {"failed": {}, "thorough": [], "passed": 0, "running": None} | said
-        if late or os.waitstatus_to_exitcode(status) not in range(6):
-            outcome["failed"] |= {outcome["running"] or self.tests[0]: "timeout" if late else "crash"}
-        outcome["missing"] = not late and os.waitstatus_to_exitcode(status) in (4, 5) and not outcome["failed"]
+        code = None if late else os.waitstatus_to_exitcode(status)
+        outcome["missing"] = code in NO_TESTS and not outcome["failed"]
+        if not outcome["failed"] and (late or code not in (0, *NO_TESTS)):
+            outcome["failed"] = {outcome["running"] or self.tests[0]: "timeout" if late else "crash"}
         outcome["seconds"] = round(time.monotonic() - self.began, 1)
         return outcome
 

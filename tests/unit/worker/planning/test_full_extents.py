@@ -14,7 +14,6 @@ from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.steering.programs import ProgramTable
 
-
 SOME = [0, 1, 3, 7, 8, 9, 12, 13, 14, 15, 20, 22]
 
 
