@@ -22,7 +22,7 @@ endif
 .DEFAULT_GOAL := help
 # What `make test-reached` has, in minutes.
 MINUTES ?= 60
-.PHONY: help venv demo bench test test-all test-reached unit conformance unasync lint check docs docs-serve clean
+.PHONY: help venv demo bench test test-all test-reached mutants unit conformance unasync lint check docs docs-serve clean
 
 help:
 	@echo "make demo [MODEL=<directory or hub id>]   run the demo (under 5 minutes with the set-up)"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-all                             every test that needs no GPU (an hour)"
 	@echo "make test-reached [MINUTES=60]            what test-all has beyond test, of what your change reaches"
 	@echo "make test-gpu [PART=1/4|two]              the tests that hold on NVIDIA GPUs, in parts of at most 9 minutes"
+	@echo "make mutants [ARGS=ID]                    every seeded fault of tests/mutants, which some test has to notice"
 	@echo "make conformance [ARGS=ARCH]              every architecture of vLLM's registry, and docs/models.md from it"
 	@echo "make docs | docs-serve                    the documentation as a site in out/site | on http://localhost:8001"
 	@echo "make check                                format, lint, types, the generated client, and the import rules"
@@ -66,6 +67,9 @@ test-gpu: $(STAMP)
 
 unit: $(STAMP)
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
+
+mutants: $(STAMP)
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 conformance: $(STAMP)
 	@$(BIN)/python -m tests.conformance $(ARGS); status=$$?; \
