@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import triton.experimental.gluon  # has to see the kernels as they are
+import triton.experimental.gluon  # noqa: F401 - has to see the kernels as they are
 from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

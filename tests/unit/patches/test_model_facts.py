@@ -185,6 +185,7 @@ def test_choices_from_facts_are_those_of_vllms_router_on_a_cpu(number, dtype):
     assert (torch.zeros(400, 16).scatter(1, ids, weights) - theirs).abs().max() <= 1e-6
 
 
+@pytest.mark.thorough
 def test_cohere_and_llama_4_route_by_functions_that_are_known():
     from vllm.model_executor.models.cohere2_moe import token_choice_with_bias
     from vllm.model_executor.models.llama4 import Llama4MoE

@@ -71,7 +71,7 @@ class Worker:
         tables = [torch.from_numpy(table), torch.from_numpy(self.planner.site_sets.ranks.copy()), none, none]
         plan_, ranks, heads, ints = (x.to(self.device) for x in tables)
         floats, vectors = torch.zeros(1, 4, device=self.device), torch.zeros(1, self.width, device=self.device)
-        for tap in range(TAPS):
+        for tap in sorted({tap_of(site) for site in SITES}):
             rows = torch.stack([content(name, tap, p) for name, p in where]).repeat(1, times)[:, : self.width]
             hidden, number = rows.to(self.device, self.dtype), numbered(tap, device=self.device)
             self.launch(hidden, None, number, plan_, ranks, self.ring, heads, ints, floats, vectors)
@@ -91,9 +91,12 @@ class Worker:
 
 
 @functools.cache
+def _rows(name, tap):
+    return torch.randn(4096, D, generator=torch.Generator().manual_seed(int(name[-1], 36) * TAPS + tap)) * 3
+
+
 def content(name, tap, position):
-    seed = (int(name[-1], 36) * TAPS + tap) * 4096 + position
-    return torch.randn(D, generator=torch.Generator().manual_seed(seed)) * 3
+    return _rows(name, tap)[position]
 
 
 def expected(name, how, positions, length):

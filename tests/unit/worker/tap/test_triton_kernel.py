@@ -150,7 +150,9 @@ def check_seed(seed, seen):
             assert_close(got, want, dtype)
             seen["peeked"] += int((want != hidden[at][:, own]).any(1).sum())
         given = hidden, None if form == "alone" else other, ring, numbers
-        ours, theirs = ([x if x is None or x is other and form == "offset" else x.clone() for x in given] for _ in "ab")
+        ours, theirs = (
+            [x if x is None or (x is other and form == "offset") else x.clone() for x in given] for _ in "ab"
+        )
         acts = (plan[:tokens, 2] >= 0) | ((plan[:tokens, 0] >= 0) & (plan[:tokens, 3] >= 0))
         listed = acts.nonzero()[:, 0].int().flip(0) if seed % 4 > 1 else None
         for kernel, (h, o, r, n), more in ((triton_kernel, ours, {"listed": listed}), (cpu_kernel, theirs, {})):
