@@ -45,12 +45,8 @@ class Attention(attention.Attention):
             setattr(self, key, value)
 
 
-class ChunkedLocalAttention(Attention):
-    attention_chunk_size = 16
-
-
-class EncoderOnlyAttention(Attention):
-    attn_type = "encoder_only"
+ChunkedLocalAttention = type("ChunkedLocalAttention", (Attention,), {"attention_chunk_size": 16})
+EncoderOnlyAttention = type("EncoderOnlyAttention", (Attention,), {"attn_type": "encoder_only"})
 
 
 class StateSpace(torch.nn.Module, AttentionLayerBase):

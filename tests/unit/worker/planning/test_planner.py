@@ -114,16 +114,6 @@ def test_rows_that_are_kept_go_to_their_keeper_in_every_step():
     }  # fmt: skip
 
 
-def test_columns_are_distinct_and_of_their_tap():
-    sites = [Site(h, i) for h in ("resid_pre", "resid_post") for i in range(LAYERS)]
-    for before in (True, False):
-        columns = [column_of(s, before) for s in sites]
-        assert len(set(columns)) == len(columns) and set(columns) <= COLUMNS
-    for layer in range(1, LAYERS):
-        # After the one block's interventions is before the next one's.
-        assert column_of(Site("resid_post", layer - 1), False) == column_of(Site("resid_pre", layer), True)
-
-
 def test_site_sets_are_shared_and_freed():
     planner = planner_of(COLUMNS, 2)
     site_request = spec_of([("resid_post", [1], "all")])

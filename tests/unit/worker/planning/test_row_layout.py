@@ -44,6 +44,7 @@ def test_four_workers_hold_parts_and_copies(rank):
 
 def test_a_repeated_column_has_the_rank_of_its_first_place():
     sets = SiteSets(4, 12)
+    assert sets.ranks.dtype == np.int32 and (sets.ranks == -1).all()
     number = sets.hold((2, 5, 5, 5, 7))
     assert sets.ranks[number].tolist() == [-1, -1, 0, -1, -1, 1, -1, 4, -1, -1, -1, -1]
     assert sets.columns_of[number] == (2, 5, 5, 5, 7)

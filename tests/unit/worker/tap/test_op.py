@@ -20,7 +20,6 @@ from tests.support.properties import examples
 from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, DOSE, FEATURE, KEEP_NORM, NO_NORM, NORM, SCORE
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.discovery.anchors import AddedTerm, Anchor, TensorKey
-from vllm_weir.worker.planning.site_sets import SiteSets
 from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, LAST
 from vllm_weir.worker.tap import cpu_chains, install
 from vllm_weir.worker.tap import op as tap_module
@@ -199,11 +198,6 @@ def test_points_made_of_two_tensors(bias, compiled):
             plain = 4.0 * x + 1.0 if bias else -8.0 * x
             assert ring[:2].equal(plain)
             assert out[0].equal(plain[0]) and out[1].equal(torch.full((3,), 9.0))
-
-
-def test_the_planner_s_tables_are_what_the_tap_reads():
-    ranks = SiteSets(4, 6).ranks
-    assert ranks.shape == (4, 6) and ranks.dtype == np.int32 and (ranks == -1).all()
 
 
 @pytest.mark.parametrize("with_added_term", [False, True])

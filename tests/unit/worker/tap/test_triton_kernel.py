@@ -11,20 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.unit.interpreted import compile_for_hopper, interpreted
-from vllm_weir.schema.instructions import (
-    ACTIVATE,
-    AFFINE,
-    BLEND,
-    CLAMP,
-    CONST,
-    DOSE,
-    ENCODE,
-    FEATURE,
-    HELD,
-    KEEP_NORM,
-    NORM,
-    SCORE,
-)
+from vllm_weir.schema import instructions as kinds
 from vllm_weir.schema.reductions import GROUP, MAXIMUM, SEEDED
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.planning.columns import JOIN, as_integers
@@ -34,8 +21,20 @@ from vllm_weir.worker.tap.op import numbered
 from vllm_weir.worker.transfer import direction_kernel
 
 TAPS, PROFILES, PROGRAMS, VECTORS = 3, 3, 6, 5
-KINDS = (CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, ACTIVATE, HELD, ENCODE)
-WRITES = (SCORE, ACTIVATE, DOSE, ENCODE)
+KINDS = (
+    kinds.CONST,
+    kinds.NORM,
+    kinds.AFFINE,
+    kinds.CLAMP,
+    kinds.BLEND,
+    kinds.KEEP_NORM,
+    kinds.FEATURE,
+    kinds.SCORE,
+    kinds.ACTIVATE,
+    kinds.HELD,
+    kinds.ENCODE,
+)
+WRITES = (kinds.SCORE, kinds.ACTIVATE, kinds.DOSE, kinds.ENCODE)
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """A few units in the last place: sums over a row are taken in another order."""
 
@@ -53,13 +52,17 @@ def programs(draw, d, width):
         post = int(draw.integers(0, length + 1))
         for k in range(length):
             kind = KINDS[draw.integers(len(KINDS))]
-            w = times * int(draw.integers(VECTORS)) if kind in (AFFINE, CLAMP, FEATURE, SCORE, ACTIVATE) else -1
+            w = (
+                times * int(draw.integers(VECTORS))
+                if kind in (kinds.AFFINE, kinds.CLAMP, kinds.FEATURE, kinds.SCORE, kinds.ACTIVATE)
+                else -1
+            )
             lo, hi, shift = 0, width, 0
             if draw.random() < 0.5:
                 lo, hi = sorted(draw.choice(width + 1, 2, replace=False).tolist())
                 shift = int(draw.integers(-lo, width - hi + 1))
-            if kind == SCORE and k % 2:
-                kind, w = DOSE, -1
+            if kind == kinds.SCORE and k % 2:
+                kind, w = kinds.DOSE, -1
             ends = k in (length - 1, post - 1) or draw.random() < 0.4
             flags = (LAST if ends else 0) | (AFTER_POST if k >= post else 0)
             flags |= int(draw.integers(3, 6) if kind in WRITES else draw.integers(0, 3)) << CELL_BIT
@@ -67,7 +70,7 @@ def programs(draw, d, width):
                 heads[at] = len(ints)
             u = -1 if kind in WRITES else times * int(draw.integers(VECTORS))
             ints.append((kind, u, w, len(ints) + 1 if k < length - 1 else -1, flags, lo, hi, shift))
-            low = float(draw.integers(5)) if kind == HELD else -0.5  # the cell that it reads
+            low = float(draw.integers(5)) if kind == kinds.HELD else -0.5  # the cell that it reads
             floats.append((draw.normal(), draw.normal(), low, 0.5))
     vectors = draw.standard_normal((VECTORS * times, d)) / width**0.5
     integers = (torch.from_numpy(np.asarray(x, np.int32)) for x in (heads, ints))
@@ -175,7 +178,7 @@ def check_seed(seed, seen):
         seen["scored"] += int((ours[3] != numbers).sum())
         seen["recorded"] += int((ours[2][cells:] != 7).any(1).sum())
         seen["steered"] += tokens - len(still)
-    for kind, name in ((KEEP_NORM, "turned"), (DOSE, "measured")):
+    for kind, name in ((kinds.KEEP_NORM, "turned"), (kinds.DOSE, "measured")):
         seen[name] += int((tables[1][:, 0] == kind).sum())
 
 
