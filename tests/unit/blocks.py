@@ -13,6 +13,18 @@ from vllm_weir.worker.discovery.sites import map_sites
 D, TOKENS, LAYERS = 16, 6, 3
 
 
+class WithParts(nn.Module):
+    """Makes the modules named in `parts` of its classes, base classes' first."""
+
+    parts: tuple = ()
+
+    def __init__(self):
+        super().__init__()
+        for kind in reversed(type(self).__mro__):
+            for name, make in vars(kind).get("parts", ()):
+                setattr(self, name, make())
+
+
 class Core(nn.Module):
     """Mixes tokens; without a cache it returns rubbish, like vLLM's."""
 
@@ -20,41 +32,33 @@ class Core(nn.Module):
         return torch.full_like(q, torch.nan)
 
 
-class Attention(nn.Module):
-    def __init__(self, wide: int = 2 * D):
-        super().__init__()
-        self.qkv, self.core, self.o_proj = nn.Linear(D, wide), Core(), nn.Linear(wide, D)
+class Attention(WithParts):
+    parts = (("qkv", lambda: nn.Linear(D, 2 * D)), ("core", Core), ("o_proj", lambda: nn.Linear(2 * D, D)))
 
     def forward(self, positions, hidden_states):
         return self.o_proj(self.core(self.qkv(hidden_states)))
 
 
-class IntoArgument(nn.Module):
+class IntoArgument(WithParts):
     """Writes its result into an argument, as vLLM's linear attention does."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = Attention()
+    parts = (("inner", Attention),)
 
     def forward(self, hidden_states, output):
         output.copy_(self.inner(None, hidden_states))
 
 
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(D, 3 * D), nn.ReLU(), nn.Linear(3 * D, D)
+class MLP(WithParts):
+    parts = (("up", lambda: nn.Linear(D, 3 * D)), ("act", nn.ReLU), ("down", lambda: nn.Linear(3 * D, D)))
 
     def forward(self, x):
         return self.down(self.act(self.up(x)))
 
 
-class Norm(nn.Module):
+class Norm(WithParts):
     """Plain, or fused with the addition before it."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(D) + 0.5)
+    parts = (("weight", lambda: nn.Parameter(torch.rand(D) + 0.5)),)
 
     def forward(self, x, residual=None):
         if residual is None:
@@ -64,13 +68,10 @@ class Norm(nn.Module):
         return x, residual
 
 
-class Block(nn.Module):
+class Block(WithParts):
     """Adds what attention makes, and then what the MLP does."""
 
-    def __init__(self):
-        super().__init__()
-        self.ln_1, self.ln_2, self.ln_3, self.ln_4 = Norm(), Norm(), Norm(), Norm()
-        self.self_attn, self.mlp = Attention(), MLP()
+    parts = (*((f"ln_{k}", Norm) for k in range(1, 5)), ("self_attn", Attention), ("mlp", MLP))
 
     def forward(self, positions, hidden_states):
         hidden_states = hidden_states + self.mixed(positions, hidden_states)
@@ -133,9 +134,7 @@ class Parallel(Block):
 
 
 class OutputArgument(Block):
-    def __init__(self):
-        super().__init__()
-        self.self_attn = IntoArgument()
+    parts = (("self_attn", IntoArgument),)
 
     def room(self, like):
         return torch.empty_like(like)
@@ -178,9 +177,7 @@ class Deep(Block):
 class Shared(Block):
     """What two modules give is added up before it is scaled and added to the stream."""
 
-    def __init__(self):
-        super().__init__()
-        self.shared = MLP()
+    parts = (("shared", MLP),)
 
     def mixed(self, positions, x):
         return 0.8 * super().mixed(positions, x)
@@ -193,9 +190,7 @@ class Shared(Block):
 class TwoMixers(Block):
     """Two parts that mix tokens, each with a multiplier."""
 
-    def __init__(self):
-        super().__init__()
-        self.mixer = Attention()
+    parts = (("mixer", Attention),)
 
     def mixed(self, positions, x):
         normed = self.ln_1(x)
@@ -263,9 +258,7 @@ class More(Block):
 
     scale = 0.6
 
-    def __init__(self):
-        super().__init__()
-        self.gate, self.project = nn.Linear(D, 4), nn.Linear(4, D)
+    parts = (("gate", lambda: nn.Linear(D, 4)), ("project", lambda: nn.Linear(4, D)))
 
     def forward(self, positions, hidden_states):
         hidden_states = super().forward(positions, hidden_states)
@@ -289,9 +282,7 @@ class MLPOnly(Block):
 class Joint(Block):
     """What attention and MLP add comes out of one linear layer."""
 
-    def __init__(self):
-        super().__init__()
-        self.join = nn.Linear(2 * D, D)
+    parts = (("join", lambda: nn.Linear(2 * D, D)),)
 
     def forward(self, positions, hidden_states):
         normed = self.ln_1(hidden_states)
@@ -302,17 +293,13 @@ class Joint(Block):
 class Feeding(Block):
     """Attention and a linear layer after it go into a second mixer, whose result alone is added, like Zamba2's."""
 
-    class Decoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.mixer = Norm(), Attention()
+    class Decoder(WithParts):
+        parts = (("norm", Norm), ("mixer", Attention))
 
         def forward(self, positions, hidden_states, more):
             return hidden_states + self.mixer(positions, self.norm(hidden_states + more))
 
-    def __init__(self):
-        super().__init__()
-        self.linear, self.decoder = nn.Linear(D, D), Feeding.Decoder()
+    parts = (("linear", lambda: nn.Linear(D, D)), ("decoder", Decoder))
 
     def forward(self, positions, hidden_states):
         more = self.linear(self.mixed(positions, hidden_states))
@@ -335,14 +322,12 @@ class Weighted(Block):
         return 2 * hidden_states + self.fed(hidden_states), residual
 
 
-class Scan(Core):
+class Scan(WithParts, Core):
     """A token mixer that writes its result into an argument, and without a cache writes nothing, like Mamba-1's."""
 
     real = False
 
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Linear(D, D)
+    parts = (("project", lambda: nn.Linear(D, D)),)
 
     def forward(self, hidden_states, output):
         if self.real:
@@ -379,9 +364,7 @@ class Mamba1(Block):
 class TwoAttentions(Block):
     """Attention, MLP, and both once more, beside a third part, like LongCat's."""
 
-    def __init__(self):
-        super().__init__()
-        self.others = nn.ModuleList([Attention(), MLP(), MLP()])
+    parts = (("others", lambda: nn.ModuleList([Attention(), MLP(), MLP()])),)
 
     def forward(self, positions, hidden_states, residual):
         hidden_states, residual = self.first_norm(hidden_states, residual)

@@ -6,23 +6,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.unit.blocks import LAYERS, Block, D, Model, PostNorm, Sequential, mapped
+from tests.unit.blocks import LAYERS, Block, D, Model, PostNorm, Sequential, WithParts, mapped
 from vllm_weir.worker.discovery.part_modules import AttentionShape, Features, LinearShape, PartModules
 
 HEADS, KV_HEADS, SIZE, EXPERTS = 4, 2, 8, 5
 Q, KV, MLP = HEADS * SIZE, KV_HEADS * SIZE, 3 * D
-
-
-class WithParts(nn.Module):
-    """Makes the modules named in `parts` of its classes, base classes' first."""
-
-    parts: tuple = ()
-
-    def __init__(self):
-        super().__init__()
-        for kind in reversed(type(self).__mro__):
-            for name, make in vars(kind).get("parts", ()):
-                setattr(self, name, make())
 
 
 class Heads(nn.Module):

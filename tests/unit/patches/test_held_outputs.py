@@ -136,7 +136,7 @@ def test_what_the_engine_ends_comes_whole_unless_a_probe_ended_it_before(engine,
     (completion,) = result.outputs
     assert completion.finish_reason == reason and completion.token_ids == engine.tokens[:count]
     assert (completion.stop_reason == "probe:p") is (count == 1)
-    assert engine.aborted == [] and engine.generated == count and engine.finished == 1
+    assert engine.aborted == ["r"] * (count == 1) and engine.generated == count and engine.finished == 1
 
 
 def test_a_stop_string_in_the_token_that_a_probe_ends_is_named(engine):

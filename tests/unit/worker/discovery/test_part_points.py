@@ -100,7 +100,6 @@ CASES = {
     "biases left to the block": Case(block(base=toys.BiasedResults)),
     "normed values": Case(block(toys.NormedValues), places=K_AND_V),
     "scaled values": Case(block(toys.ScaledValues), places=K_AND_V),
-    "z does not depend on attention": Case(block(toys.Deaf), DENSE - {"z"}),
     **{
         f"{name}, no gate": Case(
             block(mlp=lambda act=act: toys.Plain(act)), DENSE - {"mlp_pre_linear"},
@@ -173,6 +172,7 @@ def test_what_is_told_of_anchors():
     llama = find(block())
     assert [llama.anchors[Site(hook, 1)].hidden.name for hook in ("q_rot", "k_rot")] == ["query", "key"]
     assert find(block(toys.BetweenGates)).anchors[Site("q", 1)].per_head
+    assert "does not arrive at o_proj" in find(block(toys.Deaf)).refused[Site("z", 1)], "it has to depend on attention"
     assert "stream" in find(block(base=toys.Normless)).read_only[Site("attn_in", 1)]
 
 

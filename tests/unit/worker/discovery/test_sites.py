@@ -58,29 +58,23 @@ class Copied(Block):
 class Dropped(toys.MixerOnly):
     """One addition, after a dropout that does nothing: half of the one and half of the other make up the same sum."""
 
-    def __init__(self):
-        super().__init__()
-        self.drop = nn.Dropout(0.0)
+    parts = (("drop", lambda: nn.Dropout(0.0)),)
 
     def mixed(self, positions, x):
         return self.drop(super().mixed(positions, x))
 
 
-class Both(nn.Module):
+class Both(toys.WithParts):
     """Attention and MLP in one part: their sum, which is all that the block adds, is no `attn_out`."""
 
-    def __init__(self):
-        super().__init__()
-        self.attention, self.feed_forward = toys.Attention(), toys.MLP()
+    parts = (("attention", toys.Attention), ("feed_forward", toys.MLP))
 
     def forward(self, x):
         return self.attention(None, x) + self.feed_forward(x)
 
 
-class Wrapped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.both = Norm(), Both()
+class Wrapped(toys.WithParts):
+    parts = (("norm", Norm), ("both", Both))
 
     def forward(self, positions, hidden_states):
         return hidden_states + self.both(self.norm(hidden_states))

@@ -17,6 +17,7 @@ from vllm_weir.worker.discovery.recorder import Recorder
 from vllm_weir.worker.discovery.trace import value_at
 
 DTYPES = (torch.float32, torch.bfloat16)
+SLOW_DTYPES = (torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough))
 EVERY, EMBED, FINAL_NORM = set(STREAM_HOOKS), Site("embed", 0), Site("final_norm", 0)
 MEMORY = {
     "nothing": lambda normed, residual: torch.zeros_like(normed),
@@ -61,7 +62,7 @@ def test_a_mixer_that_writes_nothing_in_the_probe_is_followed(mixer, holds, dtyp
     assert worst_error(model, sites) < (1e-6 if dtype == torch.float32 else 0.2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SLOW_DTYPES)
 def test_the_stream_of_a_block_with_two_attentions(dtype):
     """Two tensors whose sum is all that it goes by, though nothing within it is a point."""
     sites = mapped(toys.Model([toys.TwoAttentions] * LAYERS, True), dtype)
@@ -76,7 +77,7 @@ class Differs(toys.Model):
         return self.norm(hidden - residual)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SLOW_DTYPES)
 def test_two_tensors_of_which_neither_is_the_stream(dtype):
     sites = mapped(Differs([toys.Apart] * LAYERS, True), dtype)
     assert not supported(sites)

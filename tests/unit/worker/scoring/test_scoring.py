@@ -157,7 +157,7 @@ def test_a_gate_that_would_have_to_know_the_token_before_or_its_own_block_fails_
     bench.leave("impossible")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_request_that_was_preempted_begins_anew(bench, seed):
     draw = Draw(seed)
     asked = draw.request()
@@ -205,11 +205,6 @@ def test_rows_whose_gate_is_shut_keep_their_bits(bench):
     assert torch.equal(out[:6].view(torch.int32), out[6:].view(torch.int32))
     assert all(cells[1] == 0 for cells in bench.got["shut"].cells.values())
     bench.leave("shut")
-
-
-def test_what_leaves_frees_everything(bench):
-    bench.step({"plain": (0, torch.zeros(1, D))}, {"plain": [0]})
-    assert not any(bench.runtime.usage().values())
 
 
 def test_states_move_together_when_room_is_in_pieces():

@@ -15,7 +15,7 @@ from vllm_weir.worker.scoring import cpu_kernel, triton_kernel
 from vllm_weir.worker.scoring.tensors import ScoreTensors
 
 
-@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 40), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 40), marks=pytest.mark.thorough)])
 def test_the_kernel_computes_what_the_cpu_s_does(seeds, monkeypatch):
     monkeypatch.setattr(triton_kernel, "PROGRAMS", 3)
     written = kept = 0

@@ -182,7 +182,7 @@ def check_seed(seed, seen):
         seen[name] += int((tables[1][:, 0] == kind).sum())
 
 
-@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 60), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("seeds", [range(24), pytest.param(range(24, 60), marks=pytest.mark.thorough)])
 def test_the_kernel_does_what_the_cpu_s_tap_does(seeds):
     seen: Counter[str] = Counter()
     with interpreted(triton_kernel, peek_kernel):
