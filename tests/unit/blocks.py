@@ -8,10 +8,21 @@ from torch import nn
 from vllm_weir.schema.hooks import STREAM_HOOKS, Site
 from vllm_weir.worker.discovery.block_stack import find_tree
 from vllm_weir.worker.discovery.descriptions import ModelDescription
-from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.sites import map_sites
 
 D, TOKENS, LAYERS = 16, 6, 3
+
+
+class WithParts(nn.Module):
+    """Makes the modules named in `parts` of its classes, base classes' first."""
+
+    parts: tuple = ()
+
+    def __init__(self):
+        super().__init__()
+        for kind in reversed(type(self).__mro__):
+            for name, make in vars(kind).get("parts", ()):
+                setattr(self, name, make())
 
 
 class Core(nn.Module):
@@ -21,71 +32,71 @@ class Core(nn.Module):
         return torch.full_like(q, torch.nan)
 
 
-class Attention(nn.Module):
-    def __init__(self, wide: int = 2 * D):
-        super().__init__()
-        self.qkv, self.core, self.o_proj = nn.Linear(D, wide), Core(), nn.Linear(wide, D)
+class Attention(WithParts):
+    parts = (("qkv", lambda: nn.Linear(D, 2 * D)), ("core", Core), ("o_proj", lambda: nn.Linear(2 * D, D)))
 
     def forward(self, positions, hidden_states):
         return self.o_proj(self.core(self.qkv(hidden_states)))
 
 
-class IntoArgument(nn.Module):
+class IntoArgument(WithParts):
     """Writes its result into an argument, as vLLM's linear attention does."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = Attention()
+    parts = (("inner", Attention),)
 
     def forward(self, hidden_states, output):
         output.copy_(self.inner(None, hidden_states))
 
 
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(D, 3 * D), nn.ReLU(), nn.Linear(3 * D, D)
+class MLP(WithParts):
+    parts = (("up", lambda: nn.Linear(D, 3 * D)), ("act", nn.ReLU), ("down", lambda: nn.Linear(3 * D, D)))
 
     def forward(self, x):
         return self.down(self.act(self.up(x)))
 
 
-class Norm(nn.Module):
+class Norm(WithParts):
     """Plain, or fused with the addition before it."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(D) + 0.5)
+    parts = (("weight", lambda: nn.Parameter(torch.rand(D) + 0.5)),)
 
     def forward(self, x, residual=None):
-        if residual is not None:
-            residual.add_(x)  # in place, like the kernels
-            normed = residual / residual.pow(2).mean(-1, keepdim=True).sqrt() * self.weight
-            x.copy_(normed)
-            return x, residual
-        return x / x.pow(2).mean(-1, keepdim=True).sqrt() * self.weight
+        if residual is None:
+            return x / x.pow(2).mean(-1, keepdim=True).sqrt() * self.weight
+        residual.add_(x)  # in place, like the kernels
+        x.copy_(residual / residual.pow(2).mean(-1, keepdim=True).sqrt() * self.weight)
+        return x, residual
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ln_1, self.ln_2, self.ln_3, self.ln_4 = Norm(), Norm(), Norm(), Norm()
-        self.self_attn, self.mlp = Attention(), MLP()
+class Block(WithParts):
+    """Adds what attention makes, and then what the MLP does."""
+
+    parts = (*((f"ln_{k}", Norm) for k in range(1, 5)), ("self_attn", Attention), ("mlp", MLP))
+
+    def forward(self, positions, hidden_states):
+        hidden_states = hidden_states + self.mixed(positions, hidden_states)
+        return hidden_states + self.fed(hidden_states)
+
+    def mixed(self, positions, x):
+        return self.self_attn(positions, self.ln_1(x))
+
+    def fed(self, x):
+        return self.mlp(self.ln_2(x))
+
+    def first_norm(self, hidden_states, residual):
+        """The norm before attention, with the addition that the block before has left to this one."""
+        return (self.ln_1(hidden_states), hidden_states) if residual is None else self.ln_1(hidden_states, residual)
 
 
 class Sequential(Block):
-    def forward(self, positions, hidden_states):
-        hidden_states = hidden_states + self.self_attn(positions, self.ln_1(hidden_states))
-        return hidden_states + self.mlp(self.ln_2(hidden_states))
+    pass
 
 
 class Fused(Block):
+    """Hands on two tensors whose sum is the stream."""
+
     def forward(self, positions, hidden_states, residual):
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.ln_1(hidden_states)
-        else:
-            hidden_states, residual = self.ln_1(hidden_states, residual)
+        hidden_states, residual = self.first_norm(hidden_states, residual)
         hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
         hidden_states, residual = self.ln_2(hidden_states, residual)
         return self.mlp(hidden_states), residual
@@ -93,26 +104,26 @@ class Fused(Block):
 
 class Sandwich(Block):
     def forward(self, positions, hidden_states, residual):
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.ln_1(hidden_states)
-        else:
-            hidden_states, residual = self.ln_1(hidden_states, residual)
+        hidden_states, residual = self.first_norm(hidden_states, residual)
         hidden_states = self.ln_3(self.self_attn(positions, hidden_states))
         hidden_states, residual = self.ln_2(hidden_states, residual)
         return self.ln_4(self.mlp(hidden_states)), residual
 
 
 class PostNorm(Block):
-    def forward(self, positions, hidden_states):
-        hidden_states = hidden_states + self.ln_1(self.self_attn(positions, hidden_states))
-        return hidden_states + self.ln_2(self.mlp(hidden_states))
+    def mixed(self, positions, x):
+        return self.ln_1(self.self_attn(positions, x))
+
+    def fed(self, x):
+        return self.ln_2(self.mlp(x))
 
 
 class Scaled(Block):
-    def forward(self, positions, hidden_states):
-        hidden_states = hidden_states + 0.22 * self.self_attn(positions, self.ln_1(hidden_states))
-        return hidden_states + 0.37 * self.mlp(self.ln_2(hidden_states))
+    def mixed(self, positions, x):
+        return 0.22 * super().mixed(positions, x)
+
+    def fed(self, x):
+        return 0.37 * super().fed(x)
 
 
 class Parallel(Block):
@@ -123,18 +134,15 @@ class Parallel(Block):
 
 
 class OutputArgument(Block):
-    def __init__(self):
-        super().__init__()
-        self.self_attn = IntoArgument()
+    parts = (("self_attn", IntoArgument),)
 
     def room(self, like):
         return torch.empty_like(like)
 
-    def forward(self, positions, hidden_states):
-        out = self.room(hidden_states)
-        self.self_attn(hidden_states=self.ln_1(hidden_states), output=out)
-        hidden_states = hidden_states + out
-        return hidden_states + self.mlp(self.ln_2(hidden_states))
+    def mixed(self, positions, x):
+        out = self.room(x)
+        self.self_attn(hidden_states=self.ln_1(x), output=out)
+        return out
 
 
 class SameRoom(OutputArgument):
@@ -169,38 +177,34 @@ class Deep(Block):
 class Shared(Block):
     """What two modules give is added up before it is scaled and added to the stream."""
 
-    def __init__(self):
-        super().__init__()
-        self.shared = MLP()
+    parts = (("shared", MLP),)
 
-    def forward(self, positions, hidden_states):
-        hidden_states = hidden_states + 0.8 * self.self_attn(positions, self.ln_1(hidden_states))
-        normed = self.ln_2(hidden_states)
-        return hidden_states + 0.8 * (self.mlp(normed) + self.shared(normed))
+    def mixed(self, positions, x):
+        return 0.8 * super().mixed(positions, x)
+
+    def fed(self, x):
+        normed = self.ln_2(x)
+        return 0.8 * (self.mlp(normed) + self.shared(normed))
 
 
 class TwoMixers(Block):
     """Two parts that mix tokens, each with a multiplier."""
 
-    def __init__(self):
-        super().__init__()
-        self.mixer = Attention()
+    parts = (("mixer", Attention),)
 
-    def forward(self, positions, hidden_states):
-        normed = self.ln_1(hidden_states)
+    def mixed(self, positions, x):
+        normed = self.ln_1(x)
         one, other = self.self_attn(positions, normed), self.mixer(positions, normed)
-        hidden_states = hidden_states + (0.7 * one + 1.3 * other)
-        return hidden_states + self.mlp(self.ln_2(hidden_states))
+        return 0.7 * one + 1.3 * other
 
 
 class TooLate(TwoMixers):
     """The first part is used before the second has run: together they can be read, and not written."""
 
-    def forward(self, positions, hidden_states):
-        normed = self.ln_1(hidden_states)
+    def mixed(self, positions, x):
+        normed = self.ln_1(x)
         one = 0.7 * self.self_attn(positions, normed)
-        hidden_states = hidden_states + (one + 1.3 * self.mixer(positions, normed))
-        return hidden_states + self.mlp(self.ln_2(hidden_states))
+        return one + 1.3 * self.mixer(positions, normed)
 
 
 class WithBias(nn.Module):
@@ -219,13 +223,15 @@ class Biased(Block):
         super().__init__()
         self.self_attn, self.mlp = WithBias(self.self_attn), WithBias(self.mlp)
 
-    def forward(self, positions, hidden_states):
-        out, bias = self.self_attn(positions, self.ln_1(hidden_states))
+    def mixed(self, positions, x):
+        out, bias = super().mixed(positions, x)
         out += bias
-        hidden_states = hidden_states + out
-        out, bias = self.mlp(self.ln_2(hidden_states))
+        return out
+
+    def fed(self, x):
+        out, bias = super().fed(x)
         out += bias
-        return hidden_states + out
+        return out
 
 
 class BiasedParallel(Biased):
@@ -233,9 +239,8 @@ class BiasedParallel(Biased):
         normed = self.ln_1(hidden_states)
         one, one_bias = self.self_attn(positions, normed)
         other, other_bias = self.mlp(normed)
-        other += one
-        other += one_bias
-        other += other_bias
+        for more in (one, one_bias, other_bias):
+            other += more
         return hidden_states + other
 
 
@@ -245,8 +250,7 @@ class Gain(Block):
     gain = 0.6
 
     def forward(self, positions, hidden_states):
-        hidden_states = hidden_states + self.self_attn(positions, self.ln_1(hidden_states))
-        return self.gain * (hidden_states + self.mlp(self.ln_2(hidden_states)))
+        return self.gain * super().forward(positions, hidden_states)
 
 
 class More(Block):
@@ -254,13 +258,10 @@ class More(Block):
 
     scale = 0.6
 
-    def __init__(self):
-        super().__init__()
-        self.gate, self.project = nn.Linear(D, 4), nn.Linear(4, D)
+    parts = (("gate", lambda: nn.Linear(D, 4)), ("project", lambda: nn.Linear(4, D)))
 
     def forward(self, positions, hidden_states):
-        hidden_states = hidden_states + self.self_attn(positions, self.ln_1(hidden_states))
-        hidden_states = hidden_states + self.mlp(self.ln_2(hidden_states))
+        hidden_states = super().forward(positions, hidden_states)
         return self.scale * (hidden_states + self.project(self.gate(hidden_states)))
 
 
@@ -270,7 +271,7 @@ class MoreUnscaled(More):
 
 class MixerOnly(Block):
     def forward(self, positions, hidden_states):
-        return hidden_states + self.self_attn(positions, self.ln_1(hidden_states))
+        return hidden_states + self.mixed(positions, hidden_states)
 
 
 class MLPOnly(Block):
@@ -281,9 +282,7 @@ class MLPOnly(Block):
 class Joint(Block):
     """What attention and MLP add comes out of one linear layer."""
 
-    def __init__(self):
-        super().__init__()
-        self.join = nn.Linear(2 * D, D)
+    parts = (("join", lambda: nn.Linear(2 * D, D)),)
 
     def forward(self, positions, hidden_states):
         normed = self.ln_1(hidden_states)
@@ -294,20 +293,16 @@ class Joint(Block):
 class Feeding(Block):
     """Attention and a linear layer after it go into a second mixer, whose result alone is added, like Zamba2's."""
 
-    class Decoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.mixer = Norm(), Attention()
+    class Decoder(WithParts):
+        parts = (("norm", Norm), ("mixer", Attention))
 
         def forward(self, positions, hidden_states, more):
             return hidden_states + self.mixer(positions, self.norm(hidden_states + more))
 
-    def __init__(self):
-        super().__init__()
-        self.linear, self.decoder = nn.Linear(D, D), Feeding.Decoder()
+    parts = (("linear", lambda: nn.Linear(D, D)), ("decoder", Decoder))
 
     def forward(self, positions, hidden_states):
-        more = self.linear(self.self_attn(positions, self.ln_1(hidden_states)))
+        more = self.linear(self.mixed(positions, hidden_states))
         return self.decoder(positions, hidden_states, more)
 
 
@@ -315,7 +310,7 @@ class Chained(Block):
     """The MLP works on what attention makes, and its result alone is added."""
 
     def forward(self, positions, hidden_states):
-        return hidden_states + self.mlp(self.self_attn(positions, self.ln_1(hidden_states)))
+        return hidden_states + self.mlp(self.mixed(positions, hidden_states))
 
 
 class Weighted(Block):
@@ -323,12 +318,113 @@ class Weighted(Block):
 
     def forward(self, positions, hidden_states, residual):
         residual = hidden_states
-        hidden_states = 3 * residual + self.self_attn(positions, self.ln_1(hidden_states))
-        return 2 * hidden_states + self.mlp(self.ln_2(hidden_states)), residual
+        hidden_states = 3 * residual + self.mixed(positions, hidden_states)
+        return 2 * hidden_states + self.fed(hidden_states), residual
+
+
+class Scan(WithParts, Core):
+    """A token mixer that writes its result into an argument, and without a cache writes nothing, like Mamba-1's."""
+
+    real = False
+
+    parts = (("project", lambda: nn.Linear(D, D)),)
+
+    def forward(self, hidden_states, output):
+        if self.real:
+            output.copy_(self.project(hidden_states.cumsum(0)))
+
+
+class ScanInto(Scan):
+    """The same with an argument of a name that says nothing."""
+
+    def forward(self, hidden_states, there):
+        super().forward(hidden_states, there)
+
+
+class Mamba1(Block):
+    """What its mixer leaves alone holds whatever the memory held: `memory(normed, residual)` stands in for that."""
+
+    kind = Scan
+    memory = staticmethod(lambda normed, residual: torch.zeros_like(normed))
+
+    def __init__(self):
+        super().__init__()
+        self.mixer = self.kind()
+        self.true = {}
+
+    def forward(self, positions, hidden_states, residual):
+        pre = hidden_states.clone() if residual is None else hidden_states + residual
+        hidden_states, residual = self.first_norm(hidden_states, residual)
+        output = self.memory(hidden_states, residual)
+        self.mixer(hidden_states, output)
+        self.true = {"resid_pre": pre, "attn_out": output.clone(), "resid_post": output + residual}
+        return output, residual
+
+
+class TwoAttentions(Block):
+    """Attention, MLP, and both once more, beside a third part, like LongCat's."""
+
+    parts = (("others", lambda: nn.ModuleList([Attention(), MLP(), MLP()])),)
+
+    def forward(self, positions, hidden_states, residual):
+        hidden_states, residual = self.first_norm(hidden_states, residual)
+        hidden_states, residual = self.ln_2(self.self_attn(positions, hidden_states), residual)
+        beside = self.others[2](hidden_states.clone())
+        hidden_states, residual = self.ln_3(self.mlp(hidden_states), residual)
+        hidden_states, residual = self.ln_4(self.others[0](positions, hidden_states), residual)
+        return self.others[1](hidden_states) + beside, residual
+
+
+class Apart(TwoAttentions):
+    """Hands on two tensors that it does not add up, but uses one of them on its own."""
+
+    def forward(self, positions, hidden_states, residual):
+        residual = hidden_states if residual is None else residual
+        out, _ = super().forward(positions, hidden_states.clone(), residual.clone())
+        return out, 0.5 * residual + hidden_states
+
+
+class Halfway(Parallel):
+    """Hands on the stream before its MLP as a second tensor that nobody uses, like Exaone 4's."""
+
+    def forward(self, positions, hidden_states, residual):
+        residual = hidden_states + self.mixed(positions, hidden_states)
+        return residual + self.fed(residual), residual
+
+
+class Renamed(Fused):
+    """Calls the second of the two tensors whose sum is its stream something else."""
+
+    def forward(self, positions, hidden_states, rest):
+        return super().forward(positions, hidden_states, rest)
+
+
+class WrittenInto(Block):
+    """Adds to the second of its tensors in place, and returns the first alone."""
+
+    def forward(self, positions, hidden_states, residual):
+        hidden_states, _ = self.ln_1(hidden_states, residual)
+        hidden_states, _ = self.ln_2(self.self_attn(positions, hidden_states), residual)
+        return self.mlp(hidden_states)
+
+
+class ReturnsNothing(Block):
+    """Adds to its stream in place."""
+
+    def forward(self, positions, hidden_states):
+        hidden_states += self.mixed(positions, hidden_states)
+        hidden_states += self.fed(hidden_states)
+
+
+class PPMissingLayer(nn.Identity):
+    """Stands where vLLM has a block on another pipeline stage."""
+
+    def forward(self, positions, *stream):
+        return stream if len(stream) > 1 else stream[0]
 
 
 class Model(nn.Module):
-    """Embedding, blocks, final norm."""
+    """Embedding, blocks, final norm; others override how it begins and ends."""
 
     def __init__(self, kinds, fused=False, times=1, between=0.0, scale=1.0, positions=False):
         super().__init__()
@@ -339,35 +435,48 @@ class Model(nn.Module):
         self.fused, self.times, self.between, self.scale = fused, times, between, scale
 
     def forward(self, ids):
-        positions = torch.arange(len(ids))
-        hidden, residual = self.embed_tokens(ids) * self.scale, None
-        if self.wpe is not None:
-            hidden = hidden + self.wpe(positions)
+        return self.leave(*self.through(self.enter(ids)))
+
+    def enter(self, ids):
+        hidden = self.embed_tokens(ids) * self.scale
+        return hidden if self.wpe is None else hidden + self.wpe(torch.arange(len(ids)))
+
+    def through(self, hidden, residual=None):
+        """The two tensors that leave the last block; the second is None unless the blocks are fused."""
+        positions = torch.arange(len(hidden))
         for layer in [*self.layers] * self.times:
             if self.fused:
                 hidden, residual = layer(positions, hidden, residual)
             else:
                 hidden = layer(positions, hidden)
             hidden = hidden + self.between if self.between else hidden
-        if self.fused:
-            return self.norm(hidden, residual)[0] if not isinstance(layer, (Parallel, Weighted)) else self.norm(hidden)
-        return self.norm(hidden)
+        return hidden, residual
+
+    def leave(self, hidden, residual=None):
+        if residual is None or isinstance(self.layers[-1], (Parallel, Weighted)):
+            return self.norm(hidden)
+        return self.norm(hidden, residual)[0]
 
 
-def mapped(model, dtype=torch.float32, description=None, mixers=Core, parts=None) -> SiteMap:
+class GivenEmbeddings(Model):
+    """Is given embeddings instead of tokens, like models under `enable_prompt_embeds`."""
+
+    def forward(self, ids=None, inputs_embeds=None):
+        return self.leave(*self.through(self.enter(inputs_embeds)))
+
+    def enter(self, inputs_embeds):
+        return inputs_embeds
+
+
+def mapped(model, dtype=torch.float32, description=None, mixers=Core, parts=None, is_embedding=None, run=None, **more):
     """The verdicts on a toy model; `parts` recognises the modules inside attention and MLP."""
     torch.manual_seed(0)
     model = model.to(dtype)
     description = description or ModelDescription()
-
-    def run() -> None:
-        model(torch.zeros(TOKENS, dtype=torch.long))
-
+    is_embedding = is_embedding or (lambda m: m is getattr(model, "embed_tokens", None))
+    run = run or (lambda: model(torch.zeros(TOKENS, dtype=torch.long)))
     with torch.inference_mode():
-        tree = find_tree(
-            model, D, LAYERS, description, lambda m: isinstance(m, mixers),
-            lambda m: m is getattr(model, "embed_tokens", None), run,
-        )  # fmt: skip
+        tree = find_tree(model, D, LAYERS, description, lambda m: isinstance(m, mixers), is_embedding, run, **more)
         return map_sites(tree, run, dtype, description, parts)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.unit.blocks import LAYERS, Block, D, Model, Sequential, mapped
+from tests.unit.blocks import LAYERS, Block, D, Model, PostNorm, Sequential, WithParts, mapped
 from vllm_weir.worker.discovery.part_modules import AttentionShape, Features, LinearShape, PartModules
 
 HEADS, KV_HEADS, SIZE, EXPERTS = 4, 2, 8, 5
@@ -54,13 +54,12 @@ class HeadNorm(nn.Module):
         return x / x.pow(2).mean(-1, keepdim=True).sqrt() * self.weight
 
 
-class Attention(nn.Module):
+class Attention(WithParts):
     """Merged projections and a rotary embedding, as in Llama."""
 
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.rotary = Merged(D, Q, KV, KV), Rotary()
-        self.core, self.o_proj = Heads(), nn.Linear(Q, D)
+    parts = (
+        ("qkv", lambda: Merged(D, Q, KV, KV)), ("rotary", Rotary), ("core", Heads), ("o_proj", lambda: nn.Linear(Q, D)),
+    )  # fmt: skip
 
     def project(self, x):
         return self.qkv(x).split([Q, KV, KV], -1)
@@ -82,10 +81,10 @@ class Unturned(Attention):
 class Separate(Attention):
     """A module for each of queries, keys and values."""
 
-    def __init__(self):
-        super().__init__()
-        del self.qkv
-        self.q, self.k, self.v = nn.Linear(D, Q), nn.Linear(D, KV), nn.Linear(D, KV)
+    parts = (
+        ("qkv", nn.Identity),
+        ("q", lambda: nn.Linear(D, Q)), ("k", lambda: nn.Linear(D, KV)), ("v", lambda: nn.Linear(D, KV)),
+    )  # fmt: skip
 
     def project(self, x):
         return self.q(x), self.k(x), self.v(x)
@@ -94,9 +93,7 @@ class Separate(Attention):
 class NormedHeads(Attention):
     """A norm of every head, as in Qwen 3."""
 
-    def __init__(self):
-        super().__init__()
-        self.q_norm, self.k_norm = HeadNorm(), HeadNorm()
+    parts = (("q_norm", HeadNorm), ("k_norm", HeadNorm))
 
     def between(self, positions, q, k):
         q, k = (norm(x.reshape(len(x), -1, SIZE)).flatten(1) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
@@ -106,9 +103,7 @@ class NormedHeads(Attention):
 class NormedRows(Attention):
     """A norm over all heads, as in OLMo 2."""
 
-    def __init__(self):
-        super().__init__()
-        self.q_norm, self.k_norm = HeadNorm(Q), HeadNorm(KV)
+    parts = (("q_norm", lambda: HeadNorm(Q)), ("k_norm", lambda: HeadNorm(KV)))
 
     def between(self, positions, q, k):
         return self.rotary(positions, self.q_norm(q), self.k_norm(k))
@@ -125,9 +120,7 @@ class Mislaid(Attention):
 class BetweenGates(Attention):
     """Every head's query lies beside its gate, and a norm is given heads, as in Qwen 3 Next."""
 
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.q_norm = Merged(D, 2 * Q, KV, KV), HeadNorm()
+    parts = (("qkv", lambda: Merged(D, 2 * Q, KV, KV)), ("q_norm", HeadNorm))
 
     def forward(self, positions, hidden_states):
         both, k, v = self.qkv(hidden_states).split([2 * Q, KV, KV], -1)
@@ -148,9 +141,7 @@ class LeavesBias(Merged):
 class BiasedAttention(Attention):
     """Adds the bias of its projections itself, as in Falcon."""
 
-    def __init__(self):
-        super().__init__()
-        self.qkv = LeavesBias(D, Q, KV, KV)
+    parts = (("qkv", lambda: LeavesBias(D, Q, KV, KV)),)
 
     def project(self, x):
         qkv, bias = self.qkv(x)
@@ -161,9 +152,7 @@ class BiasedAttention(Attention):
 class NormedValues(Attention):
     """Values are normalised too, as in Gemma 4."""
 
-    def __init__(self):
-        super().__init__()
-        self.v_norm = HeadNorm()
+    parts = (("v_norm", HeadNorm),)
 
     def project(self, x):
         q, k, v = super().project(x)
@@ -194,9 +183,7 @@ class Interleaved(Attention):
 class Gated(Attention):
     """An output gate, made of the same input."""
 
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(D, Q)
+    parts = (("gate", lambda: nn.Linear(D, Q)),)
 
     def forward(self, positions, hidden_states):
         q, k, v = self.project(hidden_states)
@@ -223,12 +210,10 @@ class Plain(nn.Module):
         return self.down(self.act(self.up(x)))
 
 
-class BiasedMLP(nn.Module):
+class BiasedMLP(WithParts):
     """Adds the bias of its projection itself, as in Falcon."""
 
-    def __init__(self):
-        super().__init__()
-        self.up, self.act, self.down = LeavesBias(D, MLP), nn.GELU(), nn.Linear(MLP, D)
+    parts = (("up", lambda: LeavesBias(D, MLP)), ("act", nn.GELU), ("down", lambda: nn.Linear(MLP, D)))
 
     def forward(self, x):
         x, bias = self.up(x)
@@ -236,14 +221,12 @@ class BiasedMLP(nn.Module):
         return self.down(self.act(x))
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(WithParts):
     """Gate and up projection merged, as in Llama."""
 
     act = staticmethod(F.silu)
 
-    def __init__(self):
-        super().__init__()
-        self.gate_up, self.down = Merged(D, MLP, MLP), nn.Linear(MLP, D)
+    parts = (("gate_up", lambda: Merged(D, MLP, MLP)), ("down", lambda: nn.Linear(MLP, D)))
 
     def forward(self, x):
         gate, up = self.gate_up(x).chunk(2, -1)
@@ -256,12 +239,14 @@ class GateLast(GatedMLP):
         return self.down(self.act(gate) * up)
 
 
-class Two(nn.Module):
+class Two(WithParts):
     """Gate and up projection apart."""
 
-    def __init__(self):
-        super().__init__()
-        self.up, self.gate, self.down = nn.Linear(D, MLP), nn.Linear(D, MLP), nn.Linear(MLP, D)
+    parts = (
+        ("up", lambda: nn.Linear(D, MLP)),
+        ("gate", lambda: nn.Linear(D, MLP)),
+        ("down", lambda: nn.Linear(MLP, D)),
+    )
 
     def forward(self, x):
         return self.down(F.gelu(self.gate(x)) * self.up(x))
@@ -270,9 +255,7 @@ class Two(nn.Module):
 class SubNorm(GatedMLP):
     """A norm between the neurons and the down projection, as in BitNet."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm = HeadNorm(MLP)
+    parts = (("norm", lambda: HeadNorm(MLP)),)
 
     def forward(self, x):
         gate, up = self.gate_up(x).chunk(2, -1)
@@ -293,24 +276,21 @@ class Experts(nn.Module):
         return torch.einsum("te,td,edf->tf", router_logits.softmax(-1), hidden_states, self.weight)
 
 
-class Routed(nn.Module):
+class Routed(WithParts):
     """Experts, and a router that they are given the logits of, as in Mixtral."""
 
-    def __init__(self):
-        super().__init__()
-        self.gate, self.experts = nn.Linear(D, EXPERTS), Experts()
+    parts = (("gate", lambda: nn.Linear(D, EXPERTS)), ("experts", Experts))
 
     def forward(self, x):
         return self.experts(x, self.gate(x))
 
 
-class RoutedInside(nn.Module):
+class RoutedInside(Routed):
     """The layer of experts calls the router itself, as in Qwen 3 MoE."""
 
     def __init__(self):
         super().__init__()
-        self.gate = nn.Linear(D, EXPERTS)
-        self.experts = Experts(self.gate)
+        self.experts.gate = self.gate
 
     def forward(self, x):
         return self.experts(x, x)
@@ -319,20 +299,18 @@ class RoutedInside(nn.Module):
 class WithShared(Routed):
     """A shared expert beside those that are chosen."""
 
-    def __init__(self):
-        super().__init__()
-        self.shared = GatedMLP()
+    parts = (("shared", GatedMLP),)
 
     def forward(self, x):
         return self.shared(x) + super().forward(x)
 
 
-class UnknownExperts(nn.Module):
+class UnknownExperts(WithParts):
     """Experts in a module that nothing is known of, as in GPT-OSS on the Transformers backend."""
 
-    def __init__(self):
-        super().__init__()
-        self.gate, self.weight = nn.Linear(D, EXPERTS), nn.Parameter(torch.randn(EXPERTS, D, D))
+    parts = (
+        ("gate", lambda: nn.Linear(D, EXPERTS)), ("weight", lambda: nn.Parameter(torch.randn(EXPERTS, D, D))),
+    )  # fmt: skip
 
     def forward(self, x):
         return torch.einsum("te,td,edf->tf", self.gate(x).softmax(-1), x, self.weight)
@@ -345,12 +323,10 @@ class Chosen(Experts):
         return torch.einsum("tk,td,tkdf->tf", weights, hidden_states, self.weight[ids])
 
 
-class WithUnseenRouter(nn.Module):
+class WithUnseenRouter(WithParts):
     """A shared expert runs first, and a router chooses on its own, as in Hunyuan's MoE on the Transformers backend."""
 
-    def __init__(self):
-        super().__init__()
-        self.shared, self.gate, self.experts = GatedMLP(), nn.Linear(D, EXPERTS), Chosen()
+    parts = (("shared", GatedMLP), ("gate", lambda: nn.Linear(D, EXPERTS)), ("experts", Chosen))
 
     def forward(self, x):
         beside = self.shared(x)
@@ -373,19 +349,17 @@ def block(attention=Attention, mlp=GatedMLP, base: type[Block] = Sequential):
 class BiasedResults(Block):
     """The block adds the biases of the projections out of attention and MLP."""
 
-    def forward(self, positions, hidden_states):
-        out, bias = self.self_attn(positions, self.ln_1(hidden_states))
-        hidden_states = hidden_states + (out + bias)
-        out, bias = self.mlp(self.ln_2(hidden_states))
-        return hidden_states + (out + bias)
+    def mixed(self, positions, x):
+        out, bias = super().mixed(positions, x)
+        return out + bias
+
+    def fed(self, x):
+        out, bias = super().fed(x)
+        return out + bias
 
 
-class Normless(Block):
+class Normless(PostNorm):
     """Attention and MLP read the stream itself, and what they add is normalised, as in OLMo 2."""
-
-    def forward(self, positions, hidden_states):
-        hidden_states = hidden_states + self.ln_1(self.self_attn(positions, hidden_states))
-        return hidden_states + self.ln_2(self.mlp(hidden_states))
 
 
 class Backwards(Block):
@@ -404,10 +378,8 @@ class State(nn.Module):
         return torch.full_like(x, torch.nan)
 
 
-class StateSpace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.in_proj, self.state, self.out_proj = nn.Linear(D, Q), State(), nn.Linear(Q, D)
+class StateSpace(WithParts):
+    parts = (("in_proj", lambda: nn.Linear(D, Q)), ("state", State), ("out_proj", lambda: nn.Linear(Q, D)))
 
     def forward(self, positions, hidden_states):
         return self.out_proj(self.state(self.in_proj(hidden_states)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import vllm_weir as weir
+from vllm_weir.integrations.probe_hook import HiddenStateRequest
 
 
 def test_what_params_carry_already_stays_unless_it_is_given_anew():
@@ -30,11 +31,9 @@ def test_what_cannot_carry_a_request_is_refused():
 
 
 def test_the_drop_in_classes_keep_what_a_request_asks_for_itself():
-    from vllm import SamplingParams
-
-    from vllm_weir.integrations.probe_hook import HiddenStateRequest
-
-    own = weir.params(SamplingParams(), capture=weir.Capture("mlp_out", 2), interventions=weir.Add(torch.ones(4), 1))
+    own = weir.params(
+        weir.SamplingParams(), capture=weir.Capture("mlp_out", 2), interventions=weir.Add(torch.ones(4), 1)
+    )
     wire = HiddenStateRequest.parse([5], False, True, False, False).add_capture(own).extra_args["weir"]
     assert [(c["hook"], c["layers"], c.get("positions")) for c in wire["capture"]] == [
         ("mlp_out", [2], None),
@@ -45,8 +44,6 @@ def test_the_drop_in_classes_keep_what_a_request_asks_for_itself():
 
 @pytest.mark.parametrize("layers", [[], (), range(0), torch.zeros(0, dtype=torch.int64)])
 def test_the_drop_in_classes_refuse_to_give_no_block(layers):
-    from vllm_weir.integrations.probe_hook import HiddenStateRequest
-
     with pytest.raises(weir.WeirError, match="names no block; list some") as e:
         HiddenStateRequest.parse(layers, False, True, False, False)
     assert e.value.field == "layers"
@@ -54,8 +51,6 @@ def test_the_drop_in_classes_refuse_to_give_no_block(layers):
 
 @pytest.mark.parametrize("layers", [2, [2], torch.tensor(2), [torch.tensor(2)], np.array(2), (np.array(2),)])
 def test_the_drop_in_classes_take_any_int(layers):
-    from vllm_weir.integrations.probe_hook import HiddenStateRequest
-
     assert HiddenStateRequest.parse(layers, False, True, False, False).layers == (2,)
     assert HiddenStateRequest.parse(["all"], False, True, False, False).layers == "all"
 

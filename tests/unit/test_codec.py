@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.support.properties import examples
+from vllm_weir import codec
 from vllm_weir.codec import decode, encode, project, projection
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.compression import METHODS, Compression, header_bytes
@@ -29,40 +30,32 @@ def there_and_back(rows: torch.Tensor, compression: Compression) -> torch.Tensor
     return decode(records, json.loads(json.dumps(header)))
 
 
-@given(ROWS)
-@examples(80)
-def test_full8_is_within_half_a_step_of_every_value(x: np.ndarray) -> None:
-    got = there_and_back(torch.from_numpy(x), Compression("full8")).numpy().astype(np.float64)
-    huge = np.abs(x).max(axis=-1) > 1.5e38
-    assert np.isnan(got[huge]).all()
-    x, got = x[~huge], got[~huge]
-    low, high = (f(x.astype(np.float64), axis=-1, keepdims=True) for f in (np.min, np.max))
-    step = (high - low) / 255
-    rounding = 4 * np.spacing(np.abs(x).max(axis=-1, keepdims=True)).astype(np.float64)
-    assert (np.abs(got - x) <= step / 2 * (1 + 1e-4) + rounding + 1e-37).all()
+def largest(x: np.ndarray, k: int) -> np.ndarray:
+    """The first of equal magnitudes, which is what a stable sort keeps."""
+    return np.sort(np.argsort(-np.abs(x), axis=-1, kind="stable")[:, :k], axis=-1)
 
 
-@given(ROWS, st.integers(1, 40))
+@pytest.mark.parametrize("method", ["full8", "topk8"])
+@given(x=ROWS, k=st.integers(1, 40))
 @examples(80)
-def test_topk8_keeps_exactly_the_largest(x: np.ndarray, k: int) -> None:
-    k = min(k, x.shape[1])
-    header = Compression("topk8", k).header(x.shape[1], "float32")
-    records = encode(torch.from_numpy(x), Compression("topk8", k))
-    indices = records[:, 8 : 8 + 4 * k].numpy().copy().view("<i4")
-    # the first of equal magnitudes, which is what a stable sort keeps
-    expected = np.sort(np.argsort(-np.abs(x), axis=-1, kind="stable")[:, :k], axis=-1)
-    assert (indices == expected).all()
-    got = decode(records, header).numpy()
+def test_codes_are_within_half_a_step_of_every_value(method: str, x: np.ndarray, k: int) -> None:
+    """Of those that are kept, which are exactly the largest."""
+    k = min(k, x.shape[1]) if method == "topk8" else x.shape[1]
+    how = Compression(method, k if method == "topk8" else None)
+    got, kept = there_and_back(torch.from_numpy(x), how).numpy(), largest(x, k)
+    if method == "topk8":
+        indices = encode(torch.from_numpy(x), how)[:, 8 : 8 + 4 * k].numpy().copy().view("<i4")
+        assert (indices == kept).all()
     huge = np.abs(x).max(axis=-1) > 1.5e38
     assert np.isnan(got[huge]).all()
-    x, got, expected = x[~huge], got[~huge], expected[~huge]
+    x, got, kept = x[~huge], got[~huge], kept[~huge]
     outside = np.ones_like(x, bool)
-    np.put_along_axis(outside, expected, False, axis=-1)
+    np.put_along_axis(outside, kept, False, axis=-1)
     assert (got[outside] == 0).all()
-    kept = np.take_along_axis(x, expected, -1).astype(np.float64)
-    step = (kept.max(-1, keepdims=True) - kept.min(-1, keepdims=True)) / 255
-    error = np.abs(np.take_along_axis(got, expected, -1) - kept)
+    exact = np.take_along_axis(x, kept, -1).astype(np.float64)
+    step = (exact.max(-1, keepdims=True) - exact.min(-1, keepdims=True)) / 255
     rounding = 4 * np.spacing(np.abs(x).max(axis=-1, keepdims=True)).astype(np.float64)
+    error = np.abs(np.take_along_axis(got, kept, -1) - exact)
     assert (error <= step / 2 * (1 + 1e-4) + rounding + 1e-37).all()
 
 
@@ -120,6 +113,13 @@ def test_bounds_near_the_end_of_float32(method: str, ulps: int) -> None:
     else:
         most = (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) / 510 * 1.001 + 255 * 2.0**-150
     assert ((got - x).abs() <= most + 2.0**-149).all()  # NaN would be in no bounds
+
+
+def test_indices_count_further_than_16_bits() -> None:
+    rows = 100 + torch.randn(3, 70_000, generator=torch.Generator().manual_seed(1))
+    rows[:, -8:] += 50
+    got = there_and_back(rows, Compression("topk8", 16))
+    assert (got[:, -8:] != 0).all() and ((got != 0).sum(-1) == 16).all()
 
 
 def test_fp8_keeps_its_relative_precision() -> None:
@@ -251,24 +251,23 @@ def test_parse_and_json_agree() -> None:
     for value in ("none", "topk8", {"method": "rp8", "k": 128, "seed": 9}):
         parsed = Compression.parse(value)
         assert Compression.parse(json.loads(json.dumps(parsed.to_json()))) == parsed
+    x = torch.randn(3, 96)
+    for value in ("full8", {"method": "rp8", "k": 32, "seed": 2}):
+        assert torch.equal(encode(x, value), encode(x, Compression.parse(value))), "named as in a capture"
     with pytest.raises(WeirError, match="k = 64 is more than the row's 32"):
         Compression("topk8").check(32)
 
 
-def test_methods_may_be_named_as_in_a_capture() -> None:
-    x = torch.randn(3, 96)
-    for value in ("full8", {"method": "rp8", "k": 32, "seed": 2}):
-        assert torch.equal(encode(x, value), encode(x, Compression.parse(value)))
-
-
-@pytest.mark.parametrize("k", [96, 512])
-def test_rp8_may_project_to_more_values_than_the_row_has(k: int) -> None:
+@pytest.mark.parametrize("k", [32, 96, 512])
+def test_rp8_is_within_half_a_step_of_the_projection(k: int) -> None:
+    """Which may have more values than the row, and follows from the header alone."""
     d = 96
     x = torch.randn(50, d, generator=torch.Generator().manual_seed(1))
-    header = Compression("rp8", k, 7).header(d, "float32")
+    header = json.loads(json.dumps(Compression("rp8", k, 7).header(d, "float32")))
     records = encode(x, Compression("rp8", k, 7))
-    projected = project(records, header)
-    exact = x @ projection(7, k, d).T
+    codec._gaussian.cache_clear()
+    codec._inverse.cache_clear()
+    projected, exact = project(records, header), x.double() @ projection(7, k, d).double().T
     step = (exact.amax(-1, keepdim=True) - exact.amin(-1, keepdim=True)) / 255
     assert projected.shape == (50, k) and ((projected - exact).abs() <= step * 0.51 + 1e-5).all()
     if k > d:  # nothing but the rounding is lost; a square projection magnifies that too much to bound

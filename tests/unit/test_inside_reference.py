@@ -1,16 +1,21 @@
-"""The reference for points inside attention and MLP: rows obey their definitions, edits do what they say."""
+"""The reference for points inside attention and MLP: rows obey their definitions, edits do what they say.
+
+And the identities of such points: they hold for these rows and for a block made by hand, and see what is wrong with it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.conformance.inside import INNER
+from tests.conformance.inside_identities import Rows, first_tokens, gathered, neurons, patterns
 from tests.support.measure import rel_err
 from tests.support.models import INNER_LACKS, INNER_MODELS, make_model
 from tests.support.oracle import Oracle
@@ -75,31 +80,30 @@ def test_watching_changes_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", INNER_MODELS)
-def test_patterns(family: str) -> None:
+def test_patterns_and_scores(family: str) -> None:
+    scale = {"gemma2": 48, "qwen3": 64}.get(family, 32) ** -0.5
     for layer, (_, rows) in enumerate(each(family)):
         pattern, scores = rows["pattern"], rows["attn_scores"]
-        assert rel_err(pattern.sum(-1), torch.ones(N, 4)) < 1e-6
-        assert rel_err(scores.softmax(-1), pattern) < 1e-6
         query, key = torch.arange(N)[:, None], torch.arange(N)
         reach = key <= query
         if family == "gemma2" and layer % 2 == 0:
             reach &= query - key < 16
         assert torch.equal(scores.isinf(), ~reach[:, None].expand(-1, 4, -1))
-        assert torch.equal(pattern == 0, scores.isinf())
-        given = torch.einsum("qhk,khd->qhd", pattern.double(), repeated(rows["v"], 4).double())
-        assert rel_err(given, rows["z"]) < 1e-6
+        assert torch.equal(pattern == 0, scores.isinf()) and rel_err(pattern.sum(-1), torch.ones(N, 4)) < 1e-6
+        made = scale * torch.einsum("qhd,khd->qhk", rows["q_rot"], repeated(rows["k_rot"], 4))
+        if family == "gemma2":
+            bent = 3 * torch.tanh(made / 3)
+            assert rel_err(bent, made) > 0.1
+            made = bent
+        assert rel_err(made.masked_fill(scores.isinf(), -torch.inf), scores) < 1e-6
 
 
 @pytest.mark.parametrize("family", INNER_MODELS)
-def test_scores(family: str) -> None:
-    scale = 48**-0.5 if family == "gemma2" else 64**-0.5 if family == "qwen3" else 32**-0.5
-    for _, rows in each(family):
-        scores = scale * torch.einsum("qhd,khd->qhk", rows["q_rot"], repeated(rows["k_rot"], 4))
-        if family == "gemma2":
-            bent = 3 * torch.tanh(scores / 3)
-            assert rel_err(bent, scores) > 0.1
-            scores = bent
-        assert rel_err(scores.masked_fill(rows["attn_scores"].isinf(), -torch.inf), rows["attn_scores"]) < 1e-6
+def test_identities_hold(family: str) -> None:
+    """Patterns are the softmax of scores and make z of the values; activations make neurons of the gate."""
+    found = errors_of(patterns, rows_of(family)) | errors_of(neurons, rows_of(family))
+    assert {"pattern", "attn_scores", "v", "z"} <= set(found) and max(found.values()) < 1e-6
+    assert family not in DENSE or {"mlp_pre", "mlp_post"} <= set(found)
 
 
 @pytest.mark.parametrize("family", ROTARY)
@@ -147,14 +151,13 @@ def test_neurons(family: str) -> None:
     for block, rows in each(family):
         mlp = block.mlp
         if family == "gpt2":
-            norm, up, down, act = block.ln_2, mlp.c_fc, mlp.c_proj, mlp.act
+            norm, up, down = block.ln_2, mlp.c_fc, mlp.c_proj
         else:
             norm = block.pre_feedforward_layernorm if family == "gemma2" else block.post_attention_layernorm
-            up, down, act = mlp.gate_proj, mlp.down_proj, mlp.act_fn
+            up, down = mlp.gate_proj, mlp.down_proj
             assert rel_err(mlp.up_proj(rows["mlp_in"]), rows["mlp_pre_linear"]) < 1e-6
         assert rel_err(norm(rows["resid_mid"]), rows["mlp_in"]) < 1e-5
         assert rel_err(up(rows["mlp_in"]), rows["mlp_pre"]) < 1e-6
-        assert rel_err(act(rows["mlp_pre"]) * rows.get("mlp_pre_linear", 1.0), rows["mlp_post"]) < 1e-6
         out = down(rows["mlp_post"])
         out = block.post_feedforward_layernorm(out) if family == "gemma2" else out
         assert rel_err(out, rows["mlp_out"]) < 1e-5
@@ -192,42 +195,27 @@ def edited(
         return rows, oracle.logits(IDS)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_a_head_without_output_is_a_head_without_its_rows_of_the_matrix(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "hook"),
+    [("llama", "z"), ("qwen3", "z"), ("gpt2", "z"), ("llama", "mlp_post"), ("gpt2", "mlp_post")],
+)
+def test_a_silent_head_or_neuron_is_one_without_its_rows_of_the_matrix(family: str, hook: str) -> None:
     oracle, d_head = truth(family), SHAPES[family]["z"][1]
-    attention, mine = attention_of(oracle.blocks[1]), slice(2 * d_head, 3 * d_head)
-
-    def silence(rows: torch.Tensor) -> torch.Tensor:
-        rows = rows.clone()
-        rows[:, 2] = 0
-        return rows
-
-    rows, logits = edited(oracle, ("z", 1), silence)
-    assert not rows["z", 1][:, 2].any() and torch.equal(rows["z", 1][:, 0], rows_of(family)["z", 1][:, 0])
-    weight, index = (
-        (attention.c_proj.weight, mine) if family == "gpt2" else (attention.o_proj.weight, (slice(None), mine))
-    )
-    plain = oracle.logits(IDS)
-    with changed(weight, index, 0):
-        assert rel_err(logits, oracle.logits(IDS)) < 1e-6
-    assert rel_err(logits, plain) > 1e-2
-
-
-@pytest.mark.parametrize(("family", "hook"), [("llama", "mlp_post"), ("gpt2", "mlp_post")])
-def test_silent_neurons_are_columns_less(family: str, hook: str) -> None:
-    oracle, few = truth(family), [3, 170, 191]
+    few, columns = (2, slice(2 * d_head, 3 * d_head)) if hook == "z" else ([3, 170, 191],) * 2
 
     def silence(rows: torch.Tensor) -> torch.Tensor:
         rows = rows.clone()
         rows[:, few] = 0
         return rows
 
-    _, logits = edited(oracle, (hook, 1), silence)
-    mlp, plain = oracle.blocks[1].mlp, oracle.logits(IDS)
-    weight, index = (mlp.c_proj.weight, few) if family == "gpt2" else (mlp.down_proj.weight, (slice(None), few))
-    with changed(weight, index, 0):
+    rows, logits = edited(oracle, (hook, 1), silence)
+    assert not rows[hook, 1][:, few].any() and torch.equal(rows[hook, 1][:, 0], rows_of(family)[hook, 1][:, 0])
+    part = attention_of(oracle.blocks[1]) if hook == "z" else oracle.blocks[1].mlp
+    last = part.c_proj if family == "gpt2" else part.o_proj if hook == "z" else part.down_proj
+    plain = oracle.logits(IDS)
+    with changed(last.weight, columns if family == "gpt2" else (slice(None), columns), 0):
         assert rel_err(logits, oracle.logits(IDS)) < 1e-6
-    assert rel_err(logits, plain) > 1e-3
+    assert rel_err(logits, plain) > (1e-2 if hook == "z" else 1e-3)
 
 
 @pytest.mark.parametrize(("hook", "place"), [("q", 0), ("k", 1), ("v", 2)])
@@ -264,3 +252,62 @@ def test_router_logits_send_tokens_elsewhere() -> None:
     rows, logits = edited(truth("mixtral"), ("router_logits", 1), lambda value: -value)
     assert torch.equal(rows["expert_ids", 1], (-rows_of("mixtral")["router_logits", 1]).topk(2).indices)
     assert rel_err(logits, truth("mixtral").logits(IDS)) > 1e-2
+
+
+TOKENS, HEADS, KV_HEADS, SIZE, NEURONS = 9, 4, 2, 8, 24
+
+
+def _rows(seed: int) -> Rows:
+    """The rows of a block with normed heads and a gated MLP."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k, v = random(TOKENS, HEADS, SIZE), random(TOKENS, KV_HEADS, SIZE), random(TOKENS, KV_HEADS, SIZE)
+    pre, linear = random(TOKENS, NEURONS), random(TOKENS, NEURONS)
+    weight = torch.linspace(0.5, 1.5, SIZE)
+    q_rot, k_rot = (weight * x / x.pow(2).mean(-1, keepdim=True).sqrt() for x in (q, k))
+    q_rot[1:], k_rot[1:] = q_rot[1:].flip(-1), k_rot[1:].flip(-1)  # what rotation does elsewhere is not looked at
+    scores = random(TOKENS, HEADS, TOKENS).masked_fill(torch.ones(TOKENS, 1, TOKENS).triu(1) > 0, -torch.inf)
+    pattern = scores.softmax(-1)
+    z = torch.einsum("qhk,khd->qhd", pattern, v.repeat_interleave(HEADS // KV_HEADS, 1))
+    made = dict(q=q, k=k, v=v, q_rot=q_rot, k_rot=k_rot, attn_scores=scores, pattern=pattern, z=z)
+    made |= dict(mlp_pre=pre, mlp_pre_linear=linear, mlp_post=functional.silu(pre) * linear)
+    return {(hook, 0): value for hook, value in made.items()}
+
+
+def errors_of(check: Callable[..., None], *rows: Rows) -> dict[str, float]:
+    found: dict[str, float] = {}
+
+    def note(error: float, *hooks: str, certain: bool = False) -> None:
+        found.update(dict.fromkeys(hooks, error))
+
+    check(*rows, note)
+    return found
+
+
+def test_a_sound_block_obeys_them() -> None:
+    first, second = _rows(0), _rows(1)
+    found = errors_of(patterns, first) | errors_of(neurons, first) | errors_of(first_tokens, first, second)
+    assert set(found) == {hook for hook, _ in first}
+    assert max(found.values()) < 1e-5
+
+
+def test_they_see_what_is_wrong() -> None:
+    """Columns in another order, gate and up exchanged, values of another head."""
+    for hook in ("q", "k"):
+        wrong = [rows | {(hook, 0): rows[hook, 0].roll(1, -1)} for rows in (_rows(0), _rows(1))]
+        assert errors_of(first_tokens, *wrong)[hook] > 0.1
+    rows = _rows(0)
+    exchanged = {("mlp_pre", 0): rows["mlp_pre_linear", 0], ("mlp_pre_linear", 0): rows["mlp_pre", 0]}
+    assert errors_of(neurons, rows | exchanged)["mlp_pre"] > 0.1
+    assert errors_of(patterns, rows | {("v", 0): rows["v", 0].flip(1)})["v"] > 0.1
+
+
+def test_columns_of_a_projection() -> None:
+    out = torch.randn(TOKENS, 40, generator=torch.Generator().manual_seed(2))
+    assert gathered(out[:, [7, 3, 31]], out) == 0
+    assert gathered(out[:, [7, 7]], out) == 1
+    other = out[:, :8] + 0.1 * out[:, 8:16]
+    assert gathered(other, out) > 0.05 and rel_err(other, out[:, :8]) > 0.05

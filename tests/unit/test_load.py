@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib
 import json
 import os
@@ -176,29 +177,24 @@ def test_a_module_that_imports_the_caller_is_caught_up_with(tmp_path, monkeypatc
         sys.modules.pop(module.__name__)
 
 
-def test_where_routes_cannot_be_loaded_they_say_why(monkeypatch):
-    def broken():
-        raise ModuleNotFoundError("No module named 'zstandard'", name="zstandard")
+def without_zstandard(*_):
+    raise ModuleNotFoundError("No module named 'zstandard'", name="zstandard")
 
+
+def test_where_routes_cannot_be_loaded_they_say_why(monkeypatch):
     app = FastAPI()
     monkeypatch.delenv("WEIR_DISABLE", raising=False)
-    monkeypatch.setattr(endpoints, "load_route_modules", broken)
+    monkeypatch.setattr(endpoints, "load_route_modules", without_zstandard)
     plugin = endpoints.Endpoints()
     plugin.attach_router(app)
-    import asyncio
 
     async def ask():
         state = SimpleNamespace()
         await plugin.init_state(object(), state, SimpleNamespace())
         assert "pip install zstandard" in state.weir_refusal
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://weir") as client:
-            for method, path in (
-                ("GET", "/v1/weir/info"),
-                ("POST", "/v1/steering/set"),
-                ("GET", "/v1/steering"),
-                ("GET", "/weir"),
-            ):
-                got = await client.request(method, path)
+            for asked in ("GET /v1/weir/info", "POST /v1/steering/set", "GET /v1/steering", "GET /weir"):
+                got = await client.request(*asked.split())
                 assert got.status_code == 503 and "pip install zstandard" in got.json()["error"]["message"]
             assert (await client.get("/v1/models")).status_code == 404
 
@@ -216,8 +212,6 @@ def test_every_route_is_under_a_prefix_that_the_refusals_have():
 
 
 def test_an_engine_that_weir_does_not_serve_leaves_the_server_running(monkeypatch):
-    import asyncio
-
     monkeypatch.delenv("WEIR_DISABLE", raising=False)
     state = SimpleNamespace()
     asyncio.run(endpoints.Endpoints().init_state(SimpleNamespace(), state, SimpleNamespace()))
@@ -227,10 +221,7 @@ def test_an_engine_that_weir_does_not_serve_leaves_the_server_running(monkeypatc
 def test_weir_serve_does_not_start_without_its_routes(monkeypatch):
     from vllm_weir.cli import serve as command
 
-    def broken():
-        raise ModuleNotFoundError("No module named 'zstandard'", name="zstandard")
-
-    monkeypatch.setattr(command, "load_route_modules", broken)
+    monkeypatch.setattr(command, "load_route_modules", without_zstandard)
     monkeypatch.setattr(command, "prepare", lambda arguments, environ: arguments)
     with pytest.raises(weir.WeirError, match=r"pip install zstandard"):
         command.serve(["m"])
@@ -264,14 +255,10 @@ def quick(monkeypatch):
 
 
 def test_the_doctor_says_what_is_missing(quick, monkeypatch):
-    import importlib
-
     real = importlib.import_module
 
     def without(name, *rest):
-        if name == "zstandard":
-            raise ModuleNotFoundError("No module named 'zstandard'", name=name)
-        return real(name, *rest)
+        return without_zstandard() if name == "zstandard" else real(name, *rest)
 
     monkeypatch.setattr(importlib, "import_module", without)
     found = doctor.examine()
@@ -306,8 +293,6 @@ def test_params_are_refused_where_nothing_guards_them(monkeypatch):
 
 
 def test_workers_without_weir_are_the_reason_of_every_refusal():
-    import asyncio
-
     engine = importlib.import_module("vllm_weir.patches.frontend")
 
     async def collective_rpc(method):

@@ -58,7 +58,7 @@ def run(*arguments: str, cwd: Path = ROOT, path: Path = ROOT, **env: str) -> lis
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [[], pytest.param(["-n", "2"], marks=pytest.mark.thorough)], ids=["alone", "xdist"])
 def test_a_run_says_at_its_start_what_it_skips(tmp_path, workers):
     (tmp_path / "test_sea.py").write_text(RUN)
     (tmp_path / "test_air.py").write_text(FILE)
@@ -75,12 +75,14 @@ def test_a_run_says_at_its_start_what_it_skips(tmp_path, workers):
     assert any("no moon tonight" in line for line in lines[first:])
 
 
+@pytest.mark.thorough
 def test_a_run_that_skips_nothing_says_nothing(tmp_path):
     (tmp_path / "test_sea.py").write_text("def test_beach():\n    pass\n")
     lines = run("-p", "tests.conftest", "-n", "1", cwd=tmp_path)
     assert not [line for line in lines if "will skip" in line] and "1 passed" in lines[-1]
 
 
+@pytest.mark.thorough
 @machine.needs(machine.module("vllm"), machine.x86)
 def test_four_bit_weights_are_skipped_without_avx_512():
     lines = run("tests/engine/test_points.py", "-k", "four_bit", "-q", path=ROOT / "tests/support/processor")
@@ -104,43 +106,36 @@ def platform(cpu: bool = True) -> SimpleNamespace:
     return SimpleNamespace(is_cpu=lambda: cpu, import_kernels=lambda: None, supported_dtypes=[torch.float32])
 
 
-@pytest.mark.parametrize(
-    ("has", "value", "need", "reason"),
-    [
-        ("has_op", lambda _: False, machine.op("silu"), r"kernels for this processor \(.+\) have no silu"),
-        ("model_dtypes", lambda: ("float32",), machine.model_dtype("bfloat16"), "runs no bfloat16 models"),
-        ("head_sizes", lambda: (64, 128), machine.attention_heads(32), "no heads of 32 .* only of 64, 128"),
-        ("total_memory", lambda: 3 * GIB // 2, machine.memory(2 * GIB), "needs 2 GiB .* has 1.5"),
-        ("has_module", lambda _: False, machine.module("ray"), "ray is not installed"),
-        ("has_module", lambda _: False, machine.object_store, "s3fs is not installed"),
-        ("has_module", lambda _: False, machine.chromium, "playwright is not installed"),
-        ("browser", lambda: None, machine.chromium, "no Chromium|playwright"),
-        ("node_program", lambda: None, machine.node, "no Node.js"),
-        ("free_shared_memory", lambda: 64 * MIB, machine.engine_processes, "240 MiB in /dev/shm; 64 MiB are free"),
-        ("cpp_compiler", lambda: None, machine.inductor, "apt install g"),
-        ("refuses_tmpfs", lambda: "mount: permission denied", machine.tmpfs, "permission denied"),
-        ("lens_folder", lambda: "", machine.lens_source, "VLLM_LENS_SOURCE"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
-)
-def test_needs_that_are_not_met_say_why(monkeypatch, has, value, need, reason):
+KERNELS = r"kernels for this processor \(.+\) have no silu"
+NEEDS = [
+    # what is asked, the machine's answer if not met and if met, the need, its reason
+    ("has_op", lambda _: False, lambda _: True, machine.op("silu"), KERNELS),
+    ("model_dtypes", lambda: ("float32",), lambda: ("bfloat16",), machine.model_dtype("bfloat16"), "runs no bfloat16"),
+    ("head_sizes", lambda: (64, 128), lambda: (32,), machine.attention_heads(32), "no heads of 32 .* only of 64, 128"),
+    ("total_memory", lambda: 3 * GIB // 2, lambda: 2 * GIB, machine.memory(2 * GIB), "needs 2 GiB .* has 1.5"),
+    ("has_module", lambda _: False, lambda _: True, machine.module("ray"), "ray is not installed"),
+    ("has_module", lambda _: False, lambda _: True, machine.object_store, "s3fs is not installed"),
+    ("has_module", lambda _: False, lambda _: True, machine.chromium, "playwright is not installed"),
+    ("browser", lambda: None, lambda: "/usr/bin/chromium", machine.chromium, "no Chromium|playwright"),
+    ("node_program", lambda: None, lambda: "/usr/bin/node", machine.node, "no Node.js"),
+    (
+        "free_shared_memory", lambda: 64 * MIB, lambda: 240 * MIB, machine.engine_processes,
+        "240 MiB in /dev/shm; 64 MiB are free",
+    ),
+    ("cpp_compiler", lambda: None, lambda: "/usr/bin/g++", machine.inductor, "apt install g"),
+    ("refuses_tmpfs", lambda: "mount: permission denied", lambda: None, machine.tmpfs, "permission denied"),
+    ("lens_folder", lambda: "", lambda: "/lens", machine.lens_source, "VLLM_LENS_SOURCE"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "unmet", "met", "need", "reason"), NEEDS)
+def test_needs_that_are_not_met_say_why(monkeypatch, asked, unmet, met, need, reason):
     monkeypatch.setattr(machine, "_platform", platform)
-    monkeypatch.setattr(machine, has, value)
+    for other, _, good, *_ in NEEDS:
+        monkeypatch.setattr(machine, other, good)
+    assert need() is None
+    monkeypatch.setattr(machine, asked, unmet)
     assert re.search(reason, need())
-
-
-def test_needs_that_are_met_say_nothing(monkeypatch):
-    have = {"has_op": lambda _: True, "model_dtypes": lambda: ("bfloat16",), "head_sizes": lambda: (32,)}
-    have |= {"total_memory": lambda: 2 * GIB, "has_module": lambda _: True, "browser": lambda: "/usr/bin/chromium"}
-    have |= {"free_shared_memory": lambda: 240 * MIB, "cpp_compiler": lambda: "/usr/bin/g++"}
-    have |= {"node_program": lambda: "/usr/bin/node"}
-    have |= {"refuses_tmpfs": lambda: None, "lens_folder": lambda: "/lens", "_platform": platform}
-    for name, value in have.items():
-        monkeypatch.setattr(machine, name, value)
-    met = [machine.op("silu"), machine.model_dtype("bfloat16"), machine.attention_heads(32), machine.memory(2 * GIB)]
-    met += [machine.module("ray"), machine.object_store, machine.chromium, machine.engine_processes]
-    met += [machine.node, machine.inductor, machine.tmpfs, machine.lens_source]
-    assert [need() for need in met] == [None] * len(met)
 
 
 def test_a_gpu_needs_no_kernels_for_processors(monkeypatch):

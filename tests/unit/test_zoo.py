@@ -57,15 +57,23 @@ def test_other_configurations_are_told_apart() -> None:
         assert not entry.verdict, f"{name} does not run"
 
 
+def point(capture=3e-7, steer=4e-7, layers=4, has=None, refused="") -> dict:
+    """What was measured at a hook point, of four blocks."""
+    return dict(layers=layers, of=4, has=has, capture=capture, steer=steer, rounding={}, refused=refused)
+
+
+def lines_of(folder, *found, **more) -> list[str]:
+    write_docs(*found, folder / "page.md", **more)
+    return (folder / "page.md").read_text().splitlines()
+
+
 def test_other_configurations_have_a_table_of_their_own(tmp_path) -> None:
-    point = {"layers": 4, "of": 4, "has": None, "capture": 3e-7, "steer": 4e-7, "rounding": {}, "refused": ""}
     found = {
-        "A": Verdict("A", CONFORMS, model_class="A", hooks={"embed": point}, vllm="0.32.0"),
-        "A:flat": Verdict("A:flat", CONFORMS, model_class="B", hooks={"embed": point}, differs="flat True"),
+        "A": Verdict("A", CONFORMS, model_class="A", hooks={"embed": point()}, vllm="0.32.0"),
+        "A:flat": Verdict("A:flat", CONFORMS, model_class="B", hooks={"embed": point()}, differs="flat True"),
         "A:deep": Verdict("A:deep", REFUSED, "two streams", differs="deep True"),
     }
-    write_docs(found, {}, tmp_path / "page.md")
-    page = (tmp_path / "page.md").read_text()
+    page = "\n".join(lines_of(tmp_path, found, {}))
     assert "\n1 conforms\n" in page, "configurations are not counted as architectures"
     assert "1 of 2\nconform" in page
     assert "| A:flat | B | flat True | transformers | 3e-07 / 4e-07 |" in page
@@ -73,17 +81,12 @@ def test_other_configurations_have_a_table_of_their_own(tmp_path) -> None:
 
 
 def test_points_inside_a_part_share_a_cell(tmp_path) -> None:
-    def point(layers: int, has: int | None, capture: float | None, steer: float | None, refused: str = "") -> dict:
-        errors = {"capture": capture, "steer": steer, "rounding": {}}
-        return {"layers": layers, "of": 4, "has": has, "refused": refused, **errors}
-
-    hooks = {"z": point(4, 4, 3e-7, 4e-7), "pattern": point(4, 4, 2e-6, None)}
-    hooks |= {"mlp_in": point(2, 2, 1e-7, 2e-7), "mlp_post": point(0, 4, None, None, "packed")}
-    hooks |= {"mlp_pre_linear": point(0, 0, None, None, "no gate")}
+    hooks = {"z": point(has=4), "pattern": point(2e-6, None, has=4)}
+    hooks |= {"mlp_in": point(1e-7, 2e-7, 2, 2), "mlp_post": point(None, None, 0, 4, "packed")}
+    hooks |= {"mlp_pre_linear": point(None, None, 0, 0, "no gate")}
     found = {name: Verdict(name, CONFORMS, model_class=name, hooks=hooks, vllm="0.32.0") for name in ("A", "B")}
     found["C"] = Verdict("C", CONFORMS, model_class="C", vllm="0.32.0")
-    write_docs(found, {}, tmp_path / "page.md")
-    lines = (tmp_path / "page.md").read_text().splitlines()
+    lines = lines_of(tmp_path, found, {})
     rows = {line.split(" | ")[0]: [cell.strip() for cell in line.split("|")[-3:-1]] for line in lines if "|" in line}
     assert rows["| A"] == ["all: 2e-06 / 4e-07", "`mlp_in`: 1e-07 / 2e-07 (2 of 4)"]
     assert rows["| C"] == ["not measured"] * 2
@@ -105,19 +108,18 @@ def test_what_a_gpu_runs_has_a_bound_for_its_dtype() -> None:
 
 
 def test_what_a_gpu_found_joins_the_page(tmp_path) -> None:
-    point = {"layers": 4, "of": 4, "has": None, "capture": 3e-3, "steer": 4e-3, "rounding": {}, "refused": ""}
+    hooks = {"embed": point(3e-3, 4e-3)}
     cpu = {
-        "A": Verdict("A", CONFORMS, model_class="A", hooks={"embed": point}, vllm="0.32.0"),
+        "A": Verdict("A", CONFORMS, model_class="A", hooks=hooks, vllm="0.32.0"),
         "B": Verdict("B", CANNOT, "no kernel", checked="by running it", vllm="0.32.0"),
         "C": Verdict("C", CANNOT, "no kernel either", checked="by running it", vllm="0.32.0"),
     }
-    done = Verdict("B", CONFORMS, model_class="B", hooks={"embed": point}, vllm="0.26.0", backend="H200", bound=COARSE)
+    done = Verdict("B", CONFORMS, model_class="B", hooks=hooks, vllm="0.26.0", backend="H200", bound=COARSE)
     cpu["D"] = Verdict("D", CANNOT, "nor here", checked="by running it", vllm="0.32.0")
     refused = Verdict("D", REFUSED, "two streams", vllm="0.26.0", backend="H200", checked="identities")
     undone = Verdict("C", CANNOT, "too big", vllm="0.26.0", backend="H200", dtype="bfloat16")
     save_results([done, undone, refused], tmp_path / "gpu.json")
-    write_docs(cpu, load_results(tmp_path / "gpu.json"), tmp_path / "page.md")
-    lines = (tmp_path / "page.md").read_text().splitlines()
+    lines = lines_of(tmp_path, cpu, load_results(tmp_path / "gpu.json"))
     (row,) = [line for line in lines if line.startswith("| B |")]
     assert "| H200, vLLM 0.26.0 | float32 | 2e-02 |" in row and "| 3e-03 / 4e-03 |" in row
     assert "1 conforms · 1 more conforms on H200, vLLM 0.26.0 · 1 refused · 1 cannot run" in lines
@@ -137,8 +139,7 @@ def test_multimodal_models_have_a_table_of_their_own(tmp_path) -> None:
     save(found[:1], tmp_path / "found.json")
     save(found[1:], tmp_path / "found.json")
     verdict = {"C": Verdict("C", CANNOT, "no kernel", vllm="0.32.0")}
-    write_docs(verdict, {}, tmp_path / "page.md", multimodal=load(tmp_path / "found.json").values())
-    lines = (tmp_path / "page.md").read_text().splitlines()
+    lines = lines_of(tmp_path, verdict, {}, multimodal=load(tmp_path / "found.json").values())
     assert "## Models that take images and sound" in lines
     rows = [line for line in lines if line.startswith(("| A |", "| B |"))]
     assert rows == [
@@ -147,8 +148,7 @@ def test_multimodal_models_have_a_table_of_their_own(tmp_path) -> None:
     ]
     assert set(load()) == set(ALL_RECIPES), "run `python -m tests.conformance.multimodal`"
     assert not [one for one in load().values() if bad(one)]
-    write_docs(verdict, {}, tmp_path / "page.md")
-    assert "images and sound" not in (tmp_path / "page.md").read_text()
+    assert not any("images and sound" in line for line in lines_of(tmp_path, verdict, {}))
 
 
 def test_what_is_not_run_on_a_gpu_cannot_be_run_on_a_cpu_either() -> None:

@@ -25,7 +25,8 @@ def taps(monkeypatch):
     switch.launch = lambda hidden, residual, number, *tables: hidden.add_(int(number[0]))
     switch.turn(0b110)
     monkeypatch.setattr("vllm.distributed.communication_op.tensor_model_parallel_all_reduce", lambda x: 2 * x)
-    return numbers, switch
+    yield numbers
+    switch.turn(0)  # it is held until here
 
 
 def inputs():
@@ -34,39 +35,25 @@ def inputs():
     return source, residual, torch.rand(WIDTH, generator=generator)
 
 
-def expected(source, residual, weight):
-    stream = 2 * source + 1 + 2 + residual
-    return stream * torch.rsqrt(stream.pow(2).mean(-1, keepdim=True) + EPS) * weight, stream
-
-
-def act(taps, **arguments):
-    allreduce_fusion._act(taps, ALONE + PAIR, rms_eps=EPS, world_size=2, pattern_code=0, **arguments)
-
-
-@pytest.mark.parametrize("bias", [0.0, 1.0])
-def test_norm_and_stream_go_where_the_kernel_puts_them(taps, bias):
-    source, residual, weight = inputs()
-    norm, stream = expected(source, residual, weight + bias)
-    act(taps[0], allreduce_in=source, residual=residual, rms_gamma=weight, weight_bias=bias)
-    torch.testing.assert_close((source, residual), (norm, stream))
-
-
-def test_with_an_output_for_the_norm_the_stream_takes_the_input_s_place(taps):
-    source, residual, weight = inputs()
-    norm, stream = expected(source, residual, weight)
-    out = torch.empty_like(source)
-    act(taps[0], allreduce_in=source, residual=residual, rms_gamma=weight, norm_out=out)
-    torch.testing.assert_close((out, source), (norm, stream))
-
-
-def test_the_norm_is_quantised_as_well(taps, monkeypatch):
-    source, residual, weight = inputs()
-    norm, stream = expected(source, residual, weight)
-    quantised = torch.empty_like(source)
-    scale = torch.tensor(0.5)
+@pytest.mark.parametrize("how", ["in place", "with a bias", "with an output", "quantised"])
+def test_norm_and_stream_go_where_the_kernel_puts_them(taps, how, monkeypatch):
+    """With an output for the norm the stream takes the input's place."""
     monkeypatch.setattr("vllm._custom_ops.scaled_fp8_quant", lambda x, scale, output: output.copy_(x / scale))
-    act(taps[0], allreduce_in=source, residual=residual, rms_gamma=weight, quant_out=quantised, scale_factor=scale)
-    torch.testing.assert_close((quantised, residual), (norm / scale, stream))
+    source, residual, weight = inputs()
+    out, scale = torch.empty_like(source), torch.tensor(0.5)
+    stream = 2 * source + 1 + 2 + residual
+    norm = stream * torch.rsqrt(stream.pow(2).mean(-1, keepdim=True) + EPS)
+    more, places, wanted = {
+        "in place": ({}, (source, residual), norm * weight),
+        "with a bias": ({"weight_bias": 1.0}, (source, residual), norm * (weight + 1)),
+        "with an output": ({"norm_out": out}, (out, source), norm * weight),
+        "quantised": ({"quant_out": out, "scale_factor": scale}, (out, residual), norm * weight / scale),
+    }[how]
+    arguments = dict(
+        allreduce_in=source, residual=residual, rms_gamma=weight, rms_eps=EPS, world_size=2, pattern_code=0
+    )
+    allreduce_fusion._act(taps, ALONE + PAIR, **arguments, **more)
+    torch.testing.assert_close(places, (wanted, stream))
 
 
 def scaled_fp4_quant():

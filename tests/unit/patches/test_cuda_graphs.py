@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_weir.config.settings import Settings
 from vllm_weir.patches import cuda_graph_sets
 from vllm_weir.patches.cuda_graph_sets import MAX_SETS, GraphSets, LiveGraph
 from vllm_weir.schema.engine_spec import EngineSpec
@@ -91,75 +90,79 @@ class FakeManager:
         return found
 
 
-class FakePiece:
-    def __init__(self):
-        self.concrete_cudagraph_entries = {}
+class Engine:
+    """A runner's manager of graphs, the sets around it, and what stands for the worker's runtime."""
 
-
-class FakeStation:
-    def __init__(self):
+    def __init__(self, lazy=True, agreed=lambda done: done, fail_live=None):
         self.switch = TapSwitch(tensors())
-        self.silenced = 0
-        self.boundary_taps, self.taps = ALL, tuple(range(70))
-        self.all_live = True
+        self.boundary_taps, self.taps, self.all_live = ALL, tuple(range(70)), True
+        pieces = [SimpleNamespace(concrete_cudagraph_entries={}) for _ in range(3)]
+        self.manager = FakeManager(self, pieces)
+        self.manager.fail_live = fail_live
+        self.sets = GraphSets(self.manager, self, lazy, lambda: pieces, contextlib.nullcontext, agreed)
+        self.manager.capture("model", has_lora=False)
+        self.at_start = list(self.manager.captured)
+        del self.manager.captured[:]
 
     def silence(self):
         self.switch.turn(0)
-        self.silenced += 1
+
+    def step(self, live, num_tokens):
+        """One step; returns the descriptor and whether the graph that was replayed is a live one."""
+        self.switch.turn(ALL if live else 0)
+        desc = self.manager.dispatch(num_tokens, num_tokens)
+        used = None if desc.cg_mode is Mode.NONE else self.manager.replay(desc)
+        assert self.switch.live is live
+        self.sets.restore()
+        return desc, used
+
+    @property
+    def captured(self):
+        """What was captured after start-up."""
+        return self.manager.captured
+
+    def report(self, name):
+        return self.sets.report()[name]
 
 
-def build(lazy=True, agreed=lambda done: done):
-    runtime = FakeStation()
-    pieces = [FakePiece() for _ in range(3)]
-    manager = FakeManager(runtime, pieces)
-    sets = GraphSets(manager, runtime, lazy, lambda: pieces, contextlib.nullcontext, agreed)
-    manager.capture("model", has_lora=False)
-    return sets, manager, runtime
+SILENT, ALIVE = ([(n, live) for n in (8, 4, 2, 1)] for live in (False, True))
 
 
-def step(sets, manager, runtime, live, num_tokens):
-    """One step; returns the descriptor and whether the graph that was replayed is a live one."""
-    runtime.switch.turn(ALL if live else 0)
-    desc = manager.dispatch(num_tokens, num_tokens)
-    used = None if desc.cg_mode is Mode.NONE else manager.replay(desc)
-    assert runtime.switch.live is live
-    sets.restore()
-    return desc, used
-
-
-def test_start_up_captures_the_silent_set_and_a_few_live_graphs():
-    sets, manager, runtime = build()
-    assert manager.captured == [(8, False), (4, False), (2, False), (1, False), (8, True), (4, True)]
-    assert sets.report()["live"] == 2 and not runtime.switch.live and not sets.report()["captured_late"]
+@pytest.mark.parametrize(("lazy", "live"), [(True, ALIVE[:2]), (False, ALIVE)])
+def test_start_up_captures_the_silent_set_and_a_few_live_graphs_or_all(lazy, live):
+    engine = Engine(lazy)
+    assert engine.at_start == SILENT + live and not engine.switch.live
+    assert engine.report("live") == len(live) and not engine.report("captured_late")
+    for n in (1, 2, 4, 8) if not lazy else ():
+        assert engine.step(True, n)[1] is True
+    assert not engine.captured
 
 
 def test_a_wider_graph_serves_until_a_capture_is_worth_it(monkeypatch):
     monkeypatch.setattr(cuda_graph_sets, "REQUESTS_TO_NARROW", {"FULL": 3, "PIECEWISE": 9})
-    sets, manager, runtime = build()
-    del manager.captured[:]
-    sizes = [step(sets, manager, runtime, True, n) for n in (1, 2, 1, 4, 1, 1)]
+    engine = Engine()
+    sizes = [engine.step(True, n) for n in (1, 2, 1, 4, 1, 1)]
     assert [(desc.num_tokens, live) for desc, live in sizes] == [(4, True)] * 4 + [(1, True)] * 2
-    assert manager.captured == [(1, True)]
-    runtime.switch.turn(0b10)  # a graph with more taps than are needed
-    assert manager.dispatch(4, 4).num_tokens == 4
-    sets.restore()
-    assert sets.report()["steps"] == {"wider": 4, "exact": 3} and manager.captured == [(1, True)]
+    assert engine.captured == [(1, True)]
+    engine.switch.turn(0b10)  # a graph with more taps than are needed
+    assert engine.manager.dispatch(4, 4).num_tokens == 4
+    engine.sets.restore()
+    assert engine.report("steps") == {"wider": 4, "exact": 3} and engine.captured == [(1, True)]
 
 
 def test_where_plain_requests_share_the_step_a_capture_has_to_save_much_more(monkeypatch):
     """They would wait for it, and have asked for nothing."""
     monkeypatch.setattr(cuda_graph_sets, "REQUESTS_TO_NARROW", {"FULL": 2, "PIECEWISE": 2})
     monkeypatch.setattr(cuda_graph_sets, "TOKENS_TO_NARROW", 30)
-    sets, manager, runtime = build()
-    del manager.captured[:]
-    runtime.all_live = False
-    sizes = [step(sets, manager, runtime, True, 1)[0].num_tokens for _ in range(11)]
-    assert sizes == [4] * 9 + [1, 1] and manager.captured == [(1, True)], "3 tokens a step"
-    runtime.switch.turn(0b1)  # 69 taps more than needed: as 3.45 tokens
+    engine = Engine()
+    engine.all_live, sets = False, engine.sets
+    sizes = [engine.step(True, 1)[0].num_tokens for _ in range(11)]
+    assert sizes == [4] * 9 + [1, 1] and engine.captured == [(1, True)], "3 tokens a step"
+    engine.switch.turn(0b1)  # 69 taps more than needed: as 3.45 tokens
     wanted, wide = LiveGraph(0b1, Desc(Mode.FULL, 4)), LiveGraph(ALL, Desc(Mode.FULL, 4))
     for _ in range(8):
         assert not sets._is_due(wanted, sets._capture_share(wanted, wide))
-    runtime.all_live = True
+    engine.all_live = True
     assert sets._capture_share(wanted, wide) == 1 / 2
     assert sets._capture_share(wanted, None) == 1 / cuda_graph_sets.REQUESTS_TO_CAPTURE["FULL"]
 
@@ -178,48 +181,49 @@ def test_sizes_at_start_up(sizes, chosen):
     assert [d.num_tokens for d in cuda_graph_sets._sizes_at_start(descs)] == chosen
 
 
-def test_only_a_graph_of_the_same_kind_serves():
-    sets, _, _ = build()
-    assert sets._substitute(LiveGraph(0b1, Desc(Mode.FULL, 3))) == (ALL, Desc(Mode.FULL, 4))
-    assert sets._substitute(LiveGraph(0b1, Desc(Mode.FULL, 3, num_active_loras=1))) is None
-    assert (
-        sets._substitute(LiveGraph(0b1, Desc(Mode.FULL, 5))) is None
-        and sets._substitute(LiveGraph(0b1, Desc(Mode.NONE, 3))) is None
-    )
-    captured = {(0b110, Desc(Mode.FULL, 8, 4)), (ALL, Desc(Mode.FULL, 8, 6)), (ALL, Desc(Mode.FULL, 16, 16))}
-    sets._captured = {LiveGraph(*graph) for graph in captured}
-    assert sets._substitute(LiveGraph(0b10, Desc(Mode.FULL, 8, 4))) == (0b110, Desc(Mode.FULL, 8, 4))
-    assert sets._substitute(LiveGraph(0b1, Desc(Mode.FULL, 8, 4))) == (ALL, Desc(Mode.FULL, 8, 6))
-    assert sets._substitute(LiveGraph(0b10, Desc(Mode.FULL, 8, 7))) == (ALL, Desc(Mode.FULL, 16, 16))
+@pytest.mark.parametrize(
+    ("wanted", "graph"),
+    [
+        ((0b1, Desc(Mode.FULL, 3)), (ALL, Desc(Mode.FULL, 4))),
+        ((0b1, Desc(Mode.FULL, 3, num_active_loras=1)), None),
+        ((0b1, Desc(Mode.FULL, 17)), None),
+        ((0b1, Desc(Mode.NONE, 3)), None),
+        ((EVERYTHING, Desc(Mode.FULL, 4)), None),  # no other graph launches what scores
+        ((0b10, Desc(Mode.FULL, 8, 4)), (0b110, Desc(Mode.FULL, 8, 4))),
+        ((0b1, Desc(Mode.FULL, 8, 4)), (ALL, Desc(Mode.FULL, 8, 6))),
+        ((0b10, Desc(Mode.FULL, 8, 7)), (ALL, Desc(Mode.FULL, 16, 16))),
+    ],
+)
+def test_only_a_graph_of_the_same_kind_serves(wanted, graph):
+    sets = Engine().sets
+    captured = (0b110, Desc(Mode.FULL, 8, 4)), (ALL, Desc(Mode.FULL, 8, 6)), (ALL, Desc(Mode.FULL, 16, 16))
+    sets._captured = {LiveGraph(ALL, Desc(Mode.FULL, 4)), *(LiveGraph(*one) for one in captured)}
+    assert sets._substitute(LiveGraph(*wanted)) == graph
 
 
 def test_a_failure_at_start_up_leaves_the_silent_set(caplog):
-    runtime, pieces = FakeStation(), [FakePiece()]
-    manager = FakeManager(runtime, pieces)
-    sets = GraphSets(manager, runtime, True, lambda: pieces, contextlib.nullcontext, lambda done: done)
-    manager.fail_live = torch.OutOfMemoryError("no memory left")
-    manager.capture("model", has_lora=False)
-    assert sets.report()["live"] == 0 and sets.report()["failed"] == 2 and len(caplog.records) == 1
-    assert step(sets, manager, runtime, False, 4)[1] is False
-    assert step(sets, manager, runtime, True, 8)[0].cg_mode is Mode.NONE
+    engine = Engine(fail_live=torch.OutOfMemoryError("no memory left"))
+    assert engine.report("live") == 0 and engine.report("failed") == 2 and len(caplog.records) == 1
+    assert engine.step(False, 4)[1] is False
+    assert engine.step(True, 8)[0].cg_mode is Mode.NONE
 
 
 def test_a_step_replays_the_set_it_needs_and_captures_a_bucket_once(none_at_start):
-    sets, manager, runtime = build()
-    del manager.captured[:]
+    engine = Engine()
     for live, n in [(False, 1), (True, 1), (False, 1), (True, 1), (True, 7), (False, 7), (True, 8), (True, 2)] * 3:
-        desc, used = step(sets, manager, runtime, live, n)
+        desc, used = engine.step(live, n)
         assert used is live and desc.num_tokens >= n
-    assert manager.captured == [(1, True), (8, True), (2, True)]
-    assert sets.report()["live"] == 3 and len(sets.report()["captured_late"]) == 3
+    assert engine.captured == [(1, True), (8, True), (2, True)]
+    assert engine.report("live") == 3 and len(engine.report("captured_late")) == 3
+    assert engine.step(True, 100) == (Desc(Mode.NONE, 100, 100), None), "too large for any"
 
 
 def test_outside_a_live_step_all_is_as_vllm_left_it():
-    sets, manager, runtime = build()
-    own, entries = manager.graphs, [p.concrete_cudagraph_entries for p in manager.pieces]
-    descs = manager._capture_descs
+    engine = Engine()
+    manager = engine.manager
+    own, descs, entries = manager.graphs, manager._capture_descs, [p.concrete_cudagraph_entries for p in manager.pieces]
     for n in (1, 8):
-        step(sets, manager, runtime, True, n)
+        engine.step(True, n)
         assert manager.graphs is own and not any(own.values())
         assert all(p.concrete_cudagraph_entries is e for p, e in zip(manager.pieces, entries, strict=True))
         assert manager._capture_descs is descs
@@ -227,54 +231,30 @@ def test_outside_a_live_step_all_is_as_vllm_left_it():
 
 def test_what_may_never_come_again_is_not_captured(none_at_start, monkeypatch):
     monkeypatch.setattr(cuda_graph_sets, "REQUESTS_TO_CAPTURE", {"FULL": 2, "PIECEWISE": 3})
-    sets, manager, runtime = build()
-    del manager.captured[:]
-    used = [step(sets, manager, runtime, True, n)[1] for n in (1, 8, 1, 8, 8, 8)]
-    assert used == [None, None, True, None, True, True] and manager.captured == [(1, True), (8, True)]
-
-
-def test_a_batch_too_large_for_a_graph_runs_without_one():
-    sets, manager, runtime = build()
-    assert step(sets, manager, runtime, True, 100) == (Desc(Mode.NONE, 100, 100), None)
-
-
-def test_eager_captures_both_sets_at_start_up():
-    sets, manager, runtime = build(lazy=False)
-    assert manager.captured == [(n, live) for live in (False, True) for n in (8, 4, 2, 1)]
-    assert not runtime.switch.live
-    for n in (1, 2, 4, 8):
-        assert step(sets, manager, runtime, True, n)[1] is True
-    assert len(manager.captured) == 8
+    engine = Engine()
+    used = [engine.step(True, n)[1] for n in (1, 8, 1, 8, 8, 8)]
+    assert used == [None, None, True, None, True, True] and engine.captured == [(1, True), (8, True)]
 
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 7])
 def test_a_failed_capture_runs_the_step_without_a_graph(none_at_start, num_tokens, caplog):
-    sets, manager, runtime = build()
-    manager.fail = torch.OutOfMemoryError("no memory left")
-    own = manager.graphs
+    engine = Engine()
+    engine.manager.fail = torch.OutOfMemoryError("no memory left")
+    own = engine.manager.graphs
     for _ in range(3):
-        desc, used = step(sets, manager, runtime, True, num_tokens)
+        desc, used = engine.step(True, num_tokens)
         assert desc == Desc(Mode.NONE, num_tokens, num_tokens) and used is None, "it must not be padded"
-        assert manager.graphs is own
-    assert len(caplog.records) == 1 and sets.report()["failed"] == 1
-    manager.fail = None
-    assert step(sets, manager, runtime, False, num_tokens)[1] is False
-    assert step(sets, manager, runtime, True, 1)[1] is True
+        assert engine.manager.graphs is own
+    assert len(caplog.records) == 1 and engine.report("failed") == 1
+    engine.manager.fail = None
+    assert engine.step(False, num_tokens)[1] is False
+    assert engine.step(True, 1)[1] is True
 
 
 def test_a_capture_that_another_rank_failed_is_not_used(none_at_start):
-    sets, manager, runtime = build(agreed=lambda done: False)
-    assert step(sets, manager, runtime, True, 8)[0].cg_mode is Mode.NONE
-    assert sets._swaps["PIECEWISE"][0].sets == {ALL: {}}
-
-
-def test_capturing_again_starts_over(none_at_start):
-    sets, manager, runtime = build()
-    step(sets, manager, runtime, True, 1)
-    manager.graphs.clear()
-    manager.capture("model")
-    assert sets.report()["live"] == 0
-    assert step(sets, manager, runtime, True, 1)[1] is True
+    engine = Engine(agreed=lambda done: False)
+    assert engine.step(True, 8)[0].cg_mode is Mode.NONE
+    assert engine.sets._swaps["PIECEWISE"][0].sets == {ALL: {}}
 
 
 def test_an_engine_on_runner_v1_before_it_forbids_no_capture(monkeypatch):
@@ -297,12 +277,16 @@ def test_an_engine_on_runner_v1_before_it_forbids_no_capture(monkeypatch):
     assert not monitor.cudagraph_capturing_enabled
 
 
-def test_closing_lets_go_of_everything():
-    sets, manager, runtime = build()
-    step(sets, manager, runtime, True, 1)
-    sets.close()
-    assert sets._capture_again is None and not sets._swaps
-    assert step(sets, manager, runtime, True, 1)[1] is None and step(sets, manager, runtime, False, 1)[1] is False
+def test_capturing_again_starts_over_and_closing_lets_go_of_everything(none_at_start):
+    engine = Engine()
+    engine.step(True, 1)
+    engine.manager.graphs.clear()
+    engine.manager.capture("model")
+    assert engine.report("live") == 0
+    assert engine.step(True, 1)[1] is True
+    engine.sets.close()
+    assert engine.sets._capture_again is None and not engine.sets._swaps
+    assert engine.step(True, 1)[1] is None and engine.step(False, 1)[1] is False
 
 
 def wire(*positions, moves=(), captured=("resid_post", [0]), moved=("resid_post", [0])):
@@ -328,14 +312,15 @@ def wire(*positions, moves=(), captured=("resid_post", [0]), moved=("resid_post"
         (wire({"token_ids": [7]}), False),
         (wire("prompt", moves=["generated"]), False),
         (wire(moves=["prompt"]), True),
+        (wire(), None),  # it wants nothing
     ],
 )
 def test_a_request_is_live_as_long_as_something_of_it_can_be_selected(form, prompt_only):
     live = ActiveTaps()
     live.join("a", form, 10)
-    assert taps_in(live, ("b", 0), ("a", 0)) == taps_in(live, ("a", 9)) == mask(("resid_post", 0))
-    assert bool(taps_in(live, ("a", 10))) is not prompt_only
-    assert bool(taps_in(live, ("b", 0), ("aa", 3))) is not prompt_only
+    wanted = 0 if prompt_only is None else mask(("resid_post", 0))
+    assert taps_in(live, ("b", 0), ("a", 0)) == taps_in(live, ("a", 9)) == wanted
+    assert bool(taps_in(live, ("a", 10))) is bool(taps_in(live, ("b", 0), ("aa", 3))) is (prompt_only is False)
     live.leave("a")
     assert not taps_in(live, ("a", 0))
     live.leave("a")
@@ -397,40 +382,34 @@ def test_taps_of_a_step_however_requests_came_and_went(joins, data):
 
 def test_sets_for_particular_taps(none_at_start):
     """Up to a number of sets; then the smallest that has the taps needed, or the one with all of them."""
-    sets, manager, runtime = build()
-    del manager.captured[:]
+    engine = Engine()
+    sets, manager = engine.sets, engine.manager
 
     def used(mask):
-        runtime.switch.turn(mask)
-        desc = manager.dispatch(1, 1)
-        found = manager.replay(desc)
+        engine.switch.turn(mask)
+        found = manager.replay(manager.dispatch(1, 1))
         assert manager.graphs is sets._swaps["FULL"][0].sets[sets._mask_for(mask)]
         sets.restore()
         return found
 
     masks = [1 << k for k in range(MAX_SETS - 1)] + [0b111]
-    for mask in masks * 2:
-        assert used(mask)
-    assert len(manager.captured) == MAX_SETS
+    assert all(used(mask) for mask in masks * 2) and len(engine.captured) == MAX_SETS
     assert sets._mask_for(0b11) == 0b111 and sets._mask_for(0b1) == 0b1 and sets._mask_for(1 << 60) == ALL
-    assert sets._mask_for(1 << SCORES | 1) == EVERYTHING, "and no other graph launches what scores"
-    assert sets._substitute(LiveGraph(EVERYTHING, Desc(Mode.FULL, 4))) is None
-    assert used(0b101) and len(manager.captured) == MAX_SETS
-    assert used(1 << 60) and used(1 << 61) and len(manager.captured) == MAX_SETS + 1
-    assert sets.report()["sets"] == MAX_SETS + 1
+    assert sets._mask_for(1 << SCORES | 1) == EVERYTHING
+    assert used(0b101) and len(engine.captured) == MAX_SETS
+    assert used(1 << 60) and used(1 << 61) and len(engine.captured) == MAX_SETS + 1 == engine.report("sets")
 
 
 def test_a_step_that_encodes_rows_has_no_graph():
     """Whatever is captured; the steps after it replay as before."""
-    sets, manager, runtime = build()
-    captured = list(manager.captured)
-    runtime.switch.turn(1 << NO_GRAPH | 0b10)
-    assert manager.dispatch(1, 1) == Desc(Mode.NONE, 1, 1)
-    assert manager.dispatch(2, 7) == Desc(Mode.NONE, 7, 2)
-    sets.restore()
-    assert manager.captured == captured and sets.report()["steps"] == {"without": 2}
-    assert step(sets, manager, runtime, False, 3) == (Desc(Mode.FULL, 4), False)
-    assert step(sets, manager, runtime, True, 3) == (Desc(Mode.FULL, 4), True)
+    engine = Engine()
+    engine.switch.turn(1 << NO_GRAPH | 0b10)
+    assert engine.manager.dispatch(1, 1) == Desc(Mode.NONE, 1, 1)
+    assert engine.manager.dispatch(2, 7) == Desc(Mode.NONE, 7, 2)
+    engine.sets.restore()
+    assert not engine.captured and engine.report("steps") == {"without": 2}
+    for live in (False, True):
+        assert engine.step(live, 3) == (Desc(Mode.FULL, 4), live)
 
 
 @pytest.mark.parametrize("source", [False, True])
@@ -445,12 +424,6 @@ def test_a_request_that_encodes_rows_says_so_while_it_acts(source):
     assert mask >> NO_GRAPH == 1 and mask >> tap_of(Site("mlp_out", 1)) & 1
     assert mask >> tap_of(Site("mlp_in", 1)) & 1 == source
     assert not live.taps_in((["a"], [10])), "past its prompt"
-
-
-def test_a_request_that_wants_nothing_is_not_live():
-    live = ActiveTaps()
-    live.join("a", wire(), 10)
-    assert not taps_in(live, ("a", 0))
 
 
 def tensors(d=4):
@@ -483,11 +456,6 @@ def test_the_op_asks_the_switch_of_its_own_engine():
     assert acts(other, numbers[1])
     one.turn(0)
     assert not acts(one, numbers[0])
-
-
-def test_setting():
-    assert Settings.load({}, {}).graphs == "lazy"
-    assert Settings.load({}, {"WEIR_GRAPHS": "eager"}).graphs == "eager"
 
 
 def test_only_the_taps_asked_for_act():

@@ -195,38 +195,33 @@ def test_connectors_in_a_multi_connector_are_guarded_each_for_itself(monkeypatch
 PREFILL, DECODE = {"do_remote_decode": True}, {"do_remote_prefill": True, "remote_block_ids": [1]}
 
 
-@pytest.mark.parametrize("name", ["NixlConnector", "MooncakeConnector", "MoRIIOConnector"])
-@pytest.mark.parametrize(
-    ("kv", "max_tokens", "kept"),
-    [(CAPTURES, 1, True), (STEERS, 1, False), (STEERS_LATE, 1, True), (STEERS_LATE, 2, False), (PLAIN, 1, True)],
-)
-def test_a_prefill_engine_hands_over_what_it_did_not_change(monkeypatch, name, kv, max_tokens, kept):
-    _, guard = make(monkeypatch, connector(name))
-    one = entered(guard, kv, params=dict(PREFILL), max_tokens=max_tokens)
-    assert one.kv_transfer_params == (PREFILL if kept else None)
-
-
-@pytest.mark.parametrize("more", [{"group": "MambaSpec"}, {"num_prefill_lookahead": 3}, {"prefix_replay_tokens": 8}])
-def test_a_prompt_that_would_lose_its_last_token_is_not_handed_over(monkeypatch, more):
-    _, guard = make(monkeypatch, connector("NixlConnector"), **more)
-    assert entered(guard, CAPTURES, params=dict(PREFILL)).kv_transfer_params is None
-    assert entered(guard, CAPTURES, params=dict(DECODE)).kv_transfer_params == DECODE
+P_TO_D = ("NixlConnector", "MooncakeConnector", "MoRIIOConnector")
+NIXL, MORIIO = P_TO_D[0], P_TO_D[2]
 
 
 @pytest.mark.parametrize(
-    ("name", "kv", "kept"),
+    ("name", "kv", "params", "max_tokens", "kept", "more"),
     [
-        ("NixlConnector", CAPTURES, True),  # it is told that 0 tokens are loaded, and says so to the other engine
-        ("NixlConnector", STEERS, True),
-        ("MoRIIOConnector", CAPTURES, False),
-        ("MoRIIOConnector", STEERS, False),
-        ("MoRIIOConnector", LATE, True),
-        ("MoRIIOConnector", STEERS_LATE, True),
+        # A prefill engine hands over what it did not change,
+        *((name, kv, PREFILL, 1, kv is not STEERS, {}) for name in P_TO_D for kv in (CAPTURES, STEERS, STEERS_LATE)),
+        *((name, STEERS_LATE, PREFILL, 2, False, {}) for name in P_TO_D),
+        *((name, PLAIN, PREFILL, 1, True, {}) for name in P_TO_D),
+        # and no prompt that would lose its last token.
+        *(
+            (NIXL, CAPTURES, params, 1, params is DECODE, more)
+            for more in ({"group": "MambaSpec"}, {"num_prefill_lookahead": 3}, {"prefix_replay_tokens": 8})
+            for params in (PREFILL, DECODE)
+        ),
+        # A decode engine that computes the prompt: NIXL is told that 0 tokens are loaded, and says so to the other one.
+        *((NIXL, kv, DECODE, 1, True, {}) for kv in (CAPTURES, STEERS)),
+        *((MORIIO, kv, DECODE, 1, False, {}) for kv in (CAPTURES, STEERS)),
+        *((MORIIO, kv, DECODE, 1, True, {}) for kv in (LATE, STEERS_LATE)),
     ],
 )
-def test_a_decode_engine_that_computes_the_prompt(monkeypatch, name, kv, kept):
-    _, guard = make(monkeypatch, connector(name))
-    assert entered(guard, kv, params=dict(DECODE)).kv_transfer_params == (DECODE if kept else None)
+def test_what_engines_hand_over(monkeypatch, name, kv, params, max_tokens, kept, more):
+    _, guard = make(monkeypatch, connector(name), **more)
+    one = entered(guard, kv, params=dict(params), max_tokens=max_tokens)
+    assert one.kv_transfer_params == (params if kept else None)
 
 
 def test_a_decode_engine_does_not_say_where_steered_blocks_lie(monkeypatch):

@@ -21,17 +21,16 @@ FUSED = (toys.Fused, toys.Sandwich, toys.Parallel, toys.Weighted)
 class Halved(Sequential):
     """Calls the same parts as `Sequential`, and adds half of what its MLP makes."""
 
-    def forward(self, positions, hidden_states):
-        hidden_states = hidden_states + self.self_attn(positions, self.ln_1(hidden_states))
-        return hidden_states + 0.5 * self.mlp(self.ln_2(hidden_states))
+    def fed(self, x):
+        return 0.5 * super().fed(x)
 
 
 class Minus(Sequential):
     """Takes away what the others add."""
 
     def forward(self, positions, hidden_states):
-        hidden_states = hidden_states - self.self_attn(positions, self.ln_1(hidden_states))
-        return hidden_states + self.mlp(self.ln_2(hidden_states))
+        hidden_states = hidden_states - self.mixed(positions, hidden_states)
+        return hidden_states + self.fed(hidden_states)
 
 
 @pytest.fixture
@@ -53,15 +52,10 @@ def of_many(kinds, fused=False):
     return mapped(Model(kinds, fused))
 
 
-def searching_each(monkeypatch):
-    """From here on every block is searched."""
-    monkeypatch.setattr(block_types.BlockTypes, "_type_of", lambda self, calls: calls[0].path)
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_points_are_those_of_a_search_in_every_block(kind, monkeypatch):
     quick = of_many([kind] * toys.LAYERS, kind in FUSED)
-    searching_each(monkeypatch)
+    monkeypatch.setattr(block_types.BlockTypes, "_type_of", lambda self, calls: calls[0].path)  # each is searched
     slow = of_many([kind] * toys.LAYERS, kind in FUSED)
     assert quick.anchors.keys() == slow.anchors.keys() and quick.refused == slow.refused
     for site, anchor in slow.anchors.items():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.unit import part_blocks as toys
-from tests.unit.blocks import LAYERS, D, Fused, MLPOnly, Parallel, Sequential
+from tests.unit.blocks import LAYERS, D, Fused, MLPOnly, Parallel
 from tests.unit.part_blocks import EXPERTS, HEADS, KV, KV_HEADS, MLP, SIZE, Q, block, find
 from vllm_weir.config.settings import Settings
 from vllm_weir.schema.hooks import ATTENTION_HOOKS, MLP_HOOKS, PART_HOOKS, Site
@@ -19,8 +22,12 @@ from vllm_weir.worker.discovery.part_modules import Features
 from vllm_weir.worker.discovery.part_verification import head_codes
 from vllm_weir.worker.discovery.site_map import chosen
 
-DENSE = {*PART_HOOKS} - {"router_logits"}
-NEURONS = {"mlp_pre", "mlp_pre_linear", "mlp_post"}
+DENSE = frozenset(PART_HOOKS) - {"router_logits"}
+NEURONS = frozenset({"mlp_pre", "mlp_pre_linear", "mlp_post"})
+ATTENTION = frozenset(ATTENTION_HOOKS)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+K_AND_V = {"k": ("self_attn.qkv", "after", (Q, Q + KV)), "v": ("self_attn.qkv", "after", (Q + KV, Q + 2 * KV))}
+GATE, UP = ("mlp.gate_up", "after", (0, MLP)), ("mlp.gate_up", "after", (MLP, 2 * MLP))
 
 
 def found(sites, layer=1):
@@ -34,32 +41,139 @@ def where(sites, hook, layer=1):
     return anchor.module.removeprefix(f"layers.{layer}."), anchor.when, anchor.columns
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("base", "fused"), [(Sequential, False), (Fused, True)])
-def test_a_block_like_llamas(base, fused, dtype):
-    sites = find(block(base=base), dtype, fused=fused)
-    for layer in range(LAYERS):
-        assert found(sites, layer) == DENSE
-    assert not sites.read_only and not sites.shards and not sites.before_quantised
-    assert where(sites, "attn_in") == ("self_attn.qkv", "before", None)
-    assert where(sites, "q") == ("self_attn.qkv", "after", (0, Q))
-    assert where(sites, "k") == ("self_attn.qkv", "after", (Q, Q + KV))
-    assert where(sites, "v") == ("self_attn.qkv", "after", (Q + KV, Q + 2 * KV))
-    assert where(sites, "q_rot") == where(sites, "k_rot") == ("self_attn.core", "before", None)
-    assert sites.anchors[Site("q_rot", 1)].hidden.name == "query"
-    assert sites.anchors[Site("k_rot", 1)].hidden.name == "key"
-    assert where(sites, "z") == ("self_attn.o_proj", "before", None)
-    assert where(sites, "mlp_in") == ("mlp.gate_up", "before", None)
-    assert where(sites, "mlp_pre") == ("mlp.gate_up", "after", (0, MLP))
-    assert where(sites, "mlp_pre_linear") == ("mlp.gate_up", "after", (MLP, 2 * MLP))
-    assert where(sites, "mlp_post") == ("mlp.down", "before", None)
-    shapes = {hook: sites.shapes.get(Site(hook, 1)) for hook in PART_HOOKS}
-    assert shapes == {
+class Case(NamedTuple):
+    make: Any
+    points: frozenset = DENSE
+    places: Mapping[str, tuple] = NOTHING
+    """Hook point -> its module, when, and columns."""
+    refused: Mapping[str, str] = NOTHING
+    """Hook point -> words of the reason."""
+    read_only: frozenset = frozenset()
+    fused: bool = False
+
+
+def before(module):
+    return module, "before", None
+
+
+LLAMA = Case(
+    block(),
+    places={
+        "attn_in": before("self_attn.qkv"), "q": ("self_attn.qkv", "after", (0, Q)), **K_AND_V,
+        "q_rot": before("self_attn.core"), "k_rot": before("self_attn.core"), "z": before("self_attn.o_proj"),
+        "mlp_in": before("mlp.gate_up"), "mlp_pre": GATE, "mlp_pre_linear": UP, "mlp_post": before("mlp.down"),
+    },
+)  # fmt: skip
+EXPERTS_ONLY = Case(
+    block(mlp=toys.Routed),
+    ATTENTION | {"mlp_in", "router_logits"},
+    {"router_logits": ("mlp.gate", "after", None)},
+    dict.fromkeys(NEURONS, "fused kernel"),
+)
+ACTIVATIONS = {
+    "silu": F.silu, "gelu": F.gelu, "relu": F.relu, "tanh gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "squared relu": lambda x: F.relu(x) ** 2,
+}  # fmt: skip
+CASES = {
+    "like Llama's": LLAMA,
+    "like Llama's, fused": LLAMA._replace(make=block(base=Fused), fused=True),
+    **{kind.__name__: Case(block(kind)) for kind in (toys.Unturned, toys.NormedHeads, toys.NormedRows, toys.Gated)},
+    "apart": Case(
+        block(toys.Separate),
+        places={hook: (f"self_attn.{hook}", "after", None) for hook in "qkv"} | {"attn_in": before("self_attn.q")},
+    ),
+    "heads in another order": Case(block(toys.Mislaid), DENSE - {"q"}, refused={"q": "one head"}),
+    # Rows that no columns side by side hold are rows of their own where a module is given them.
+    "interleaved": Case(
+        block(toys.Interleaved),
+        places={hook: before("self_attn.rotary") for hook in "qk"} | {"v": before("self_attn.core")},
+    ),
+    "between gates": Case(
+        block(toys.BetweenGates),
+        places={"q": before("self_attn.q_norm"), "k": ("self_attn.qkv", "after", (2 * Q, 2 * Q + KV))},
+    ),
+    # Biases that are added later are part of the value.
+    "biases": Case(
+        block(toys.BiasedAttention, toys.BiasedMLP), DENSE - {"mlp_pre_linear"},
+        {"q": before("self_attn.rotary"), "v": before("self_attn.core"), "mlp_pre": before("mlp.act")},
+    ),
+    "biases left to the block": Case(block(base=toys.BiasedResults)),
+    "normed values": Case(block(toys.NormedValues), places=K_AND_V),
+    "scaled values": Case(block(toys.ScaledValues), places=K_AND_V),
+    **{
+        f"{name}, no gate": Case(
+            block(mlp=lambda act=act: toys.Plain(act)), DENSE - {"mlp_pre_linear"},
+            refused={"mlp_pre_linear": "no gate"},
+        )
+        for name, act in ACTIVATIONS.items()
+    },
+    **{
+        f"{name}, gated": Case(
+            block(mlp=type("Gated", (toys.GatedMLP,), {"act": staticmethod(act)})),
+            places={"mlp_pre": GATE, "mlp_pre_linear": UP},
+        )
+        for name, act in ACTIVATIONS.items()
+    },
+    "the second half is the gate": Case(block(mlp=toys.GateLast), places={"mlp_pre": UP, "mlp_pre_linear": GATE}),
+    "gate and up apart": Case(
+        block(mlp=toys.Two),
+        places={
+            "mlp_pre": ("mlp.gate", "after", None), "mlp_pre_linear": ("mlp.up", "after", None),
+            "mlp_in": before("mlp.gate"),  # it runs first
+        },
+    ),
+    "a norm between": Case(block(mlp=toys.SubNorm)),
+    "experts": EXPERTS_ONLY,
+    "the router inside": EXPERTS_ONLY._replace(make=block(mlp=toys.RoutedInside)),
+    "a shared expert": EXPERTS_ONLY._replace(make=block(mlp=toys.WithShared)),
+    # mlp_in stands where the first of all that read it does, so that an edit reaches the router too.
+    "a router that is not seen": Case(
+        block(mlp=toys.WithUnseenRouter), ATTENTION | {"mlp_in"}, {"mlp_in": before("mlp.shared.gate_up")},
+        {"router_logits": "no linear module returns the logits"},
+    ),
+    # They are refused as what they are, not as if the block had none.
+    "unknown experts": Case(
+        block(mlp=toys.UnknownExperts), ATTENTION,
+        refused={"router_logits": "nor a layer of experts that vLLM tells about"},
+    ),
+    "no experts": Case(block(), refused={"router_logits": "no experts"}),
+    # In a parallel block, what is added to the one tensor before attention reads it, the MLP would read too.
+    "parallel": Case(block(base=Parallel), read_only=frozenset({"attn_in"}), fused=True),
+    "parallel, the MLP first": Case(block(base=toys.Backwards), read_only=frozenset({"mlp_in"})),
+    "the input is the stream": Case(block(base=toys.Normless), read_only=frozenset({"attn_in", "mlp_in"})),
+    "state space": Case(block(toys.StateSpace), NEURONS | {"mlp_in"}, refused={"q": "state-space"}),
+    "MLP alone": Case(block(base=MLPOnly), NEURONS | {"mlp_in"}, refused={"z": "no attention"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_points(case, dtype):
+    sites = find(case.make, dtype, fused=case.fused)
+    assert all(found(sites, layer) == case.points for layer in range(LAYERS))
+    for hook, place in case.places.items():
+        assert where(sites, hook) == place
+    for hook, why in case.refused.items():
+        assert why in sites.refused[Site(hook, 1)]
+    assert set(sites.read_only) == {Site(hook, layer) for hook in case.read_only for layer in range(LAYERS)}
+    assert not sites.shards and not sites.before_quantised
+    shapes = {
         **dict.fromkeys(("q", "q_rot", "z"), (HEADS, SIZE)),
-        **dict.fromkeys(("k", "k_rot", "v"), (KV_HEADS, SIZE)),
+        **dict.fromkeys(("k", "k_rot", "v"), (HEADS if case is CASES["interleaved"] else KV_HEADS, SIZE)),
         **dict.fromkeys(NEURONS, (MLP,)),
-        **dict.fromkeys(("attn_in", "mlp_in", "router_logits")),
+        "router_logits": (EXPERTS,),
     }
+    assert {hook: sites.shapes.get(Site(hook, 1)) for hook in case.points} == {
+        hook: shapes.get(hook) for hook in case.points
+    }
+
+
+def test_what_is_told_of_anchors():
+    llama = find(block())
+    assert [llama.anchors[Site(hook, 1)].hidden.name for hook in ("q_rot", "k_rot")] == ["query", "key"]
+    assert find(block(toys.BetweenGates)).anchors[Site("q", 1)].per_head
+    assert "does not arrive at o_proj" in find(block(toys.Deaf)).refused[Site("z", 1)], "it has to depend on attention"
+    assert "stream" in find(block(base=toys.Normless)).read_only[Site("attn_in", 1)]
 
 
 def test_the_other_points_stay_as_they_are():
@@ -68,184 +182,59 @@ def test_the_other_points_stay_as_they_are():
     assert {s: a for s, a in with_parts.anchors.items() if s.hook not in PART_HOOKS} == without.anchors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "attention",
-    [toys.Attention, toys.Unturned, toys.Separate, toys.NormedHeads, toys.NormedRows, toys.Gated],
-)
-def test_attention(attention, dtype):
-    sites = find(block(attention), dtype)
-    assert found(sites) == DENSE and not sites.read_only
-    if attention is toys.Separate:
-        assert [where(sites, hook)[0] for hook in "qkv"] == ["self_attn.q", "self_attn.k", "self_attn.v"]
-        assert where(sites, "attn_in")[0] == "self_attn.q"
-
-
-def test_heads_in_another_order_are_refused():
-    sites = find(block(toys.Mislaid))
-    assert found(sites) == DENSE - {"q"}
-    assert "one head" in sites.refused[Site("q", 1)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_no_columns_side_by_side_hold(dtype):
-    """They are rows of their own where a module is given them."""
-    sites = find(block(toys.Interleaved), dtype)
-    assert found(sites) == DENSE and not sites.read_only
-    assert where(sites, "q") == where(sites, "k") == ("self_attn.rotary", "before", None)
-    assert where(sites, "v") == ("self_attn.core", "before", None)
-    gated = find(block(toys.BetweenGates), dtype)
-    assert found(gated) == DENSE and not gated.read_only
-    assert where(gated, "q") == ("self_attn.q_norm", "before", None)
-    assert gated.anchors[Site("q", 1)].per_head and gated.shapes[Site("q", 1)] == (HEADS, SIZE)
-    assert where(gated, "k")[0] == "self_attn.qkv"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_biases_that_are_added_later_are_part_of_the_value(dtype):
-    sites = find(block(toys.BiasedAttention, toys.BiasedMLP), dtype)
-    assert found(sites) == DENSE - {"mlp_pre_linear"} and not sites.read_only
-    assert where(sites, "q") == ("self_attn.rotary", "before", None)
-    assert where(sites, "v") == ("self_attn.core", "before", None)
-    assert where(sites, "mlp_pre") == ("mlp.act", "before", None)
-    left_to_the_block = find(block(base=toys.BiasedResults), dtype)
-    assert found(left_to_the_block) == DENSE
-
-
-@pytest.mark.parametrize("attention", [toys.NormedValues, toys.ScaledValues])
-def test_values_that_attention_is_not_given_as_they_are(attention):
-    sites = find(block(attention))
-    assert found(sites) == DENSE
-    assert where(sites, "k") == ("self_attn.qkv", "after", (Q, Q + KV))
-    assert where(sites, "v") == ("self_attn.qkv", "after", (Q + KV, Q + 2 * KV))
-
-
-def test_z_has_to_depend_on_attention():
-    sites = find(block(toys.Deaf))
-    assert "z" not in found(sites)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "act", [F.silu, F.gelu, F.relu, lambda x: F.gelu(x, approximate="tanh"), lambda x: F.relu(x) ** 2]
-)
-def test_activations(act, dtype):
-    plain = find(block(mlp=lambda: toys.Plain(act)), dtype)
-    assert found(plain) == DENSE - {"mlp_pre_linear"}
-    assert "no gate" in plain.refused[Site("mlp_pre_linear", 1)]
-    gated_mlp = type("Gated", (toys.GatedMLP,), {"act": staticmethod(act)})
-    gated = find(block(mlp=gated_mlp), dtype)
-    assert where(gated, "mlp_pre")[2] == (0, MLP) and where(gated, "mlp_pre_linear")[2] == (MLP, 2 * MLP)
-
-
-def test_which_half_is_the_gate():
-    sites = find(block(mlp=toys.GateLast))
-    assert where(sites, "mlp_pre")[2] == (MLP, 2 * MLP) and where(sites, "mlp_pre_linear")[2] == (0, MLP)
-    two = find(block(mlp=toys.Two))
-    assert where(two, "mlp_pre")[0] == "mlp.gate" and where(two, "mlp_pre_linear")[0] == "mlp.up"
-    assert where(two, "mlp_in")[0] == "mlp.gate", "it runs first"
-    assert found(find(block(mlp=toys.SubNorm))) == DENSE
-
-
-@pytest.mark.parametrize("mlp", [toys.Routed, toys.RoutedInside, toys.WithShared])
-def test_experts(mlp):
-    sites = find(block(mlp=mlp))
-    assert found(sites) == {*ATTENTION_HOOKS, "mlp_in", "router_logits"}
-    assert not sites.read_only
-    assert where(sites, "router_logits") == ("mlp.gate", "after", None)
-    assert sites.shapes[Site("router_logits", 1)] == (EXPERTS,)
-    for hook in NEURONS:
-        assert "fused kernel" in sites.refused[Site(hook, 1)]
-
-
-def test_experts_whose_router_is_not_seen():
-    """mlp_in stands where the first of all that read it does, so that an edit reaches the router too."""
-    sites = find(block(mlp=toys.WithUnseenRouter))
-    assert found(sites) == {*ATTENTION_HOOKS, "mlp_in"}
-    assert where(sites, "mlp_in")[:2] == (where(find(block()), "mlp_in")[0].replace("mlp.", "mlp.shared."), "before")
-    assert "no linear module returns the logits" in sites.refused[Site("router_logits", 1)]
-
-
-def test_experts_in_a_module_that_nothing_is_known_of():
-    """They are refused as what they are, not as if the block had none."""
-    sites = find(block(mlp=toys.UnknownExperts))
-    assert found(sites) == {*ATTENTION_HOOKS}
-    assert "nor a layer of experts that vLLM tells about" in sites.refused[Site("router_logits", 1)]
-    assert "no experts" in find(block()).refused[Site("router_logits", 1)]
-
-
-def test_in_a_parallel_block_the_first_reader_is_not_written():
-    """What is added to the one tensor before attention reads it, the MLP would read too."""
-    sites = find(block(base=Parallel), fused=True)
-    assert found(sites) == DENSE
-    assert set(sites.read_only) == {Site("attn_in", layer) for layer in range(LAYERS)}
-    backwards = find(block(base=toys.Backwards))
-    assert found(backwards) == DENSE
-    assert set(backwards.read_only) == {Site("mlp_in", layer) for layer in range(LAYERS)}
-
-
-def test_an_input_that_is_the_stream_is_not_written():
-    sites = find(block(base=toys.Normless))
-    assert found(sites) == DENSE
-    assert {site.hook for site in sites.read_only} == {"attn_in", "mlp_in"}
-    assert "stream" in sites.read_only[Site("attn_in", 1)]
-
-
-def test_other_mixers_and_blocks_without_a_part():
-    sites = find(block(toys.StateSpace))
-    assert found(sites) == {"mlp_in", *NEURONS}
-    assert "state-space" in sites.refused[Site("q", 1)]
-    only_mlp = find(block(base=MLPOnly))
-    assert "no attention" in only_mlp.refused[Site("z", 1)]
+class Again(toys.GatedMLP):
+    def forward(self, x):
+        self.down(torch.zeros(len(x), MLP, dtype=x.dtype))
+        return super().forward(x)
 
 
 def test_a_module_that_runs_twice_has_no_point():
-    class Again(toys.GatedMLP):
-        def forward(self, x):
-            self.down(torch.zeros(len(x), MLP, dtype=x.dtype))
-            return super().forward(x)
+    assert "runs 2 times" in find(block(mlp=Again)).refused[Site("mlp_post", 1)]
 
-    sites = find(block(mlp=Again))
-    assert "runs 2 times" in sites.refused[Site("mlp_post", 1)]
+
+class Half(toys.Attention):
+    """Of worker 1 of 2: two of four query heads, one of two key-value heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.core.heads, self.core.kv_heads = HEADS // 2, KV_HEADS // 2
+        self.qkv, self.o_proj = toys.Merged(D, Q // 2, KV // 2, KV // 2), nn.Linear(Q // 2, D)
+
+    def project(self, x):
+        return self.qkv(x).split([Q // 2, KV // 2, KV // 2], -1)
+
+
+def found_with(linear, make=None, **more):
+    """The verdicts if this is what is known of linear modules."""
+    return find(make or block(), parts=replace(toys.PARTS, linear=linear, **more))
 
 
 def test_rows_that_are_divided_among_workers():
-    """Worker 1 of 2: two of four query heads, one of two key-value heads, half of the neurons."""
-
-    class Half(toys.Attention):
-        def __init__(self):
-            super().__init__()
-            self.core.heads, self.core.kv_heads = HEADS // 2, KV_HEADS // 2
-            self.qkv, self.o_proj = toys.Merged(D, Q // 2, KV // 2, KV // 2), nn.Linear(Q // 2, D)
-
-        def project(self, x):
-            return self.qkv(x).split([Q // 2, KV // 2, KV // 2], -1)
-
     def linear(module):
         shape = toys.linear_shape(module)
         if isinstance(module, toys.Merged):
             return replace(shape, outputs=tuple(Features(2 * n, Shard(n, 2 * n)) for n in module.parts))
-        return shape and replace(
-            shape, inputs=Features(2 * module.in_features, Shard(module.in_features, 2 * module.in_features))
-        )
+        n = getattr(module, "in_features", 0)
+        return shape and replace(shape, inputs=Features(2 * n, Shard(n, 2 * n)))
 
-    sites = find(block(Half), parts=replace(toys.PARTS, linear=linear, ranks=2))
+    sites = found_with(linear, block(Half), ranks=2)
     assert found(sites) == DENSE
-    assert sites.shapes[Site("q", 1)] == sites.shapes[Site("q_rot", 1)] == sites.shapes[Site("z", 1)] == (HEADS, SIZE)
-    assert sites.shapes[Site("k", 1)] == sites.shapes[Site("v", 1)] == (KV_HEADS, SIZE)
-    assert sites.shards[Site("q", 1)] == sites.shards[Site("q_rot", 1)] == Shard(Q // 2, Q)
-    assert sites.shards[Site("k_rot", 1)] == sites.shards[Site("v", 1)] == Shard(KV // 2, KV)
-    assert sites.shards[Site("mlp_post", 1)] == sites.shards[Site("mlp_pre", 1)] == Shard(MLP, 2 * MLP)
+    for hooks, shape, shard in (
+        (("q", "q_rot", "z"), (HEADS, SIZE), Shard(Q // 2, Q)),
+        (("k", "k_rot", "v"), (KV_HEADS, SIZE), Shard(KV // 2, KV)),
+        (("mlp_pre", "mlp_post"), (2 * MLP,), Shard(MLP, 2 * MLP)),
+    ):
+        for hook in hooks:
+            assert (sites.shapes[Site(hook, 1)], sites.shards[Site(hook, 1)]) == (shape, shard)
     assert Site("attn_in", 1) not in sites.shards
 
 
 def test_heads_that_nothing_places_are_refused():
     def linear(module):
-        return (
-            toys.linear_shape(nn.Linear(module.in_features, module.out_features)) if toys.linear_shape(module) else None
-        )
+        plain = toys.linear_shape(module)
+        return plain and toys.linear_shape(nn.Linear(module.in_features, module.out_features))
 
-    sites = find(block(), parts=replace(toys.PARTS, linear=linear, ranks=2))
+    sites = found_with(linear, ranks=2)
     assert not found(sites) & {"q", "k", "v", "q_rot", "k_rot"} and "z" in found(sites)
 
 
@@ -254,9 +243,8 @@ def test_taps_before_quantised_modules_are_left_out_unless_asked_for():
         shape = toys.linear_shape(module)
         return shape and replace(shape, quantises_input=True)
 
-    sites = find(block(), parts=replace(toys.PARTS, linear=linear))
-    quantised = {"attn_in", "z", "mlp_in", "mlp_post"}
-    assert {site.hook for site in sites.before_quantised} == quantised
+    sites = found_with(linear)
+    assert {site.hook for site in sites.before_quantised} == {"attn_in", "z", "mlp_in", "mlp_post"}
     by_default, named = Settings(), Settings(hooks=("mlp_in",))
     assert not set(chosen(sites, by_default).values()) & {sites.anchors[s] for s in sites.before_quantised}
     assert len(chosen(sites, named)) == LAYERS
@@ -264,17 +252,17 @@ def test_taps_before_quantised_modules_are_left_out_unless_asked_for():
     assert sites.why_left_out(Site("q", 1), by_default) == "" == sites.why_left_out(Site("mlp_in", 1), named)
 
 
+def test_parts_that_fail_leave_the_other_points():
+    def linear(module):
+        raise RuntimeError("broken")
+
+    sites = found_with(linear)
+    assert Site("attn_out", 1) in sites.anchors and not found(sites)
+    assert all("broken" in sites.refused[Site(hook, 1)] for hook in (*ATTENTION_HOOKS, *MLP_HOOKS))
+
+
 def test_every_head_has_a_code_of_its_own():
     codes = head_codes(127, 8, 1)
     assert codes.shape == (8, 127) and not codes[1].any() and codes.any(0).all()
     assert len({tuple(column.tolist()) for column in codes.T}) == 127
     assert head_codes(300, 8, 0).any(0).all(), "more heads than codes share them"
-
-
-def test_parts_that_fail_leave_the_other_points():
-    def linear(module):
-        raise RuntimeError("broken")
-
-    sites = find(block(), parts=replace(toys.PARTS, linear=linear))
-    assert Site("attn_out", 1) in sites.anchors and not found(sites)
-    assert all("broken" in sites.refused[Site(hook, 1)] for hook in (*ATTENTION_HOOKS, *MLP_HOOKS))

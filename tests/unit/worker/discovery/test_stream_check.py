@@ -7,41 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.blocks import (
-    LAYERS,
-    TOKENS,
-    Core,
-    D,
-    Fused,
-    Model,
-    Norm,
-    Parallel,
-    Sandwich,
-    Sequential,
-    Weighted,
-    mapped,
-    supported,
-)
-from tests.unit.more_blocks import (
-    Apart,
-    Halfway,
-    Mamba1,
-    Renamed,
-    ReturnsNothing,
-    Scan,
-    ScanInto,
-    TwoAttentions,
-    WrittenInto,
-)
+from tests.unit import blocks as toys
+from tests.unit.blocks import LAYERS, TOKENS, D, mapped, supported
 from vllm_weir.schema.hooks import STREAM_HOOKS, Site
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.block_stack import find_tree
 from vllm_weir.worker.discovery.descriptions import ModelDescription
 from vllm_weir.worker.discovery.recorder import Recorder
-from vllm_weir.worker.discovery.sites import map_sites
 from vllm_weir.worker.discovery.trace import value_at
 
 DTYPES = (torch.float32, torch.bfloat16)
+SLOW_DTYPES = (torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough))
+EVERY, EMBED, FINAL_NORM = set(STREAM_HOOKS), Site("embed", 0), Site("final_norm", 0)
 MEMORY = {
     "nothing": lambda normed, residual: torch.zeros_like(normed),
     "rubbish": lambda normed, residual: torch.randn_like(normed),
@@ -51,209 +28,160 @@ MEMORY = {
 }
 
 
-def kind_of(mixer, holds):
-    return type("Block", (Mamba1,), {"kind": mixer, "memory": staticmethod(MEMORY[holds])})
-
-
 def worst_error(model, sites):
     """Of what the supported points of a block hold in a pass in which the mixers write: max |d|."""
     tree = find_tree(
-        model, D, LAYERS, ModelDescription(), lambda m: isinstance(m, Core),
+        model, D, LAYERS, ModelDescription(), lambda m: isinstance(m, toys.Core),
         lambda m: m is getattr(model, "embed_tokens", None), lambda: None,
     )  # fmt: skip
     with torch.inference_mode(), Recorder(tree).recording() as trace:
         model(torch.arange(TOKENS))
-    return max(
+    errors = [
         float((value_at(trace.blocks[site.layer], anchor) - model.layers[site.layer].true[site.hook]).abs().max())
         for site, anchor in sites.anchors.items()
         if site.hook in STREAM_HOOKS
-    )
+    ]
+    return max(errors, default=0.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("holds", MEMORY)
-def test_a_mixer_that_writes_nothing_in_the_probe_is_followed(holds, dtype, monkeypatch):
-    model = Model([kind_of(Scan, holds)] * LAYERS, True)
+@pytest.mark.parametrize("mixer", [toys.Scan, toys.ScanInto])
+def test_a_mixer_that_writes_nothing_in_the_probe_is_followed(mixer, holds, dtype, monkeypatch):
+    """Where no name tells what it would write into: what is supported all the same is right."""
+    kind = type("Block", (toys.Mamba1,), {"kind": mixer, "memory": staticmethod(MEMORY[holds])})
+    model = toys.Model([kind] * LAYERS, True)
     sites = mapped(model, dtype)
-    for layer in range(LAYERS):
+    for layer in range(LAYERS) if mixer is toys.Scan else ():
         assert supported(sites, layer) == {"resid_pre", "attn_out", "resid_post"}
         assert sites.anchors[Site("attn_out", layer)].module.endswith(".mixer")
-    assert Site("embed", 0) in sites.anchors and Site("final_norm", 0) in sites.anchors
-    monkeypatch.setattr(Scan, "real", True)
+    assert mixer is toys.ScanInto or {EMBED, FINAL_NORM} <= set(sites.anchors)
+    for site in sites.anchors:
+        assert site.hook not in ("resid_pre", "resid_post") or sites.anchors[site].residual or site == ("resid_pre", 0)
+    monkeypatch.setattr(toys.Scan, "real", True)
     assert worst_error(model, sites) < (1e-6 if dtype == torch.float32 else 0.2)
 
 
-@pytest.mark.parametrize("holds", MEMORY)
-def test_memory_that_nobody_wrote_to_proves_nothing(holds, monkeypatch):
-    """Where no name tells what the mixer would write into: what is supported all the same is right."""
-    model = Model([kind_of(ScanInto, holds)] * LAYERS, True)
-    sites = mapped(model)
-    monkeypatch.setattr(Scan, "real", True)
-    if any(site.hook in STREAM_HOOKS for site in sites.anchors):
-        assert worst_error(model, sites) < 1e-6
-    for site in sites.anchors:
-        assert site.hook not in ("resid_pre", "resid_post") or sites.anchors[site].residual or site == ("resid_pre", 0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SLOW_DTYPES)
 def test_the_stream_of_a_block_with_two_attentions(dtype):
     """Two tensors whose sum is all that it goes by, though nothing within it is a point."""
-    sites = mapped(Model([TwoAttentions] * LAYERS, True), dtype)
+    sites = mapped(toys.Model([toys.TwoAttentions] * LAYERS, True), dtype)
     assert supported(sites) == {"resid_pre", "resid_post"}
     assert sites.anchors[Site("resid_post", 1)].residual is not None
     assert "mixes tokens in 2 places (self_attn.core, others.0.core)" in sites.refused[Site("attn_out", 1)]
-    assert {Site("embed", 0), Site("final_norm", 0)} <= set(sites.anchors)
+    assert {EMBED, FINAL_NORM} <= set(sites.anchors)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+class Differs(toys.Model):
+    def leave(self, hidden, residual=None):
+        return self.norm(hidden - residual)
+
+
+@pytest.mark.parametrize("dtype", SLOW_DTYPES)
 def test_two_tensors_of_which_neither_is_the_stream(dtype):
-    class Sums(Model):
-        def forward(self, ids):
-            hidden, residual = self.embed_tokens(ids), None
-            for layer in self.layers:
-                hidden, residual = layer(None, hidden, residual)
-            return self.norm(hidden - residual)
-
-    sites = mapped(Sums([Apart] * LAYERS, True), dtype)
+    sites = mapped(Differs([toys.Apart] * LAYERS, True), dtype)
     assert not supported(sites)
-    assert "could not be shown that the stream is" in sites.refused[Site("resid_post", 1)]
-    assert "could not be shown that the stream is" in sites.refused[Site("embed", 0)], "not that there is no embedding"
+    for site in (Site("resid_post", 1), EMBED):  # not that there is no embedding
+        assert "could not be shown that the stream is" in sites.refused[site]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [Parallel, Weighted])
-def test_a_tensor_that_nobody_uses_is_not_part_of_the_stream(kind, dtype):
-    sites = mapped(Model([kind] * LAYERS, True), dtype)
-    assert {"resid_pre", "resid_post"} <= supported(sites)
-    assert sites.anchors[Site("resid_post", 1)].residual is None
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layers", [1, 2])
-def test_of_one_block_the_tensor_that_nobody_uses_is_told_by_what_the_model_returns(layers, dtype):
-    """With nothing to be handed on to, both tensors together look like a stream, and the block's own result like an
-    addition to it."""
-    sites = mapped(Model([Halfway] * layers, True), dtype)
-    assert all(supported(sites, layer) == set(STREAM_HOOKS) for layer in range(layers))
+@pytest.mark.parametrize(
+    ("kind", "layers"), [(toys.Parallel, 3), (toys.Weighted, 3), (toys.Halfway, 1), (toys.Halfway, 2)]
+)
+def test_a_tensor_that_nobody_uses_is_not_part_of_the_stream(kind, layers, dtype):
+    """Of one block it is told by what the model returns: with nothing to be handed on to, both tensors together look
+    like a stream, and the block's own result like an addition to it."""
+    sites = mapped(toys.Model([kind] * layers, True), dtype)
+    for layer in range(layers):
+        assert (
+            supported(sites, layer) == EVERY
+            if kind is toys.Halfway
+            else supported(sites) >= {"resid_pre", "resid_post"}
+        )
     assert sites.anchors[Site("resid_post", layers - 1)].residual is None
-    assert {Site("embed", 0), Site("final_norm", 0)} <= set(sites.anchors)
+    assert kind is not toys.Halfway or {EMBED, FINAL_NORM} <= set(sites.anchors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_of_one_block_a_tensor_that_is_part_of_the_stream_is_not_overlooked(dtype):
-    sites = mapped(Model([Renamed], True), dtype)
+    sites = mapped(toys.Model([toys.Renamed], True), dtype)
     assert not supported(sites, 0)
     assert "what the model returns depends on more" in sites.refused[Site("resid_post", 0)]
 
 
+class InPlace(toys.Model):
+    """Its blocks write into what they are given, into both tensors if it is fused."""
+
+    def through(self, hidden, residual=None):
+        more = [torch.zeros_like(hidden)] if self.fused else []
+        for layer in self.layers:
+            returned = layer(None, hidden, *more)
+            hidden = hidden if returned is None else returned
+        return hidden, *more
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("kind", [WrittenInto, ReturnsNothing])
+@pytest.mark.parametrize("kind", [toys.WrittenInto, toys.ReturnsNothing])
 def test_what_blocks_write_into_and_do_not_return_is_handed_on_too(kind, layers, dtype):
     """The first of the two tensors alone is what the last MLP added, and no stream."""
-
-    class InPlace(Model):
-        def forward(self, ids):
-            hidden = self.embed_tokens(ids)
-            more = [torch.zeros_like(hidden)] if kind is WrittenInto else []
-            for layer in self.layers:
-                returned = layer(None, hidden, *more)
-                hidden = hidden if returned is None else returned
-            return self.norm(hidden, *more)[0] if more else self.norm(hidden)
-
-    sites = mapped(InPlace([kind] * layers), dtype)
-    assert all(supported(sites, layer) == set(STREAM_HOOKS) for layer in range(layers)), sites.refused
+    sites = mapped(InPlace([kind] * layers, kind is toys.WrittenInto), dtype)
+    assert all(supported(sites, layer) == EVERY for layer in range(layers)), sites.refused
     post = sites.anchors[Site("resid_post", layers - 1)]
-    keys = [post.residual] if kind is WrittenInto else [post.hidden]
-    assert [(key.kind, key.name) for key in keys] == [("arg", "residual" if kind is WrittenInto else "hidden_states")]
+    key, name = (post.residual, "residual") if kind is toys.WrittenInto else (post.hidden, "hidden_states")
+    assert (key.kind, key.name) == ("arg", name)
+
+
+class Stage(toys.Model):
+    """A pipeline stage that neither begins nor ends the model's stream."""
+
+    given_both = False
+
+    def forward(self, ids):
+        hidden = self.embed_tokens(ids)
+        return self.through(hidden, hidden.flip(0) if self.given_both else None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize(
     ("kind", "left"),
-    [
-        (Fused, set(STREAM_HOOKS)),
-        (Parallel, set(STREAM_HOOKS) - {"resid_mid"}),
-        (Halfway, set(STREAM_HOOKS)),
-        (Renamed, set()),
-    ],
+    [(toys.Fused, EVERY), (toys.Parallel, EVERY - {"resid_mid"}), (toys.Halfway, EVERY), (toys.Renamed, set())],
 )
 def test_the_only_block_of_a_pipeline_stage(kind, left, place, dtype):
     """Nothing that follows it shows what is used of the tensors that it hands on."""
-
-    class PPMissingLayer(torch.nn.Identity):
-        def forward(self, positions, hidden, residual):
-            return hidden, residual
-
-    class Stage(Model):
-        def forward(self, ids):
-            hidden = self.embed_tokens(ids)
-            residual = hidden.flip(0) if place and kind in (Fused, Renamed) else None
-            for layer in self.layers:
-                hidden, residual = layer(None, hidden, residual)
-            return hidden, residual
-
     model = Stage([kind] * LAYERS, True)
+    model.given_both = place and kind in (toys.Fused, toys.Renamed)
     for layer in {0, 1, 2} - {place}:
-        model.layers[layer] = PPMissingLayer()
+        model.layers[layer] = toys.PPMissingLayer()
     sites = mapped(model, dtype)
     assert supported(sites, place) == (left - {"resid_pre"} if place else left), sites.refused
-    if kind in (Halfway, Parallel):
+    if kind in (toys.Halfway, toys.Parallel):
         assert sites.anchors[Site("resid_post", place)].residual is None
-    if kind is Renamed:
+    if kind is toys.Renamed:
         assert "nothing in its pipeline stage tells" in sites.refused[Site("resid_post", place)]
+
+
+class Several(toys.Sequential):
+    def forward(self, positions, hidden_states):
+        return torch.stack([super(Several, self).forward(positions, stream) for stream in hidden_states])
 
 
 @pytest.mark.parametrize("streams", [2, TOKENS])
 def test_a_trunk_of_several_streams_says_so(streams):
     """Also where there are as many of them as tokens in the probe."""
 
-    class Several(Sequential):
-        def forward(self, positions, hidden_states):
-            return torch.stack([super(Several, self).forward(positions, stream) for stream in hidden_states])
+    class Trunk(toys.Model):
+        def enter(self, ids):
+            return torch.stack([(i + 1) * self.embed_tokens(ids) for i in range(streams)])
 
-    class Trunk(Model):
-        def forward(self, ids):
-            hidden = torch.stack([(i + 1) * self.embed_tokens(ids) for i in range(streams)])
-            for layer in self.layers:
-                hidden = layer(None, hidden)
+        def leave(self, hidden, residual=None):
             return self.norm(hidden[0])
 
     sites = mapped(Trunk([Several] * LAYERS))
     assert not sites.anchors
-    assert f"several streams at once ({streams}, {TOKENS}, {D})" in sites.refused[Site("embed", 0)]
-
-
-class GivenEmbeddings(Model):
-    """Is given embeddings instead of tokens, like models under `enable_prompt_embeds`."""
-
-    def forward(self, ids=None, inputs_embeds=None):
-        hidden, residual = inputs_embeds, None
-        for layer in self.layers:
-            hidden, residual = layer(None, hidden, residual)
-        return self.norm(hidden, residual)[0]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [Fused, Sandwich])
-def test_embeddings_given_in_a_buffer_of_zeros_that_blocks_write_into(kind, dtype):
-    torch.manual_seed(0)
-    model, buffer = GivenEmbeddings([kind] * LAYERS, True).to(dtype), torch.zeros(TOKENS, D, dtype=dtype)
-
-    def run() -> None:
-        model(inputs_embeds=buffer)
-
-    def is_embedding(module) -> bool:
-        return module is model.embed_tokens
-
-    tree = find_tree(model, D, LAYERS, ModelDescription(), lambda m: isinstance(m, Core), is_embedding, run)
-    with torch.inference_mode():
-        sites = map_sites(tree, run, dtype, ModelDescription())
-    assert all(supported(sites, layer) == set(STREAM_HOOKS) for layer in range(LAYERS))
-    assert sites.anchors[Site("embed", 0)] == Anchor("", "before", TensorKey("arg", 1, "inputs_embeds"))
-    assert str(sites.anchors[Site("embed", 0)]) == "inputs_embeds of the model, before the call"
-    assert not sites.refused and not buffer.any()
+    assert f"several streams at once ({streams}, {TOKENS}, {D})" in sites.refused[EMBED]
 
 
 class Entered(torch.nn.Module):
@@ -267,150 +195,142 @@ class Entered(torch.nn.Module):
         return self.model(None, inputs_embeds)
 
 
-def given(model, look_up=None, compiled_whole=lambda module: False, width=D, beside_stream=lambda kwargs: ()):
-    """The verdicts on a model that is given embeddings."""
-    torch.manual_seed(0)
-    buffer = torch.zeros(TOKENS, width)
-
-    def run() -> None:
-        model(inputs_embeds=buffer)
+def given(model, dtype=torch.float32, width=D, **more):
+    """The verdicts on a model that is given embeddings, in a buffer of zeros that blocks write into."""
+    buffer = torch.zeros(TOKENS, width, dtype=dtype)
 
     def is_embedding(module) -> bool:
         return isinstance(module, torch.nn.Embedding) and module.num_embeddings == 11
 
-    tree = find_tree(
-        model,
-        D,
-        LAYERS,
-        ModelDescription(),
-        lambda m: isinstance(m, Core),
-        is_embedding,
-        run,
-        compiled_whole=compiled_whole,
-        look_up=look_up,
-        beside_stream=beside_stream,
-    )
-    with torch.inference_mode():
-        return map_sites(tree, run, torch.float32, ModelDescription())
+    sites = mapped(model, dtype, is_embedding=is_embedding, run=lambda: model(inputs_embeds=buffer), **more)
+    assert not buffer.any()
+    return sites
 
 
-def test_embeddings_that_are_scaled_and_given_positions_and_widened():
-    """What is done to them inside is measured, as where the tokens are looked up inside."""
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [toys.Fused, toys.Sandwich])
+def test_embeddings_given_in_a_buffer(kind, dtype):
+    sites = given(toys.GivenEmbeddings([kind] * LAYERS, True), dtype)
+    assert all(supported(sites, layer) == EVERY for layer in range(LAYERS)) and not sites.refused
+    assert sites.anchors[EMBED] == Anchor("", "before", TensorKey("arg", 1, "inputs_embeds"))
+    assert str(sites.anchors[EMBED]) == "inputs_embeds of the model, before the call"
 
-    class Scaled(GivenEmbeddings):
-        def forward(self, ids=None, inputs_embeds=None):
-            hidden = self.enter(inputs_embeds)
-            for layer in self.layers:
-                hidden = layer(None, hidden)
-            return self.norm(hidden)
 
-    class Positions(Scaled):
-        def enter(self, hidden):
-            return 3.0 * hidden + self.wpe(torch.arange(TOKENS))
+class Places(toys.GivenEmbeddings):
+    """Scaled, and given positions."""
 
-    class Narrow(Scaled):
-        def __init__(self, *args, **more):
-            super().__init__(*args, **more)
-            self.widen = torch.nn.Linear(D // 2, D)
+    def enter(self, inputs_embeds):
+        return 3.0 * inputs_embeds + self.wpe(torch.arange(TOKENS))
 
-        def enter(self, hidden):
-            return self.widen(hidden) + self.wpe(torch.arange(TOKENS))
 
-    class Normed(Scaled):
-        def __init__(self, *args, **more):
-            super().__init__(*args, **more)
-            self.embed_norm = Norm()
+class Narrow(toys.GivenEmbeddings):
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.widen = torch.nn.Linear(D // 2, D)
 
-        def enter(self, hidden):
-            return self.embed_norm(hidden)
+    def enter(self, inputs_embeds):
+        return self.widen(inputs_embeds) + self.wpe(torch.arange(TOKENS))
 
-    anchor = given(Positions([Sequential] * LAYERS, positions=True)).anchors[Site("embed", 0)]
-    assert (anchor.module, anchor.hidden.name) == ("", "inputs_embeds") and anchor.scale == pytest.approx(3, rel=1e-6)
-    widened = given(Narrow([Sequential] * LAYERS, positions=True), width=D // 2)
-    assert widened.anchors[Site("embed", 0)].module == "widen" and not widened.refused
-    assert given(Normed([Sequential] * LAYERS)).anchors[Site("embed", 0)].module == "embed_norm"
+
+class Normed(toys.GivenEmbeddings):
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.embed_norm = toys.Norm()
+
+    def enter(self, inputs_embeds):
+        return self.embed_norm(inputs_embeds)
+
+
+class SameTable(toys.GivenEmbeddings):
+    """Positions are looked up inside, in a table of the same kind as the tokens'."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.places = torch.nn.Embedding(11, D)
+
+    def enter(self, inputs_embeds):
+        return inputs_embeds + self.places(torch.arange(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "scale"),
+    [(Places, "", 3.0), (Narrow, "widen", 1.0), (Normed, "embed_norm", 1.0), (SameTable, "", 1.0)],
+)
+def test_what_is_done_to_given_embeddings_inside_is_measured(kind, module, scale):
+    """As where the tokens are looked up inside."""
+    sites = given(kind([toys.Sequential] * LAYERS, positions=True), width=D // 2 if kind is Narrow else D)
+    anchor = sites.anchors[EMBED]
+    assert anchor.module == module and anchor.scale == pytest.approx(scale, rel=1e-6) and not sites.refused
+    assert module or anchor.hidden.name == "inputs_embeds"
 
 
 def test_what_is_compiled_whole_is_not_where_embeddings_are_tapped():
-    model = Entered(GivenEmbeddings([Fused] * LAYERS, True))
+    model = Entered(toys.GivenEmbeddings([toys.Fused] * LAYERS, True))
     for compiled_whole, path in ((lambda m: False, ""), (lambda m: m is model, "model")):
-        anchor = given(model, compiled_whole=compiled_whole).anchors[Site("embed", 0)]
+        anchor = given(model, compiled_whole=compiled_whole).anchors[EMBED]
         assert (anchor.module, anchor.when, anchor.hidden.name) == (path, "before", "inputs_embeds")
+
+
+class Inner(toys.GivenEmbeddings):
+    def forward(self, ids=None, inputs_embeds=None, features=()):
+        hidden, residual = inputs_embeds, None
+        for layer, feature in zip(self.layers, [*features, None, None]):
+            hidden, residual = layer(None, hidden, residual)
+            hidden = hidden if feature is None else hidden + feature
+        return self.leave(hidden, residual)
+
+
+class WithFeatures(Entered):
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.features = [torch.zeros(TOKENS, D)]
+
+    def forward(self, ids=None, inputs_embeds=None):
+        return self.model(None, inputs_embeds, features=self.features)
 
 
 @pytest.mark.parametrize("told", [False, True])
 def test_what_is_added_between_blocks_only_with_images(told):
     """Zeros in the passes over dummy tokens: the stream after the addition is refused where discovery is told of it."""
-
-    class Inner(GivenEmbeddings):
-        def forward(self, ids=None, inputs_embeds=None, features=()):
-            hidden, residual = inputs_embeds, None
-            for layer, feature in zip(self.layers, [*features, None, None]):
-                hidden, residual = layer(None, hidden, residual)
-                hidden = hidden if feature is None else hidden + feature
-            return self.norm(hidden, residual)[0]
-
-    class Outer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model, self.features = Inner([Fused] * LAYERS, True), [torch.zeros(TOKENS, D)]
-
-        def forward(self, ids=None, inputs_embeds=None):
-            return self.model(None, inputs_embeds, features=self.features)
-
-    model = Outer()
-    sites = given(model, beside_stream=(lambda kwargs: kwargs["features"]) if told else lambda kwargs: ())
+    model = WithFeatures(Inner([toys.Fused] * LAYERS, True))
+    sites = given(model, beside_stream=lambda kwargs: kwargs["features"] if told else ())
     refused = {site: why for site, why in sites.refused.items() if "changes the stream" in why}
     assert set(refused) == ({Site("resid_pre", 1)} if told else set())
-    assert supported(sites, 0) == set(STREAM_HOOKS) and supported(sites, 2) == set(STREAM_HOOKS)
-    assert Site("embed", 0) in sites.anchors and sites.embeddings_given and not model.features[0].any()
-
-
-def test_positions_that_are_looked_up_inside_are_not_taken_for_tokens():
-    """By a table of the same kind as the tokens'."""
-
-    class Positions(GivenEmbeddings):
-        def __init__(self, *args, **more):
-            super().__init__(*args, **more)
-            self.places = torch.nn.Embedding(11, D)
-
-        def forward(self, ids=None, inputs_embeds=None):
-            return super().forward(inputs_embeds=inputs_embeds + self.places(torch.arange(TOKENS)))
-
-    assert given(Positions([Fused] * LAYERS, True)).anchors[Site("embed", 0)].hidden.name == "inputs_embeds"
+    assert supported(sites, 0) == supported(sites, 2) == EVERY
+    assert EMBED in sites.anchors and sites.embeddings_given and not model.features[0].any()
 
 
 def test_embeddings_that_are_not_the_tables_are_refused():
     """What a model's look-up adds to its table (an embedding of n-grams, say) is no part of the token embedding."""
-    model = GivenEmbeddings([Fused] * LAYERS, True)
+    model = toys.GivenEmbeddings([toys.Fused] * LAYERS, True)
     ids = torch.arange(TOKENS)
     looks: dict[str, Any] = {
         "": lambda: 2.5 * model.embed_tokens(ids),
         "no multiple": lambda: model.embed_tokens(ids) + model.embed_tokens(ids.flip(0)),
     }
     for why, look_up in looks.items():
-        sites = given(model, look_up)
-        assert why in sites.refused.get(Site("embed", 0), "") and (why != "") == (Site("embed", 0) in sites.refused)
+        sites = given(model, look_up=look_up)
+        assert why in sites.refused.get(EMBED, "") and (why != "") == (EMBED in sites.refused)
+
+
+class Warming(toys.Core):
+    """Calls a part of its in the first pass only, to have its kernels tuned, like Qwen3-Next's mixers."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel, self.cold = torch.nn.Linear(D, D), True
+
+    def forward(self, *args, **kwargs):
+        if self.cold:
+            self.kernel(torch.ones(3, D, dtype=self.kernel.weight.dtype))
+            self.cold = False
+        return super().forward(*args, **kwargs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_that_the_first_pass_warms_up(dtype):
-    """Qwen3-Next's mixers call a part of theirs in the first pass only, to have its kernels tuned."""
-
-    class Warming(Core):
-        def __init__(self):
-            super().__init__()
-            self.kernel, self.cold = torch.nn.Linear(D, D), True
-
-        def forward(self, *args, **kwargs):
-            if self.cold:
-                self.kernel(torch.ones(3, D, dtype=self.kernel.weight.dtype))
-                self.cold = False
-            return super().forward(*args, **kwargs)
-
-    model = Model([Fused] * LAYERS, True)
+    model = toys.Model([toys.Fused] * LAYERS, True)
     for layer in model.layers:
         layer.self_attn.core = Warming()
-    sites = mapped(model, dtype)
-    assert not sites.refused
+    assert not mapped(model, dtype).refused
     assert all(not layer.self_attn.core.cold for layer in model.layers)

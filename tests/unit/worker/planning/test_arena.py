@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from vllm_weir.worker.planning.arena import Arena
 
 
-@given(capacity=st.integers(1, 60), data=st.data())
+@given(capacity=st.integers(1, 40), data=st.data())
 def test_pieces(capacity, data):
     arena, held = Arena(capacity), {}
-    for _ in range(80):
+    for _ in range(40):
         if held and data.draw(st.booleans()):
             start = data.draw(st.sampled_from(sorted(held)))
             arena.release(start)

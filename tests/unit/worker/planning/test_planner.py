@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.support.properties import examples
-from tests.unit.request_strategies import sensible_captures
 from vllm_weir import Site
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
-from vllm_weir.schema.selectors import NEVER
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, column_of, num_taps, tap_of
 from vllm_weir.worker.planning.planner import Planner
@@ -72,52 +67,6 @@ def step(planner, batch):
     return planner.plan(list(names), counts, computed)  # as vLLM gives them: a repeated step is known by its list
 
 
-@examples(25)
-@given(data=st.data())
-def test_planning_everybody_at_once_changes_nothing(data):
-    """The same batches through a planner that plans every request by itself: same plans, same arrivals, same places."""
-    quick, slow = planner_of(COLUMNS, 512), planner_of(COLUMNS, 512)
-    state = {}
-    for i in range(data.draw(st.integers(1, 4))):
-        P, G = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 16))
-        ids = data.draw(st.lists(st.integers(0, 20), min_size=P, max_size=P))
-        how = data.draw(st.sampled_from([None, "full8", "fp16"]))
-        spec = spec_of(data.draw(sensible_captures(LAYERS)), how)
-        codec = -1 if how is None else int(how == "fp16")
-        for planner in (quick, slow):
-            planner.add_capture(f"r{i}", data.draw(st.just("ab"[i % 2])), spec, P, ids, G, codec)
-        state[f"r{i}"] = [P, G, 0]
-    while state:
-        batch = []
-        for name, (P, _, at) in state.items():
-            if len(state) > 1 and not data.draw(st.integers(0, 5)):
-                continue  # it sits this step out
-            if at > 1 and not data.draw(st.integers(0, 15)):
-                at = data.draw(st.integers(0, at - 1))
-            batch.append((name, data.draw(st.integers(1, P - at)) if at < P else 1, at))
-        if not batch:
-            continue
-        slow.steady_state.ready[:] = NEVER
-        slow._repeated = None
-        plans = [step(planner, batch) for planner in (quick, slow)]
-        assert (plans[0] is None) == (plans[1] is None)
-        if plans[0] is not None:
-            a, b = plans
-            assert (a.slots >= 0).tolist() == (b.slots >= 0).tolist() and a.site_sets.tolist() == b.site_sets.tolist()
-            for plan in plans:
-                rows_of(plan, quick, batch)
-            assert places_of(a) == places_of(b)
-            arrivals = [{r: sorted(flat(m)) for r, m in p.arrivals.items()} for p in plans]
-            assert {r: m for r, m in arrivals[0].items() if m} == {r: m for r, m in arrivals[1].items() if m}
-        for name, n, at in batch:
-            state[name][2] = at + n
-            if at + n >= state[name][0] + state[name][1] - 1:
-                del state[name]
-                for planner in (quick, slow):
-                    planner.remove(name)
-    assert_free(quick, 512)
-
-
 def flat(arrivals):
     """(row sequence, rank, position) of every row."""
     return [
@@ -163,16 +112,6 @@ def test_rows_that_are_kept_go_to_their_keeper_in_every_step():
     assert {to: [one.request_id for one in update.opened] for to, update in updates.items()} == {
         "k": ["kept"], "reader": ["sent"],
     }  # fmt: skip
-
-
-def test_columns_are_distinct_and_of_their_tap():
-    sites = [Site(h, i) for h in ("resid_pre", "resid_post") for i in range(LAYERS)]
-    for before in (True, False):
-        columns = [column_of(s, before) for s in sites]
-        assert len(set(columns)) == len(columns) and set(columns) <= COLUMNS
-    for layer in range(1, LAYERS):
-        # After the one block's interventions is before the next one's.
-        assert column_of(Site("resid_post", layer - 1), False) == column_of(Site("resid_pre", layer), True)
 
 
 def test_site_sets_are_shared_and_freed():

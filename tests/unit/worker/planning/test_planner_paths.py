@@ -11,7 +11,17 @@ import vllm_weir as weir
 from tests.support.properties import examples
 from tests.unit.request_strategies import selectors, sensible_captures
 from tests.unit.schema.test_lowering import REPLY, Bench, D
-from tests.unit.worker.planning.test_planner import COLUMNS, LAYERS, flat, places_of, planner_of, spec_of, step
+from tests.unit.worker.planning.test_planner import (
+    COLUMNS,
+    LAYERS,
+    assert_free,
+    flat,
+    places_of,
+    planner_of,
+    rows_of,
+    spec_of,
+    step,
+)
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.selectors import MOST_STEPS, NEVER, Selectors, SelectorSet
 from vllm_weir.worker.planning.arena import Arena
@@ -76,50 +86,64 @@ def test_what_a_choice_comes_to_belongs_to_its_prompt_length():
     assert by_token.of(2, [1, 7]).codes(np.arange(2)).tolist() == [0, 1]
 
 
-@given(data=st.data())
-def test_planning_by_stretches_changes_nothing(data):
-    """Prompts in chunks, preempted and repeated steps, against a planner that looks at every position."""
+@given(data=st.data(), scattered=st.booleans(), seed=st.integers(0, 2**31))
+def test_planning_by_stretches_and_all_at_once_changes_nothing(data, scattered, seed):
+    """Chunks, preempted, repeated and skipped steps, against a planner that plans every request by itself, and looks at
+    every position if it is `scattered`: the same rows, arrivals and places."""
     quick, slow = planner_of(COLUMNS, 512), planner_of(COLUMNS, 512)
-    state = {}
+    state, turn = {}, np.random.default_rng(seed)
     for i in range(data.draw(st.integers(1, 4))):
-        P, G = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 10))
+        P, G = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 16))
         ids = data.draw(st.lists(st.integers(0, 20), min_size=P, max_size=P))
-        spec = spec_of(data.draw(sensible_captures(LAYERS)))
+        how = None if scattered else data.draw(st.sampled_from([None, "full8", "fp16"]))
+        spec = spec_of(data.draw(sensible_captures(LAYERS)), how)
         for planner in (quick, slow):
-            planner.add_capture(f"r{i}", "ab"[i % 2], spec, P, ids, G)
-        slow.capturing[f"r{i}"].selectors = Scattered(slow.capturing[f"r{i}"].selectors, ids)
+            planner.add_capture(f"r{i}", "ab"[i % 2], spec, P, ids, G, -1 if how is None else int(how == "fp16"))
+        if scattered:
+            slow.capturing[f"r{i}"].selectors = Scattered(slow.capturing[f"r{i}"].selectors, ids)
         state[f"r{i}"] = [P, G, 0]
     while state:
         batch = []
         for name, (P, _, at) in state.items():
-            if at > 1 and data.draw(st.integers(0, 15)) == 7:
-                at = data.draw(st.integers(0, at - 1))
-            batch.append((name, data.draw(st.integers(1, P - at)) if at < P else 1, at))
+            if len(state) > 1 and turn.random() < 0.2:
+                continue  # it sits this step out
+            if at > 1 and turn.random() < 0.07:
+                at = int(turn.integers(at))
+            batch.append((name, int(turn.integers(1, P - at + 1)) if at < P else 1, at))
+        if not batch:
+            continue
+        slow.steady_state.ready[:] = NEVER
+        slow._repeated = None
         a, b = (step(planner, batch) for planner in (quick, slow))
         assert (a is None) == (b is None)
         if a is not None:
-            assert [quick.site_sets.columns_of.get(p) for p in a.site_sets.tolist()] == [
-                slow.site_sets.columns_of.get(p) for p in b.site_sets.tolist()
+            columns = [
+                [planner.site_sets.columns_of.get(p) for p in plan.site_sets.tolist()]
+                for planner, plan in ((quick, a), (slow, b))
             ]
-            assert a.rows == b.rows and {t: x[1:] for t, x in places_of(a).items()} == {
-                t: x[1:] for t, x in places_of(b).items()
-            }
-            for plan in (a, b):
+            assert columns[0] == columns[1] and a.rows == b.rows
+            skip = int(scattered)  # then requests find their places in another order
+            assert {t: x[skip:] for t, x in places_of(a).items()} == {t: x[skip:] for t, x in places_of(b).items()}
+            for planner, plan in ((quick, a), (slow, b)):
+                rows_of(plan, planner, batch)
                 whole = sorted((s + k, r + k) for s, r, n in plan.segments.tolist() for k in range(n))
                 assert whole == sorted((s + k, r + k) for s, r, n in plan.copies.tolist() for k in range(n))
-            assert positions_told(a) == positions_told(b)
+            assert positions_told(a, scattered) == positions_told(b, scattered)
         for name, n, at in batch:
             state[name][2] = at + n
             if at + n >= sum(state[name][:2]) - 1:
                 del state[name]
                 quick.remove(name)
                 slow.remove(name)
+    assert_free(quick, 512)
 
 
-def positions_told(plan):
-    """Reply -> the positions whose rows arrive; row sequences are numbered as they are met."""
+def positions_told(plan, scattered):
+    """Reply -> what arrives: of `scattered` ones the positions alone, as row sequences are numbered as they are met."""
     return {
-        reply: sorted(p for _, _, p in flat(arrivals)) for reply, arrivals in plan.arrivals.items() if len(arrivals)
+        reply: sorted(row[2:] if scattered else row for row in flat(arrivals))
+        for reply, arrivals in plan.arrivals.items()
+        if len(arrivals)
     }
 
 

@@ -1,12 +1,14 @@
-"""How rows of other widths lie in the ring, and which worker sends which part of them."""
+"""How rows of other widths lie in the ring, which worker sends which part of them, and structured columns."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.row_shapes import Shard
 from vllm_weir.schema.taps import STAGES, column_of, num_columns, tap_of
+from vllm_weir.worker.planning.columns import RUN, SCORE_READ, as_integers, concatenate
 from vllm_weir.worker.planning.row_layout import RowLayout
 from vllm_weir.worker.planning.site_sets import SiteSets
 
@@ -42,6 +44,23 @@ def test_four_workers_hold_parts_and_copies(rank):
 
 def test_a_repeated_column_has_the_rank_of_its_first_place():
     sets = SiteSets(4, 12)
+    assert sets.ranks.dtype == np.int32 and (sets.ranks == -1).all()
     number = sets.hold((2, 5, 5, 5, 7))
     assert sets.ranks[number].tolist() == [-1, -1, 0, -1, -1, 1, -1, 4, -1, -1, -1, -1]
     assert sets.columns_of[number] == (2, 5, 5, 5, 7)
+
+
+@pytest.mark.parametrize("dtype", [RUN, SCORE_READ])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_integers_are_a_view(dtype, count):
+    array = np.zeros(count, dtype)
+    integers = as_integers(array)
+    assert integers.shape == (count, len(dtype)) and integers.dtype == dtype[0]
+    integers[:] = 7
+    assert (array[dtype.names[0]] == 7).all()
+    assert (integers + np.arange(len(dtype))).shape == integers.shape
+
+
+def test_nothing_is_joined():
+    assert concatenate([], RUN).shape == (0,)
+    assert len(concatenate([np.zeros(2, RUN), np.zeros(0, RUN), np.zeros(1, RUN)], RUN)) == 3

@@ -9,21 +9,13 @@ import torch
 
 from vllm_weir import messages
 from vllm_weir.config.settings import Settings
+from vllm_weir.schema import resolved_probes as rp
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import AFFINE, BLEND, CONST, NORM, Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec
-from vllm_weir.schema.resolved_probes import (
-    ATTENTION,
-    LINEAR,
-    MEAN,
-    MLP,
-    CellLayout,
-    ResolvedGate,
-    ResolvedProbe,
-)
 from vllm_weir.schema.vectors import digest_of
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.site_map import SiteMap
@@ -93,22 +85,22 @@ class Draw:
     def probe(self, name, tokens=True):
         hook, layer = self.place()
         positions = Positions.parse(SELECTORS[int(self.random.integers(len(SELECTORS) - (not tokens)))])
-        kind, k = self.choice(LINEAR, MLP, ATTENTION), int(self.random.integers(1, 4))
+        kind, k = self.choice(rp.LINEAR, rp.MLP, rp.ATTENTION), int(self.random.integers(1, 4))
         units, heads = int(self.random.integers(1, 5)), int(self.random.integers(1, 3))
-        count = {LINEAR: k, MLP: units, ATTENTION: heads * (1 + k)}[kind]
-        start, stop = self.choice((0, 0), (2, 6)) if kind == LINEAR else (0, 0)
+        count = {rp.LINEAR: k, rp.MLP: units, rp.ATTENTION: heads * (1 + k)}[kind]
+        start, stop = self.choice((0, 0), (2, 6)) if kind == rp.LINEAR else (0, 0)
         smoothing = int(self.random.integers(4))
-        parameter = {1: 0.25, MEAN: float(self.random.integers(1, 5))}.get(smoothing, 0.0)
-        return ResolvedProbe(
+        parameter = {1: 0.25, rp.MEAN: float(self.random.integers(1, 5))}.get(smoothing, 0.0)
+        return rp.ResolvedProbe(
             name, hook, layer, positions, kind, k,
             rows=tuple(self.vector((stop - start) or D) for _ in range(count)),
             offsets=tuple(self.number() for _ in range(count)),
             start=start,
             stop=stop,
             hidden=int(self.random.integers(4)),
-            out_rows=tuple(self.vector(units) for _ in range(k)) if kind == MLP else (),
-            out_offsets=tuple(self.number() for _ in range(k)) if kind != LINEAR else (),
-            heads=heads if kind == ATTENTION else 0,
+            out_rows=tuple(self.vector(units) for _ in range(k)) if kind == rp.MLP else (),
+            out_offsets=tuple(self.number() for _ in range(k)) if kind != rp.LINEAR else (),
+            heads=heads if kind == rp.ATTENTION else 0,
             activation=int(self.random.integers(3)),
             smoothing=smoothing,
             parameter=parameter,
@@ -117,7 +109,7 @@ class Draw:
     def gate(self, probes):
         at = int(self.random.integers(len(probes)))
         latch = bool(self.random.random() < 0.3)
-        return ResolvedGate(
+        return rp.ResolvedGate(
             at, int(self.random.integers(probes[at].outputs)), self.number() / 2, bool(self.random.random() < 0.5),
             latch, int(self.random.integers(2)), 0.0 if latch else self.choice(0.0, 3.0),
         )  # fmt: skip
@@ -145,7 +137,7 @@ class Draw:
     def request(self, tokens=True):
         probes = tuple(self.probe(f"p{k}", tokens) for k in range(int(self.random.integers(1, 4))))
         gates = tuple(self.gate(probes) for _ in range(int(self.random.integers(0, 4))))
-        layout = CellLayout.of(probes, gates)
+        layout = rp.CellLayout.of(probes, gates)
         moves = tuple(self.move(probes, gates, layout) for _ in range(int(self.random.integers(0, 4))))
         return Asked(moves, probes, gates, self.vectors)
 

@@ -7,20 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_weir.schema import resolved_probes as rp
 from vllm_weir.schema.instructions import AFFINE, BLEND, CONST, NORM
-from vllm_weir.schema.resolved_probes import (
-    ATTENTION,
-    EMA,
-    GELU,
-    LINEAR,
-    MAXIMUM,
-    MEAN,
-    MLP,
-    RELU,
-    SIGMOID,
-    SILU,
-    SOFTMAX,
-)
 
 
 def sigmoid(x):
@@ -28,11 +16,11 @@ def sigmoid(x):
 
 
 def hidden_units(kind, x):
-    if kind == RELU:
+    if kind == rp.RELU:
         return np.maximum(x, 0)
-    if kind == GELU:
+    if kind == rp.GELU:
         return x * 0.5 * (1 + np.array([math.erf(v / math.sqrt(2)) for v in x]))
-    return x * sigmoid(x) if kind == SILU else np.tanh(x)
+    return x * sigmoid(x) if kind == rp.SILU else np.tanh(x)
 
 
 @dataclass
@@ -51,9 +39,9 @@ class PlainProbe:
         weights = np.array([self.vectors[digest] for digest in probe.rows], np.float64)
         self.raws.append(weights @ part + np.array(probe.offsets))
         outputs = self._outputs()
-        if probe.activation == SIGMOID:
+        if probe.activation == rp.SIGMOID:
             outputs = sigmoid(outputs)
-        if probe.activation == SOFTMAX:
+        if probe.activation == rp.SOFTMAX:
             outputs = np.exp(outputs - outputs.max())
             outputs /= outputs.sum()
         self.outputs.append(outputs)
@@ -61,12 +49,12 @@ class PlainProbe:
 
     def _outputs(self):
         probe, raw = self.probe, self.raws[-1]
-        if probe.kind == LINEAR:
+        if probe.kind == rp.LINEAR:
             return raw
-        if probe.kind == MLP:
+        if probe.kind == rp.MLP:
             w_out = np.array([self.vectors[digest] for digest in probe.out_rows], np.float64)
             return w_out @ hidden_units(probe.hidden, raw) + np.array(probe.out_offsets)
-        assert probe.kind == ATTENTION
+        assert probe.kind == rp.ATTENTION
         total = np.array(probe.out_offsets, np.float64)
         seen = np.array(self.raws)
         for head in range(probe.heads):
@@ -77,11 +65,11 @@ class PlainProbe:
 
     def _smoothed(self):
         probe = self.probe
-        if probe.smoothing == MAXIMUM:
+        if probe.smoothing == rp.MAXIMUM:
             return np.max(self.outputs, 0)
-        if probe.smoothing == MEAN:
+        if probe.smoothing == rp.MEAN:
             return np.mean(self.outputs[-int(probe.parameter) :], 0)
-        if probe.smoothing == EMA and len(self.outputs) > 1:
+        if probe.smoothing == rp.EMA and len(self.outputs) > 1:
             before = self.scores[max(self.scores)]
             return probe.parameter * self.outputs[-1] + (1 - probe.parameter) * before
         return self.outputs[-1]

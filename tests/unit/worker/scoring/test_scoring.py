@@ -122,7 +122,7 @@ def gated_add(draw, layer, cell, positions="all"):
     return ResolvedIntervention("resid_post", (layer,), Positions.parse(positions), 0, (add,))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("latch", [False, True])
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_delayed_gate_acts_before_its_probe_has_read(bench, seed, latch, layer):
@@ -139,33 +139,25 @@ def test_a_delayed_gate_acts_before_its_probe_has_read(bench, seed, latch, layer
     bench.leave(name)
 
 
-def test_a_delayed_gate_that_would_have_to_know_the_token_before_fails_alone(bench):
+@pytest.mark.parametrize(("layer", "delay", "why"), [(2, 1, "preempted"), (1, 0, "delay=1")])
+def test_a_gate_that_would_have_to_know_the_token_before_or_its_own_block_fails_alone(bench, layer, delay, why):
     draw = Draw(3)
-    gate = ResolvedGate(0, 0, 0.0, delay=1)
-    asked = Asked((gated_add(draw, 1, 1),), (linear(draw, "p", 2),), (gate,), draw.vectors)
+    gate = ResolvedGate(0, 0, 0.0, delay=delay)
+    asked = Asked((gated_add(draw, 1, 1),), (linear(draw, "p", layer),), (gate,), draw.vectors)
     other = Asked((), (linear(draw, "p", 1),), (), draw.vectors)
-    rows = rows_of(draw, 3)
-    bench.join("impossible", asked, [0] * 3)
-    bench.join("beside", other, [0] * 3)
-    bench.step({"impossible": (0, rows), "beside": (0, rows)}, {"impossible": [0] * 3, "beside": [0] * 3})
+    rows, names = rows_of(draw, 3), ("impossible", "beside")
+    for name, one in zip(names, (asked, other), strict=True):
+        bench.join(name, one, [0] * 3)
+    bench.step(dict.fromkeys(names, (0, rows)), dict.fromkeys(names, [0] * 3))
     (reason,) = bench.got["impossible"].failures
-    assert "preempted" in reason and not bench.got["impossible"].cells
+    assert why in reason and not bench.got["impossible"].cells
     check(bench.got["beside"], other, 3, [0] * 3, rows)
     assert bench.runtime.usage()["probes"] == 1
     bench.leave("beside")
+    bench.leave("impossible")
 
 
-def test_a_gate_without_delay_needs_a_later_block(bench):
-    draw = Draw(4)
-    asked = Asked((gated_add(draw, 1, 1),), (linear(draw, "p", 1),), (ResolvedGate(0, 0, 0.0),), draw.vectors)
-    bench.join("same", asked, [0])
-    bench.step({"same": (0, rows_of(draw, 1))}, {"same": [0]})
-    (reason,) = bench.got["same"].failures
-    assert "delay=1" in reason
-    bench.leave("same")
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_request_that_was_preempted_begins_anew(bench, seed):
     draw = Draw(seed)
     asked = draw.request()
@@ -213,11 +205,6 @@ def test_rows_whose_gate_is_shut_keep_their_bits(bench):
     assert torch.equal(out[:6].view(torch.int32), out[6:].view(torch.int32))
     assert all(cells[1] == 0 for cells in bench.got["shut"].cells.values())
     bench.leave("shut")
-
-
-def test_what_leaves_frees_everything(bench):
-    bench.step({"plain": (0, torch.zeros(1, D))}, {"plain": [0]})
-    assert not any(bench.runtime.usage().values())
 
 
 def test_states_move_together_when_room_is_in_pieces():

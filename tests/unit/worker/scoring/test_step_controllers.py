@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.properties import examples
 from tests.unit.worker.scoring.bench import Asked, Bench, D, Draw
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_spec import EngineSpec
@@ -49,31 +48,31 @@ def bench():
     made.close()
 
 
+@pytest.fixture(scope="module")
+def benches():
+    """One for requests that are steered, one for the same that are not."""
+    made = [Bench(controllers={"ema": Ema()}) for _ in range(2)]
+    yield made
+    for one in made:
+        one.close()
+
+
 def controller(bench):
     return bench.runtime._scorer.controllers._controllers["ema"]
 
 
 def asked_of(draw, outputs=1, positions="all", layer=1):
     """Two probes, `a` with an output and `b` with some, and an addition of 1 to each value of a block's rows."""
-    probes = tuple(
-        ResolvedProbe(
-            name,
-            "resid_post",
-            at,
-            Positions.parse(where),
-            LINEAR,
-            k,
-            tuple(draw.vector() for _ in range(k)),
-            (0.1,) * k,
-        )
-        for name, at, where, k in (("a", 1, "all", 1), ("b", 2, positions, outputs))
-    )
+
+    def probe(name, at, where, k):
+        rows = tuple(draw.vector() for _ in range(k))
+        return ResolvedProbe(name, "resid_post", at, Positions.parse(where), LINEAR, k, rows, (0.1,) * k)
+
+    probes = probe("a", 1, "all", 1), probe("b", 2, positions, outputs)
     gates = (ResolvedGate(0, 0, 0.0, delay=1, controller="ema", reads=(0, 1)),)
     cell = CellLayout.of(probes, gates).factors[0] + 1
-    ones = np.ones(D, np.float32)
-    digest = "ones"
-    draw.vectors[digest] = ones
-    move = ResolvedIntervention("resid_post", (layer,), GENERATED, 0, (Instruction(CONST, digest, a=1.0, cell=cell),))
+    draw.vectors["ones"] = np.ones(D, np.float32)
+    move = ResolvedIntervention("resid_post", (layer,), GENERATED, 0, (Instruction(CONST, "ones", a=1.0, cell=cell),))
     return Asked((move,), probes, gates, draw.vectors)
 
 
@@ -103,29 +102,27 @@ def drive(bench, name, asked, rows, prompt_len, cuts):
         start = end
 
 
-@examples(25)
 @given(seed=st.integers(0, 10**6), prompt_len=st.integers(1, 9), data=st.data())
-def test_strengths_follow_from_the_token_before_however_a_prompt_is_cut(seed, prompt_len, data):
-    bench, draw = Bench(controllers={"ema": Ema()}), Draw(seed)
+def test_strengths_follow_from_the_token_before_however_a_prompt_is_cut(benches, seed, prompt_len, data):
+    (bench, plain), draw = benches, Draw(seed)
     layer = data.draw(st.sampled_from([0, 1, 3]))  # before, at and after what is read
     asked = asked_of(draw, 2, data.draw(st.sampled_from(["all", "generated", "last_prompt"])), layer)
-    rows = rows_of(draw, prompt_len + 5)
-    cuts = data.draw(st.sets(st.integers(1, prompt_len)))
+    rows, cuts = rows_of(draw, prompt_len + 5), data.draw(st.sets(st.integers(1, prompt_len)))
+    controller(bench).seen.clear()
     drive(bench, "r", asked, rows, prompt_len, cuts)
     got, cell = bench.got["r"], asked.layout.factors[0]
     want = strengths_of(got, asked, prompt_len, len(rows))
     for t in range(prompt_len, len(rows)):
         assert abs(float(got.cells[t][cell]) - want[t]) <= 1e-6
     # The scores that these follow from are those of rows with `strength` added at the block.
-    plain = Bench(controllers={"ema": Ema()})
     drive(plain, "r", Asked((), asked.probes, (), asked.vectors), rows, prompt_len, cuts)
     scale = math.prod(0.7 + 0.1 * k for k in range(layer + 1, 4))
     for t in range(len(rows)):
         change = (got.rows[t] - plain.got["r"].rows[t]) / scale
         assert float((change - want[t]).abs().max()) <= 1e-5
     assert [bool(step.first) for step in controller(bench).seen] == [True] + [False] * 5
-    for one in (bench, plain):
-        one.close()
+    for one in benches:
+        one.leave("r")
 
 
 def test_requests_are_asked_about_by_their_slots(bench):
@@ -155,12 +152,9 @@ def test_requests_are_asked_about_by_their_slots(bench):
     assert controller(bench).seen[3].scores["b"].shape == (2, 3), "as many as the widest has"
     ragged = controller(bench).seen[3]
     assert bool(ragged.scores["b"][ragged.request_ids.index("z"), 2].isnan())
-    for name, prompt_len, total in (("y", 3, 8), ("z", 1, 5)):
-        got, cell = bench.got[name], asked[name].layout.factors[0]
-        found = [float(got.cells[t][cell]) for t in range(prompt_len, total)]
-        if name == "z":  # it looks at the last column, which only `y` has
-            continue
-        assert found == pytest.approx(strengths_of(got, asked[name], prompt_len, total)[prompt_len:], abs=1e-6)
+    got, cell = bench.got["y"], asked["y"].layout.factors[0]  # the only one with the last column, which `Ema` reads
+    found = [float(got.cells[t][cell]) for t in range(3, 8)]
+    assert found == pytest.approx(strengths_of(got, asked["y"], 3, 8)[3:], abs=1e-6)
 
 
 def test_a_request_that_was_preempted_begins_anew(bench):
@@ -210,12 +204,8 @@ def test_answers_that_are_none():
     assert got.dtype == torch.float32 and got.tolist() == [0, 0, 0, 1, -1, 0, 0.25]
     assert math.copysign(1, REFUSED) == -1
     assert torch.signbit(got).tolist() == [True, True, True, False, True, False, False]
-    for wrong, error in (
-        (None, TypeError),
-        (0.5, TypeError),
-        (torch.zeros(2), ValueError),
-        (torch.zeros(7, 1), ValueError),
-    ):
+    wrongs = {TypeError: (None, 0.5), ValueError: (torch.zeros(2), torch.zeros(7, 1))}
+    for error, wrong in ((error, one) for error, some in wrongs.items() for one in some):
         with pytest.raises(error, match="step returned"):
             _checked(wrong, 7, states)
 

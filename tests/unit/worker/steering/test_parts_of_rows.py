@@ -16,18 +16,10 @@ from tests.unit.schema.test_lowering import FACTS, admitted
 from vllm_weir.core.waiting_queue import WaitingQueue
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
+from vllm_weir.schema import instructions as kinds
 from vllm_weir.schema.engine_request import TableNeeds
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import (
-    AFFINE,
-    BLEND,
-    CLAMP,
-    CONST,
-    KEEP_NORM,
-    NORM,
-    Instruction,
-    ResolvedIntervention,
-)
+from vllm_weir.schema.instructions import Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.row_shapes import Shard
 from vllm_weir.schema.table_sizes import TableSizes
@@ -81,9 +73,9 @@ def asked(draw):
 
     def instruction():
         if draw(st.booleans()):
-            return Instruction(draw(st.sampled_from([CONST, BLEND])), vector(WIDTH), a=0.7)
+            return Instruction(draw(st.sampled_from([kinds.CONST, kinds.BLEND])), vector(WIDTH), a=0.7)
         kind, first = draw(st.sampled_from(range(6))), draw(st.integers(0, HEADS - 1)) * D_HEAD
-        w = vector(D_HEAD) if kind in (AFFINE, CLAMP) else ""
+        w = vector(D_HEAD) if kind in (kinds.AFFINE, kinds.CLAMP) else ""
         return Instruction(kind, vector(D_HEAD), w, 0.7, 0.3, -0.5, 0.5, first, first + D_HEAD)
 
     count = st.integers(1, 3)
@@ -105,11 +97,11 @@ def test_workers_do_together_what_one_does_alone(wanted, cuts, tokens):
     assert torch.cat(found, 1).equal(expected)
 
 
-@pytest.mark.parametrize("kind", [CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM])
+@pytest.mark.parametrize("kind", [kinds.CONST, kinds.NORM, kinds.AFFINE, kinds.CLAMP, kinds.BLEND, kinds.KEEP_NORM])
 def test_a_head_is_steered_alone(kind):
     """By the formulas, on its own columns; the others keep their bits."""
     u, w = (np.random.default_rng(k).standard_normal(D_HEAD).astype(np.float32) for k in range(2))
-    uses_w = kind in (AFFINE, CLAMP)
+    uses_w = kind in (kinds.AFFINE, kinds.CLAMP)
     term = Instruction(kind, "u", "w" if uses_w else "", 0.7, 0.3, -0.5, 0.5, 8, 12)
     table, rows = table_of(), torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
     found = run(table, hold(table, {"u": u, "w": w} if uses_w else {"u": u}, intervention(term)), rows)
@@ -117,12 +109,12 @@ def test_a_head_is_steered_alone(kind):
     along, norm = (h @ w)[:, None], np.linalg.norm(h, axis=1, keepdims=True)
     turned = h + (0.7 + 0.3 * norm) * u
     wanted = {
-        CONST: h + 0.7 * u,
-        NORM: h + 0.7 * norm * u,
-        AFFINE: h + (0.7 * along + 0.3) * u,
-        CLAMP: h + 0.7 * (along.clip(-0.5, 0.5) - along) * u,
-        BLEND: h + 0.7 * (u - h),
-        KEEP_NORM: turned * norm / np.linalg.norm(turned, axis=1, keepdims=True),
+        kinds.CONST: h + 0.7 * u,
+        kinds.NORM: h + 0.7 * norm * u,
+        kinds.AFFINE: h + (0.7 * along + 0.3) * u,
+        kinds.CLAMP: h + 0.7 * (along.clip(-0.5, 0.5) - along) * u,
+        kinds.BLEND: h + 0.7 * (u - h),
+        kinds.KEEP_NORM: turned * norm / np.linalg.norm(turned, axis=1, keepdims=True),
     }[kind]
     np.testing.assert_allclose(found[:, 8:12].numpy(), wanted, rtol=1e-5, atol=1e-5)
     assert found[:, :8].equal(rows[:, :8]) and found[:, 12:].equal(rows[:, 12:])
@@ -130,7 +122,7 @@ def test_a_head_is_steered_alone(kind):
 
 def test_the_last_instruction_that_a_worker_does_ends_the_intervention():
     """The heads that come after it are another worker's."""
-    terms = [Instruction(CONST, "u", start=first, stop=first + D_HEAD) for first in (0, 4, 8)]
+    terms = [Instruction(kinds.CONST, "u", start=first, stop=first + D_HEAD) for first in (0, 4, 8)]
     table = table_of(Shard(0, 8))
     number = hold(table, {"u": np.ones(D_HEAD, np.float32)}, intervention(*terms), intervention(terms[2]))
     first = table.heads[number, TAP]
@@ -144,7 +136,7 @@ def test_the_last_instruction_that_a_worker_does_ends_the_intervention():
 
 def test_taps_share_a_chain_only_if_they_hold_the_same_columns():
     ones = np.ones(WIDTH, np.float32)
-    both = intervention(Instruction(CONST, "u"), layers=(0, 1))
+    both = intervention(Instruction(kinds.CONST, "u"), layers=(0, 1))
     whole, part = table_of(), table_of(Shard(0, 8))
     assert len({*whole.heads[hold(whole, {"u": ones}, both), [TAP, tap_of(Site("z", 1))]]}) == 1
     number = hold(part, {"u": ones}, both)
@@ -155,8 +147,8 @@ def test_taps_share_a_chain_only_if_they_hold_the_same_columns():
 def test_what_comes_before_a_block_follows_what_leaves_the_last_whatever_the_width():
     table = table_of()
     vectors = {"u": np.ones(D_MODEL, np.float32)}
-    pre = intervention(Instruction(CONST, "u"), hook="resid_pre", layers=(1,))
-    number = hold(table, vectors, pre, intervention(Instruction(CONST, "u"), hook="resid_post"))
+    pre = intervention(Instruction(kinds.CONST, "u"), hook="resid_pre", layers=(1,))
+    number = hold(table, vectors, pre, intervention(Instruction(kinds.CONST, "u"), hook="resid_post"))
     first = table.heads[number, tap_of(Site("resid_post", 0))]
     assert table.ints[first, 4:].tolist() == [LAST, 0, D_MODEL, 0]
     assert table.ints[table.ints[first, 3], 4:].tolist() == [LAST | AFTER_POST, 0, D_MODEL, 0]
@@ -165,12 +157,12 @@ def test_what_comes_before_a_block_follows_what_leaves_the_last_whatever_the_wid
 @pytest.mark.parametrize(
     ("term", "match"),
     [
-        (Instruction(NORM, "wide"), "measures columns 0 to 16 .* has those from 4 to 8"),
-        (Instruction(AFFINE, "wide", "wide"), "measures"),
-        (Instruction(KEEP_NORM, "part", start=2, stop=8), "measures columns 2 to 8"),
-        (Instruction(CONST, "head"), "a vector of 4 values for 16 columns"),
-        (Instruction(CONST, "wide", start=4, stop=8), "a vector of 16 values for 4 columns"),
-        (Instruction(CLAMP, "head", "part", start=4, stop=8), "a vector of 6 values for 4 columns"),
+        (Instruction(kinds.NORM, "wide"), "measures columns 0 to 16 .* has those from 4 to 8"),
+        (Instruction(kinds.AFFINE, "wide", "wide"), "measures"),
+        (Instruction(kinds.KEEP_NORM, "part", start=2, stop=8), "measures columns 2 to 8"),
+        (Instruction(kinds.CONST, "head"), "a vector of 4 values for 16 columns"),
+        (Instruction(kinds.CONST, "wide", start=4, stop=8), "a vector of 16 values for 4 columns"),
+        (Instruction(kinds.CLAMP, "head", "part", start=4, stop=8), "a vector of 6 values for 4 columns"),
     ],
 )
 def test_what_a_worker_cannot_do_is_refused_and_leaves_no_trace(term, match):
@@ -181,14 +173,14 @@ def test_what_a_worker_cannot_do_is_refused_and_leaves_no_trace(term, match):
     assert table.usage() == {"vectors": 5, "programs": 0, "nodes": 0}
     table.release_vectors(vectors)
     assert table.usage()["vectors"] == 0
-    assert hold(table, vectors, intervention(Instruction(CONST, "head", start=4, stop=8))) >= 0
+    assert hold(table, vectors, intervention(Instruction(kinds.CONST, "head", start=4, stop=8))) >= 0
 
 
 def test_wide_vectors_find_room_among_scattered_ones_and_programs_follow():
     """All is counted in rows: what fits by number fits."""
     table = table_of(vectors=9)
     singles = {f"s{k}": np.full(D_HEAD, float(k), np.float32) for k in range(9)}
-    kept = intervention(*(Instruction(CONST, f"s{k}", a=1.0, start=0, stop=4) for k in (8, 4, 3, 1)))
+    kept = intervention(*(Instruction(kinds.CONST, f"s{k}", a=1.0, start=0, stop=4) for k in (8, 4, 3, 1)))
     number = hold(table, singles, kept)
     rows = torch.zeros(1, WIDTH)
     expected = run(table, number, rows)
@@ -201,7 +193,7 @@ def test_wide_vectors_find_room_among_scattered_ones_and_programs_follow():
     changes = table.take_changes()
     nodes = table._nodes_of[next(iter(table._nodes_of))]
     assert set(nodes) <= set(changes["ints"].tolist()) and len(changes["vectors"]) >= 3, "the device hears of it"
-    added = intervention(Instruction(CONST, "w", a=1.0))
+    added = intervention(Instruction(kinds.CONST, "w", a=1.0))
     assert run(table, table.hold([ActiveIntervention(added, added.digest, -1)])[1], rows)[0].tolist() == [*range(16)]
     with pytest.raises(WeirError, match="could not be placed"):
         table.hold_vectors(["x"], lambda _: {"x": np.ones(1, np.float32)})

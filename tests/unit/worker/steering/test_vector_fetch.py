@@ -211,7 +211,7 @@ def test_vectors_are_found_while_requests_come_and_go(caller):
     thread = threading.Thread(target=look)
     thread.start()
     admitted = caller.pending[0].admitted
-    for k in range(3000):
+    for k in range(500):
         caller.store.open(PendingSequence(f"x{k}", admitted, np.zeros(1, np.int64), caller.store))
     stop.set()
     thread.join()

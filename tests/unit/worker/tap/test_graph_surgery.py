@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
@@ -75,9 +77,10 @@ class Fusion:
 
 
 @pytest.fixture
-def taps(monkeypatch):
-    """Two taps, whose act is recorded and adds their number to the stream; by default none is live."""
-    switch = _switch()
+def taps():
+    """Three taps, whose act is recorded and adds their number to the stream; by default none is live."""
+    empty = torch.empty(0)
+    switch = taps_op.TapSwitch(taps_op.TapTensors(*[empty] * len(taps_op.fields(taps_op.TapTensors))))
     numbers = [taps_op.numbered(tap) for tap in (1, 2, 3)]
     for tap, number in zip((1, 2, 3), numbers):
         switch.enrol(number, tap)
@@ -87,13 +90,7 @@ def taps(monkeypatch):
         hidden += int(number[0])
 
     switch.launch = launch
-    CALLS.clear()
     return switch, numbers
-
-
-def _switch() -> taps_op.TapSwitch:
-    empty = torch.empty(0)
-    return taps_op.TapSwitch(taps_op.TapTensors(*[empty] * len(taps_op.fields(taps_op.TapTensors))))
 
 
 def block(x, residual, weight, first, second, third):
@@ -107,19 +104,6 @@ def block(x, residual, weight, first, second, third):
     return OPS.norm(again, stream, weight)
 
 
-def compiled(function, fusion):
-    torch._dynamo.reset()
-    options = {"post_grad_custom_post_pass": fusion, "enable_auto_functionalized_v2": False, "fx_graph_cache": False}
-    with config.patch(options):
-        return torch.compile(function, fullgraph=True, backend="inductor"), config.patch(options)
-
-
-def run(function, fusion, arguments):
-    call, options = compiled(function, fusion)
-    with options:
-        return call(*arguments)
-
-
 def inputs():
     generator = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(5, WIDTH, generator=generator) for _ in range(2))
@@ -130,39 +114,17 @@ def copies(tensors):
     return [tensor.clone() for tensor in tensors]
 
 
-def test_silent_taps_leave_the_fused_op(taps):
-    _, numbers = taps
-    expected = block(*copies(inputs()), *numbers)
-    fusion = Fusion()
-    found = run(block, fusion, [*copies(inputs()), *numbers])
-    assert (fusion.chains, fusion.matches, fusion.count) == (["ap", "p"], 2, 2)
-    assert CALLS == ["fused", "fused"]
-    torch.testing.assert_close(found, expected)
+def branching(x, residual, weight, first, *_):
+    """What a tap changes is read by a second module before the tap."""
+    hidden = OPS.all_reduce(x)
+    early = hidden.sum()
+    torch.ops.weir.tap(hidden, first)
+    norm, stream = OPS.norm(hidden, residual, weight)
+    return norm, stream, early
 
 
-def test_taps_stay_where_nothing_is_fused(taps):
-    switch, numbers = taps
-    switch.turn(0b1110)
-    expected = block(*copies(inputs()), *numbers)
-    acted = CALLS.copy()
-    CALLS.clear()
-    fusion = Fusion(fuses=False)
-    found = run(block, fusion, [*copies(inputs()), *numbers])
-    assert (fusion.chains, fusion.count) == (["ap", "p"], 0)
-    assert CALLS == acted == ["tap 1", "tap 2", "tap 3"]
-    torch.testing.assert_close(found, expected)
-
-
-def test_a_live_tap_acts_between_the_two(taps, monkeypatch):
-    switch, numbers = taps
-    switch.turn(0b0100)
-    expected = block(*copies(inputs()), *numbers)
-    CALLS.clear()
-    monkeypatch.setattr("vllm_weir.patches.allreduce_fusion._act", _act_in_parts)
-    fusion = Fusion()
-    found = run(block, fusion, [*copies(inputs()), *numbers])
-    assert fusion.count == 2 and CALLS == ["tap 2", "fused"]  # the second all-reduce has no live tap
-    torch.testing.assert_close(found, expected)
+def plain(x, residual, weight, *_):
+    return OPS.norm(OPS.all_reduce(x), residual, weight)
 
 
 def _act_in_parts(taps, kinds, *, allreduce_in, residual, rms_gamma, **_):
@@ -174,30 +136,42 @@ def _act_in_parts(taps, kinds, *, allreduce_in, residual, rms_gamma, **_):
     residual.copy_(stream)
 
 
-def test_a_tensor_that_others_use_keeps_its_taps(taps):
-    """What a tap changes is read by a second module before the tap: the chain is not touched."""
+class Case(NamedTuple):
+    function: Any
+    live: int
+    chains: list[str]
+    """Kinds of the taps of each all-reduce that are taken out of the pass's way."""
+    fused: int
+    """How many all-reduces are fused with their norm, taps in between or not."""
+    acts: list[str]
+    fuses: bool = True
+
+
+CASES = {
+    "silent taps leave the fused op": Case(block, 0, ["ap", "p"], 2, ["fused", "fused"]),
+    "taps stay where nothing is fused": Case(block, 0b1110, ["ap", "p"], 0, ["tap 1", "tap 2", "tap 3"], fuses=False),
+    "a live tap acts between the two": Case(block, 0b0100, ["ap", "p"], 2, ["tap 2", "fused"]),
+    "a tensor that others use keeps its taps": Case(branching, 0b1110, [], 0, ["tap 1"]),
+    "an all-reduce without taps is fused as ever": Case(plain, 0, [], 1, ["fused"]),
+}
+QUICK = ("a live tap acts between the two", "a tensor that others use keeps its taps")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.thorough) for name, case in CASES.items()],
+)
+def test_what_becomes_of_taps_and_fusion(taps, case, monkeypatch):
     switch, numbers = taps
-    switch.turn(0b1110)
-
-    def branching(x, residual, weight, first):
-        hidden = OPS.all_reduce(x)
-        early = hidden.sum()
-        torch.ops.weir.tap(hidden, first)
-        norm, stream = OPS.norm(hidden, residual, weight)
-        return norm, stream, early
-
-    expected = branching(*copies(inputs()), numbers[0])
-    fusion = Fusion()
-    found = run(branching, fusion, [*copies(inputs()), numbers[0]])
-    assert fusion.chains == [] and fusion.count == 0
+    switch.turn(case.live)
+    expected = case.function(*copies(inputs()), *numbers)
+    CALLS.clear()
+    monkeypatch.setattr("vllm_weir.patches.allreduce_fusion._act", _act_in_parts)
+    fusion = Fusion(case.fuses)
+    torch._dynamo.reset()
+    options = {"post_grad_custom_post_pass": fusion, "enable_auto_functionalized_v2": False, "fx_graph_cache": False}
+    with config.patch(options):
+        found = torch.compile(case.function, fullgraph=True)(*copies(inputs()), *numbers)
+    assert fusion.chains == case.chains and case.acts == CALLS
+    assert fusion.matches == case.fused and fusion.count == (case.fused if case.chains else 0)
     torch.testing.assert_close(found, expected)
-
-
-def test_an_all_reduce_without_taps_is_fused_as_ever(taps):
-    def plain(x, residual, weight):
-        return OPS.norm(OPS.all_reduce(x), residual, weight)
-
-    fusion = Fusion()
-    found = run(plain, fusion, copies(inputs()))
-    assert (fusion.chains, fusion.matches) == ([], 1) and CALLS == ["fused"]
-    torch.testing.assert_close(found, plain(*copies(inputs())))

@@ -15,12 +15,17 @@ from vllm_weir.schema.set_activation import SetActivation
 KEY, LAYER, K = "it#1", 1, 3
 SAE = weir.SAE.from_tensors("topk", ("resid_post", LAYER), k=K, **weights("topk", 5, D, 12))
 IDS = [3, 1, 4, 1, 5, 2]
+EVERYWHERE = (True,) * len(IDS)
 
 
 @pytest.fixture
-def path(tmp_path):
+def bench(tmp_path, request):
+    """With the autoencoder loaded; `request.param`: its dtype."""
     transfer.write(SAE, tmp_path / "sae.safetensors")
-    return str(tmp_path / "sae.safetensors")
+    made = Bench(getattr(request, "param", torch.float32))
+    made.runtime.saes.load(KEY, str(tmp_path / "sae.safetensors"))
+    yield made
+    made.close()
 
 
 def asking(*features, positions="all"):
@@ -50,80 +55,57 @@ def expected(rows, features, at):
     return h
 
 
-def rows_of(n, dtype, seed=0):
-    return torch.randn(n, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def rows_of(dtype=torch.float32, seed=0):
+    return torch.randn(len(IDS), D, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_several_requests_and_features(path, dtype):
-    bench = Bench(dtype)
-    try:
-        bench.runtime.saes.load(KEY, path)
-        features = {"a": (4,), "b": (7, 4, 7)}
-        batch = {name: (0, rows_of(len(IDS), dtype, k)) for k, name in enumerate(features)}
-        for name, its in features.items():
-            bench.join(name, asking(*its), IDS)
-        bench.step(batch, dict.fromkeys(batch, IDS))
-        bound = 1e-5 if dtype == torch.float32 else 2e-2
-        for name, its in features.items():
-            got = torch.stack([bench.got[name].rows[k] for k in range(len(IDS))])
-            wanted = expected(batch[name][1], its, [True] * len(IDS))
-            assert (got.float() - wanted.float()).abs().max() <= bound * wanted.float().abs().max(), name
-            assert not bench.got[name].failures
-    finally:
-        bench.close()
+def check(bench, name, rows, features, at=EVERYWHERE, bound=1e-5):
+    got = torch.stack([bench.got[name].rows[k] for k in range(len(IDS))]).float()
+    wanted = expected(rows, features, at).float()
+    assert (got - wanted).abs().max() <= bound * wanted.abs().max(), name
+    assert not bench.got[name].failures
 
 
-def test_programs_that_only_the_device_knows(path):
+@pytest.mark.parametrize("bench", [torch.float32, torch.bfloat16], indirect=True)
+def test_several_requests_and_features(bench):
+    dtype, features = bench.runtime.model_info.dtype, {"a": (4,), "b": (7, 4, 7)}
+    batch = {name: (0, rows_of(dtype, k)) for k, name in enumerate(features)}
+    for name, its in features.items():
+        bench.join(name, asking(*its), IDS)
+    bench.step(batch, dict.fromkeys(batch, IDS))
+    for name, its in features.items():
+        check(bench, name, batch[name][1], its, bound=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_programs_that_only_the_device_knows(bench):
     """Generated tokens are selected by their id."""
-    bench = Bench()
-    try:
-        bench.runtime.saes.load(KEY, path)
-        bench.join("a", asking(4, positions={"token_ids": [1, 2]}), IDS[:2])
-        batch = rows_of(len(IDS), torch.float32)
-        bench.step({"a": (0, batch[:2])}, {"a": IDS})
-        for k in range(2, len(IDS)):
-            bench.step({"a": (k, batch[k : k + 1])}, {"a": IDS})
-        wanted = expected(batch, [4], [one in (1, 2) for one in IDS])
-        got = torch.stack([bench.got["a"].rows[k] for k in range(len(IDS))])
-        assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    finally:
-        bench.close()
+    bench.join("a", asking(4, positions={"token_ids": [1, 2]}), IDS[:2])
+    batch = rows_of()
+    bench.step({"a": (0, batch[:2])}, {"a": IDS})
+    for k in range(2, len(IDS)):
+        bench.step({"a": (k, batch[k : k + 1])}, {"a": IDS})
+    check(bench, "a", batch, [4], [one in (1, 2) for one in IDS])
 
 
-def test_an_autoencoder_that_is_gone(path):
+def test_an_autoencoder_that_is_gone(bench):
     """It is kept for a request that joins again after a preemption, and not found by another one."""
-    bench = Bench()
-    try:
-        bench.runtime.saes.load(KEY, path)
-        bench.join("a", asking(4), IDS)
-        batch = rows_of(len(IDS), torch.float32)
-        bench.step({"a": (0, batch[:3])}, {"a": IDS})
-        bench.runtime.saes.unload(KEY)
-        bench.join("a", asking(4), IDS)
-        bench.join("b", asking(4), IDS)
-        bench.step({"a": (0, batch), "b": (0, batch)}, {"a": IDS, "b": IDS})
-        assert not bench.got["a"].failures
-        (reason,) = bench.got["b"].failures
-        assert "unloaded while the request waited" in reason
-        wanted = expected(batch, [4], [True] * len(IDS))
-        got = torch.stack([bench.got["a"].rows[k] for k in range(len(IDS))])
-        assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-        bench.runtime.requests.follow([], ["a", "b"])
-        assert bench.runtime.usage()["sae_bytes"] == 0 and not bench.runtime.table.encoded
-    finally:
-        bench.close()
+    bench.join("a", asking(4), IDS)
+    batch = rows_of()
+    bench.step({"a": (0, batch[:3])}, {"a": IDS})
+    bench.runtime.saes.unload(KEY)
+    bench.join("a", asking(4), IDS)
+    bench.join("b", asking(4), IDS)
+    bench.step({"a": (0, batch), "b": (0, batch)}, {"a": IDS, "b": IDS})
+    (reason,) = bench.got["b"].failures
+    assert "unloaded while the request waited" in reason
+    check(bench, "a", batch, [4])
+    bench.runtime.requests.follow([], ["a", "b"])
+    assert bench.runtime.usage()["sae_bytes"] == 0 and not bench.runtime.table.encoded
 
 
-def test_an_engine_whose_only_graphs_have_the_taps(path):
-    bench = Bench()
-    try:
-        bench.runtime.saes.load(KEY, path)
-        bench.runtime.switch.pin()
-        bench.join("a", asking(4), IDS)
-        batch = rows_of(len(IDS), torch.float32)
-        bench.step({"a": (0, batch)}, {"a": IDS})
-        (reason,) = bench.got["a"].failures
-        assert "one set of CUDA graphs" in reason and "enforce_eager" in reason
-    finally:
-        bench.close()
+def test_an_engine_whose_only_graphs_have_the_taps(bench):
+    bench.runtime.switch.pin()
+    bench.join("a", asking(4), IDS)
+    bench.step({"a": (0, rows_of())}, {"a": IDS})
+    (reason,) = bench.got["a"].failures
+    assert "one set of CUDA graphs" in reason and "enforce_eager" in reason

@@ -102,12 +102,17 @@ def test_a_kernel_that_cannot_be_compiled_is_heard_of_in_time(monkeypatch):
         made.wait()
 
 
+def runtime_of(dtype):
+    """A worker's runtime around a block of width 64."""
+    sites = SiteMap(1, {Site("resid_post", 0): Anchor("0", "after", TensorKey("out", -1))})
+    info = ModelInfo(64, dtype, torch.device("cpu"), 8)
+    return WorkerRuntime(torch.nn.Sequential(torch.nn.Identity()), info, Settings.load({}), sites)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_are_compiled_for_what_workers_have(dtype):
     """Whatever torch's default dtype is meanwhile: it belongs to all threads, and vLLM sets it while it loads."""
-    sites = SiteMap(1, {Site("resid_post", 0): Anchor("0", "after", TensorKey("out", -1))})
-    capabilities = ModelInfo(64, dtype, torch.device("cpu"), 8)
-    runtime = WorkerRuntime(torch.nn.Sequential(torch.nn.Identity()), capabilities, Settings.load({}), sites)
+    runtime = runtime_of(dtype)
     torch.set_default_dtype(torch.bfloat16)
     try:
         made = stand_ins(64, dtype, torch.device("cpu"))
@@ -122,9 +127,7 @@ def test_kernels_are_compiled_for_what_workers_have(dtype):
 
 
 def test_the_score_kernel_is_compiled_for_what_workers_have():
-    sites = SiteMap(1, {Site("resid_post", 0): Anchor("0", "after", TensorKey("out", -1))})
-    info = ModelInfo(64, torch.float32, torch.device("cpu"), 8)
-    runtime = WorkerRuntime(torch.nn.Sequential(torch.nn.Identity()), info, Settings.load({}), sites)
+    runtime = runtime_of(torch.float32)
     runtime.close()
     theirs = runtime._scorer.tensors
     made = score_stand_in(64, theirs.cells.shape[1], torch.device("cpu"))

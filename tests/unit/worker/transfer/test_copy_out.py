@@ -81,7 +81,7 @@ def test_a_refused_copy_is_an_error(driver):
         cuda_memcpy.copy_pieces(*[np.array([row.ctypes.data])] * 2, np.array([1]), 0)
 
 
-def test_the_structure_has_the_size_that_the_driver_expects():
+def test_structures_have_the_size_that_the_driver_expects():
     assert ctypes.sizeof(cuda_memcpy._Memcpy2D) == 128 and ctypes.sizeof(cuda_memcpy._Attributes) == 24
     assert cuda_memcpy._RUN.itemsize == 112
 

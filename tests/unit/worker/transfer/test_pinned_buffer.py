@@ -56,10 +56,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def blocks(buffer: HostBuffer) -> int:
-    return -(-len(buffer.bytes) // (16 * mmap.PAGESIZE))
-
-
 def test_a_closed_buffer_leaves_nothing_registered(driver: Driver) -> None:
     """Or the next engine of the process, whose buffer falls on the same addresses, cannot pin it."""
     buffer = HostBuffer(10 * 16 * mmap.PAGESIZE // ROW, ROW, pin=True)
@@ -77,7 +73,9 @@ def test_one_buffer_after_the_other_on_the_same_addresses(driver: Driver) -> Non
     for _ in range(4):
         buffer = HostBuffer(4 * 16 * mmap.PAGESIZE // ROW, ROW, pin=True)
         buffer.prepare(0, buffer.rows)
-        assert sum(driver.registered.values()) == len(buffer.bytes) and len(driver.registered) == blocks(buffer)
+        assert sum(driver.registered.values()) == len(buffer.bytes) and len(driver.registered) == -(
+            -len(buffer.bytes) // (16 * mmap.PAGESIZE)
+        )
         buffer.close()
         del buffer
 

@@ -140,6 +140,13 @@ class Model:
         TapReducer(self.ring.buffer).settle(plan.reductions, self.streamer.cells)
         return self.streamer.end(plan)
 
+    def check(self, plan, planner, codecs, order):
+        """Its bytes come to the places that the step through a ring that holds all of it brings them to."""
+        expected = torch.full_like(self.host, 7)
+        whole(plan, planner, codecs, expected)
+        self.step(plan, planner, order)()
+        assert self.host.equal(expected)
+
     def _launch(self, hidden, other, number, laid, regions, ring, listed):
         for token in np.flatnonzero(laid.slots >= 0).tolist():
             for column in range(int(number) * STAGES, (int(number) + 1) * STAGES):
@@ -171,12 +178,9 @@ def test_the_same_bytes_come_to_the_same_places(data, monkeypatch):
         state.update({name: at + n for name, n, at in batch})
         if plan is None or not plan.rows:
             continue
-        expected = torch.full((arena_rows * ROW,), 7, dtype=torch.uint8)
-        whole(plan, planner, codecs, expected)
         needed = {c // STAGES for p in plan.site_sets.tolist() if p >= 0 for c in planner.site_sets.columns_of[p]}
         others = data.draw(st.sets(st.sampled_from(order)))
-        model.step(plan, planner, [tap for tap in order if tap in needed | others])()
-        assert model.host.equal(expected)
+        model.check(plan, planner, codecs, [tap for tap in order if tap in needed | others])
         laid = plan.in_lanes(1)
         assert ((laid.slots >= 0) == (laid.site_sets >= 0)).all(), "a slot without a site set is read out of bounds"
 
@@ -192,10 +196,8 @@ def test_groups_of_reduced_rows_stay_while_bands_come_and_go(monkeypatch):
     for _ in range(2):  # the second time, the order of the taps is known
         plan = step(planner, [("mean", 200, 0), ("rows", 9, 0)])
         assert plan.group_rows == 2 * LAYERS and plan.rows == plan.group_rows + 9 * LAYERS > model.ring.capacity
-        expected = torch.full((4000 * ROW,), 7, dtype=torch.uint8)
-        whole(plan, planner, codecs, expected)
-        model.step(plan, planner, order)()
-        assert model.host.equal(expected) and len(plan.reduced) == 1
+        model.check(plan, planner, codecs, order)
+        assert len(plan.reduced) == 1
 
 
 def test_columns_leave_side_by_side_once_the_order_of_the_taps_is_known(monkeypatch):
@@ -229,10 +231,7 @@ def test_taps_that_no_step_before_has_met_take_no_room_of_a_band(monkeypatch):
     model.step(plan, planner, [tap for tap in order if is_boundary(tap)])()
     for turn in range(2):
         plan = step(planner, [("r", 3, 6 + 3 * turn), ("s", 3, 3 * turn)])
-        expected = torch.full_like(model.host, 7)
-        whole(plan, planner, codecs, expected)
-        model.step(plan, planner, order)()
-        assert model.host.equal(expected)
+        model.check(plan, planner, codecs, order)
 
 
 def test_the_stages_of_one_tap_share_no_rows_of_the_ring(monkeypatch):
@@ -244,11 +243,7 @@ def test_the_stages_of_one_tap_share_no_rows_of_the_ring(monkeypatch):
         planner.add_capture("r", "a", spec, 6, None, 30, -1)
         model = Model(22, codecs, 4000, monkeypatch)
         model.ring.take(used)
-        plan = step(planner, [("r", 6, 0)])
-        expected = torch.full_like(model.host, 7)
-        whole(plan, planner, codecs, expected)
-        model.step(plan, planner, range(num_taps(LAYERS)))()
-        assert model.host.equal(expected)
+        model.check(step(planner, [("r", 6, 0)]), planner, codecs, range(num_taps(LAYERS)))
 
 
 wide_site_sets = st.tuples(
