@@ -11,7 +11,7 @@ import threading
 import time
 import tomllib
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,7 +308,7 @@ def test_aborted_requests_are_not_kept():
 
 def test_garbage_that_is_collected_while_marks_are_looked_at_holds_nothing_up():
     """A request that is dropped in a cycle goes whenever Python finds it, also in a thread that holds the buffer."""
-    marks = MarkBuffer(100, 100.0)
+    marks, found = MarkBuffer(100, 100.0), []
 
     class Tracker:
         def __init__(self, name):
@@ -317,14 +317,7 @@ def test_garbage_that_is_collected_while_marks_are_looked_at_holds_nothing_up():
             weakref.finalize(self, marks.leave, name).atexit = False
 
     class Collecting(Box):
-        @property
-        def size(self):
-            gc.collect(0)
-            return 1
-
-        @size.setter
-        def size(self, _):
-            pass
+        size = property(lambda self: min(1, 1 + gc.collect(0)), lambda self, _: None)
 
     def look():
         Tracker("dropped")
@@ -333,7 +326,6 @@ def test_garbage_that_is_collected_while_marks_are_looked_at_holds_nothing_up():
         Tracker("dropped too")
         found.append(len(marks.mark("kept", {})))
 
-    found = []
     gc.disable()
     try:
         thread = threading.Thread(target=look, daemon=True)
@@ -366,6 +358,8 @@ class Recorder(Consumer):
     required = True
     made: ClassVar[list] = []
 
+    error: ClassVar[BaseException] = OSError(28, "No space left on device")
+
     def __init__(self, trouble="", wait=0.0, note=""):
         self.calls, self.trouble, self.wait, self.may_take = [], trouble, wait, threading.Event()
         self.may_take.set()
@@ -374,7 +368,7 @@ class Recorder(Consumer):
     def _note(self, name, *rest):
         self.calls.append((name, *rest))
         if name == self.trouble:
-            raise OSError(28, "No space left on device")
+            raise self.error
 
     def open(self, engine):
         self._note("open")
@@ -427,35 +421,52 @@ def test_a_runner_feeds_its_consumer():
     assert late.ticket.state == "dropped" and late.events == ["over"]
 
 
+@pytest.mark.parametrize("error", [Recorder.error, SystemExit(3)], ids=["OSError", "SystemExit"])
 @pytest.mark.parametrize("trouble", ["take", "finish"])
-def test_a_consumer_that_fails(trouble):
-    one = runner(trouble=trouble)
-    box = Box()
+def test_a_consumer_that_fails(trouble, error, monkeypatch):
+    """`SystemExit` ended the sink's thread without a word, and everything that was sent to it waited."""
+    monkeypatch.setattr(Recorder, "error", error)
+    one, box, again = runner(trouble=trouble), Box(), Box()
     one.offer(box, 0)
-    with pytest.raises(WeirError, match="No space left"):
+    with pytest.raises(WeirError, match=f"{type(error).__name__}: .*{error.args[-1]}"):
         box.ticket.settle(60)
-    assert box.ticket.state.startswith("failed: OSError") and box.events == ["rows", "over"]
+    assert box.ticket.state.startswith(f"failed: {type(error).__name__}") and box.events == ["rows", "over"]
     assert Recorder.made[0].calls[-1] == ("abort", "r")
     report = one.report()
-    assert report["failed"] == 1 and "No space" in report["last_error"] and report["sequences"] == 0
+    assert report["failed"] == 1 and str(error.args[-1]) in report["last_error"] and report["sequences"] == 0
     Recorder.made[0].trouble = ""
-    again = Box()
     one.offer(again, 0)
     assert again.ticket.wait(60) == ("/x/r",), "the next request is none the worse"
+    one.close()
+
+
+def test_a_sink_that_is_not_required_fails_nobody():
     optional = Ticket("s", False)
     optional.close("failed: x")
     optional.settle(0)
-    one.close()
 
 
-@pytest.mark.parametrize("trouble", ["abort", "flush", "close"])
-def test_a_consumer_that_cannot_even_end(trouble):
-    one = runner(trouble=trouble)
-    if trouble == "flush":
-        with pytest.raises(WeirError, match="could not be flushed"):
-            one.flush(60)
+@pytest.mark.parametrize("trouble", ["abort", "flush", "close", "tick"])
+@pytest.mark.parametrize("error", [Recorder.error, SystemExit(3)], ids=["OSError", "SystemExit"])
+def test_a_consumer_that_cannot_even_end(trouble, error, monkeypatch):
+    monkeypatch.setattr(Recorder, "error", error)
+    monkeypatch.setattr(Recorder, "tick", lambda self: self._note("tick"))
+    monkeypatch.setattr("vllm_weir.frontend.sinks.runner.TICK", 0.01)
+    if trouble == "flush":  # which is called in the asker's thread
+        monkeypatch.setattr(Recorder, "error", OSError())
+    if trouble == "abort":
+        monkeypatch.setattr(Recorder, "take", full)
+    one, box = runner(trouble=trouble), Box()
+    one.offer(box, 0)
+    if trouble == "tick":
+        eventually(lambda: bool(one.failed), True, 10)
+    with pytest.raises(WeirError, match="No space left") if trouble == "abort" else nullcontext():
+        box.ticket.settle(60)
+    with pytest.raises(WeirError, match="could not be flushed") if trouble == "flush" else nullcontext():
+        one.flush(60)
+    assert not one.ended
     one.close()
-    assert not one._thread.is_alive()
+    assert one.ended
 
 
 def test_every_sink_is_flushed_whatever_becomes_of_the_others():
@@ -733,55 +744,18 @@ def test_sinks_of_one_name_are_told_apart():
 
 
 @pytest.mark.parametrize("configured", [False, True])
-def test_norms_are_heard_where_vllm_is(monkeypatch, configured):
-    heard, own = Heard(), logging.getLogger("vllm_weir.norms")
-    theirs = logging.getLogger("vllm")
-    for logger, handlers in ((own, []), (own.parent, []), (theirs, [heard])):
+def test_norms_are_heard_where_vllm_is(monkeypatch, caplog, configured):
+    own, theirs = logging.getLogger("vllm_weir.norms"), logging.getLogger("vllm")
+    for logger, handlers in ((own, []), (own.parent, []), (theirs, [caplog.handler])):
         monkeypatch.setattr(logger, "handlers", handlers)
     monkeypatch.setattr(theirs, "level", logging.INFO)
     monkeypatch.setattr(own, "level", logging.NOTSET)
-    monkeypatch.setattr(logging.getLogger(), "handlers", [Heard()] if configured else [])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()] if configured else [])
     norms = consumers.find("logging", "sink")(seconds=0)
     request = Finished("r", 0, "r", 1, 1, "length")
     norms.take(Rows(request, Site("resid_post", 1), torch.arange(2), torch.arange(2), torch.full((2, 4), 2.0)))
     norms.finish(request)
-    assert heard.lines == ([] if configured else ["resid_post[1]: 2 rows, norm mean 4, std 0, highest 4"])
-
-
-class Heard(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
-@pytest.mark.parametrize("trouble", ["take", "finish", "abort", "tick", "close"])
-def test_a_consumer_that_raises_what_is_no_exception_ends_no_sink(trouble, monkeypatch):
-    """SystemExit ended the sink's thread without a word, and everything that was sent to it waited."""
-
-    def leave(*_):
-        raise SystemExit(3)
-
-    monkeypatch.setattr(Recorder, trouble, leave)
-    monkeypatch.setattr("vllm_weir.frontend.sinks.runner.TICK", 0.01)
-    one = runner(trouble="take" if trouble == "abort" else "")
-    box = Box()
-    one.offer(box, 0)
-    if trouble == "tick":
-        eventually(lambda: bool(one.failed), True, 10)
-    if trouble in ("take", "finish", "abort"):
-        with pytest.raises(WeirError, match="No space left" if trouble == "abort" else "SystemExit: 3"):
-            box.ticket.settle(10)
-    else:
-        assert box.ticket.wait(60) == ("/x/r",)
-    one.flush(60)
-    assert not one.ended
-    one.close()
-    assert one.ended
+    assert caplog.messages == ([] if configured else ["resid_post[1]: 2 rows, norm mean 4, std 0, highest 4"])
 
 
 # Rows that are taken and not published yet
