@@ -56,51 +56,35 @@ by_layer = st.dictionaries(
 )
 
 
-@given(st.one_of(junk, wire))
-def test_a_vector_is_accepted_or_refused_by_name(value):
-    try:
-        got = Vector.parse(value, "here.vector")
-    except WeirError as e:
-        assert e.field.startswith("here.vector")
-        return
-    if got.array is None:
-        assert got.ref
-    else:
-        assert got.array.dtype == np.float32 and np.isfinite(got.array).all() and got.array.ndim in (1, 2)
-
-
 fields = st.sampled_from(
     str.split("op vector layers scale hook positions direction value R path values directions per_layer keep_norm")
 )
-
-
-@given(
-    st.dictionaries(
-        st.one_of(fields, st.integers()),
-        st.one_of(junk, by_layer, st.sampled_from(list(KINDS)), st.just([[1.0, 2.0]] * 3)),
-    )
+values = st.one_of(junk, by_layer, st.sampled_from(list(KINDS)), st.just([[1.0, 2.0]] * 3))
+lens = st.fixed_dictionaries(
+    {"activations": junk, "layer_indices": junk},
+    optional={"scale": junk, "norm_match": junk, "position_indices": junk},
 )
-def test_an_intervention_is_accepted_or_refused_by_name(value):
-    try:
-        parse_intervention(value, "interventions[0]")
-    except WeirError as e:
-        assert e.field.startswith("interventions[0]")
 
 
-@given(
-    st.one_of(
-        junk,
-        st.fixed_dictionaries(
-            {"activations": junk, "layer_indices": junk},
-            optional={"scale": junk, "norm_match": junk, "position_indices": junk},
-        ),
-    )
-)
-def test_a_lens_value_is_accepted_or_refused_by_name(value):
+@pytest.mark.parametrize(
+    ("given_", "parse", "field"),
+    [
+        (wire, lambda value: Vector.parse(value, "here.vector"), "here.vector"),
+        (st.dictionaries(st.one_of(fields, st.integers()), values),
+         lambda value: parse_intervention(value, "interventions[0]"), "interventions[0]"),
+        (lens, lens_interventions, "apply_steering_vectors"),
+    ],
+    ids=["vector", "intervention", "vllm-lens's"],
+)  # fmt: skip
+@given(data=st.data())
+def test_anything_is_accepted_or_refused_by_name(given_, parse, field, data):
     try:
-        lens_interventions(value)
+        got = parse(data.draw(st.one_of(junk, given_)))
     except WeirError as e:
-        assert e.field.startswith("apply_steering_vectors")
+        assert e.field.startswith(field)
+        return
+    if isinstance(got, Vector):
+        assert got.ref or (got.array.dtype == np.float32 and np.isfinite(got.array).all() and got.array.ndim in (1, 2))
 
 
 def test_every_way_to_write_a_vector_is_the_same():

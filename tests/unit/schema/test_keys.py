@@ -103,20 +103,17 @@ def test_what_belongs_inside_is_told_where(place):
             assert said(place, key, value) is None
 
 
-@pytest.mark.parametrize("key", FORK_FIELDS)
-def test_a_server_s_field_offline_is_told_where_it_belongs(key):
+@pytest.mark.parametrize("key", [*KEYS, *FORK_FIELDS])
+def test_a_right_key_is_no_slip_and_a_server_s_field_offline_is_told_where_it_belongs(key):
+    assert meant(key) is None and meant(key, True) is None
+    if key in KEYS:
+        refuse_slips({key: WISH})
+        return
     e = said("extra_args", key)
     assert e is not None and e.field == key and "from_tiers" in e.message
     assert (f"did you mean {STEER!r}?" in e.message) == (key == "steering_vectors")
     wrong = misplaced(None, {"extra_args": {key: {}}})
     assert wrong is not None and wrong.field == f"extra_args.{key}"
-
-
-@pytest.mark.parametrize("key", [*KEYS, *FORK_FIELDS])
-def test_a_right_key_is_no_slip(key):
-    assert meant(key) is None and meant(key, True) is None
-    if key in KEYS:
-        refuse_slips({key: WISH})
 
 
 @given(st.sampled_from(["weir", *LENS_KEYS]), st.data())
@@ -148,25 +145,19 @@ def test_nothing_far_from_a_key_is_taken_for_it(key):
         assert short in CUT or distance(short, right.replace("_", "")) <= 2
 
 
-def test_params_that_carry_a_slip_are_refused():
-    for extra in ({"wier": WISH}, {"capture": []}, {"steering_name": "x"}):
-        with refused(next(iter(extra))):
-            weir.params(SimpleNamespace(extra_args=extra), capture=weir.Capture())
-
-
-def test_settings_under_a_slip_are_refused():
+def test_every_door_refuses_a_slip():
+    """Parameters offline, settings, and the client before it sends."""
+    for key, value in {"wier": WISH, "capture": [], "steering_name": "x"}.items():
+        with refused(key):
+            weir.params(SimpleNamespace(extra_args={key: value}), capture=weir.Capture())
     with refused("additional_config.wier", "did you mean 'weir'"):
         Settings.load({"wier": {"layers": [1]}}, {})
     Settings.load({"wire": 1, "weird": 2, 7: 8}, {})
-
-
-@pytest.mark.parametrize(
-    ("fields", "key"),
-    [({"wier": WISH}, "wier"), ({"extra_body": {"Weir": WISH}}, "Weir"), ({"vllm_xargs": {"weir_": "{}"}}, "weir_")],
-)
-def test_the_client_refuses_them_before_it_sends(fields, key):
-    with refused(key, "did you mean 'weir'"):
-        body_of({"prompt": "x"}, "m", fields=fields)
+    for key, fields in (
+        ("wier", {"wier": WISH}), ("Weir", {"extra_body": {"Weir": WISH}}), ("weir_", {"vllm_xargs": {"weir_": "{}"}}),
+    ):  # fmt: skip
+        with refused(key, "did you mean 'weir'"):
+            body_of({"prompt": "x"}, "m", fields=fields)
 
 
 def test_a_plain_request_is_not_looked_at(monkeypatch):

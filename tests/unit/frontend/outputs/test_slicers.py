@@ -16,8 +16,7 @@ from tests.unit.delivery_harness import Post
 from tests.unit.frontend.receive.test_delivery import LAYERS, Request, content, inside, run_one
 from tests.unit.frontends import frontend_of
 from tests.unit.request_strategies import selectors, served
-from vllm_weir import Site
-from vllm_weir import messages as mail
+from vllm_weir import Site, messages
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.outputs import preslicer
 from vllm_weir.frontend.outputs.view import OutputView
@@ -32,24 +31,27 @@ from vllm_weir.schema.resolved_probes import CellLayout
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.row_sequences import RowSequences
 
-ON = {5: np.array((0, 1, 1, 0, 0)), 4: np.array((0, 1, 0, 0))}
+ON = {width: np.array([0, *[1] * (width - 3), 0, 0]) for width in (4, 5)}
+"""What a message adds to the one before: the next rank, where a mark has one, and the next position."""
+assert messages.MARK_FIELDS[1:] == ("rank", "position", "count", "stride")
+assert messages.STEER_FIELDS[1:] == ("position", "count", "stride")
 
 
 @given(width=st.sampled_from([4, 5]), data=st.data())
 def test_marks_of_repeated_messages_are_one(width, data):
     """Messages that go on by one, that do not, that are empty, that drop rows: the same ranks at the same positions."""
-    messages = []
+    sent = []
     for _ in range(data.draw(st.integers(1, 8))):
-        if messages and data.draw(st.booleans()):
-            messages.append(messages[-1] + ON[width].astype(np.int32))
+        if sent and data.draw(st.booleans()):
+            sent.append(sent[-1] + ON[width].astype(np.int32))
             continue
         rows = []
         for number in range(data.draw(st.integers(0, 3))):
             rank = [data.draw(st.integers(-1, 3))] if width == 5 else []
             rows.append([number, *rank, data.draw(st.integers(0, 5)), *data.draw(st.sampled_from([(1, 1), (3, 2)]))])
-        messages.append(np.array(rows, np.int32).reshape(-1, width))
-    expected = np.concatenate(messages)
-    assert each(merge_arrivals(messages)) == each(expected) and len(merge_arrivals(messages)) <= len(expected)
+        sent.append(np.array(rows, np.int32).reshape(-1, width))
+    expected = np.concatenate(sent)
+    assert each(merge_arrivals(sent)) == each(expected) and len(merge_arrivals(sent)) <= len(expected)
 
 
 def each(marks):
@@ -277,11 +279,6 @@ def test_early_hand_outs_do_not_hold_a_full_buffer():
     spill(post)
     assert request.pending.early_activations is None
     assert request.rows(1)["resid_post", 1][:, 1].tolist() == list(range(5))
-
-
-def test_marks_have_the_fields_that_merging_assumes():
-    assert mail.MARK_FIELDS[1:] == ("rank", "position", "count", "stride")
-    assert mail.STEER_FIELDS[1:] == ("position", "count", "stride")
 
 
 @pytest.fixture
