@@ -260,16 +260,16 @@ def test_wrong_objects_are_refused(frontend, controller, why):
 @pytest.mark.parametrize(
     ("named", "field", "why"),
     [
-        ({"a": ("Nobody", {})}, "settings.controllers.a", "cannot be imported: AttributeError"),
-        ({"a": ("D", {})}, "settings.controllers.a", "no subclass of"),
-        ({"a": ("Reads", {"level": -1})}, "level", "a number from 0"),
-        ({"a": ("Reads", {"lvel": 1})}, "Reads", "cannot be set up: TypeError"),
-        ({"a": ("Blind", {})}, "settings.controllers.a", "reads at least one probe"),
+        (("Nobody", {}), "settings.controllers.a", "cannot be imported: AttributeError"),
+        (("D", {}), "settings.controllers.a", "no subclass of"),
+        (("Reads", {"level": -1}), "level", "a number from 0"),
+        (("Reads", {"lvel": 1}), "Reads", "cannot be set up: TypeError"),
+        (("Blind", {}), "settings.controllers.a", "reads at least one probe"),
     ],
 )
 def test_wrong_settings_are_refused(frontend, named, field, why):
     with pytest.raises(WeirError, match=why) as error:
-        set_up(frontend, settings(**named))
+        set_up(frontend, settings(a=named))
     assert error.value.field.endswith(field)
 
 

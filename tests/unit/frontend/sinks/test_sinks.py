@@ -78,10 +78,15 @@ def test_definitions_round_trip():
         one = SinkDefinition.parse(data, "s")
         assert SinkDefinition.parse(one.to_json(), "s") == one
         assert hash(one) == hash(SinkDefinition.parse(dict(reversed(data.items())), "s"))
+    assert SinkDefinition.parse({"logging": {}, "capture": Capture("resid_pre", 1)}, "s").captures
     assert Sink.parse("memory", "s").memory and not Sink.parse("archive", "s").memory
     own = Sink.parse({"filesystem": {"url": "x"}}, "s")
     assert own.name == "filesystem" and Sink.parse(own.to_json(), "s") == own
-    assert SinkDefinition.parse({"logging": {}, "capture": Capture("resid_pre", 1)}, "s").captures
+    assert Sink.parse({"memory": {}}, "s") == Sink.parse("memory", "s")
+    assert Capture("resid_post", sink={"memory": {}}) == Capture("resid_post")
+    for wrong in ({"memory": {"x": 1}}, {"memory": {}, "policy": "drop"}):
+        with refused("s.memory", "no options"):
+            Sink.parse(wrong, "s")
 
 
 WRONG = {
@@ -641,32 +646,33 @@ def delivery(acts, name="r", released=None):
     return Delivery(Looked(acts), Finished(name, 0, name, 3, 2, "length"), Ticket("s", True), release)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_spilled_rows_are_the_same(tmp_path, packed):
-    acts, released = acts_of(packed), []
+def shaped():
+    """Rows of every shape."""
+    rows = {Site(*site): r for site, r in shaped_rows(3).items()}
+    at = dict.fromkeys(rows, torch.arange(3))
+    return Activations(rows, at, at)
+
+
+@pytest.mark.parametrize("make", [acts_of, lambda: acts_of(packed=True), shaped], ids=["plain", "packed", "shaped"])
+def test_spilled_rows_are_the_same(tmp_path, make):
+    acts, released = make(), []
     jobs = [delivery(acts, released=released) for _ in range(2)]
     jobs[1].spill(tmp_path)
     jobs[1].spill(tmp_path)
     assert len(released) == 1 and len(list(tmp_path.iterdir())) == 1
-    for a, b in zip(*(list(job.rows()) for job in jobs), strict=True):
-        assert a.site == b.site and a.compression == b.compression and (a.compression is None) != packed
+    taken = [list(job.rows()) for job in jobs]
+    assert [a.site for a in taken[0]] == list(acts.sites)
+    for a, b in zip(*taken, strict=True):
+        assert a.site == b.site and a.compression == b.compression
         assert a.positions.equal(b.positions) and a.token_ids.equal(b.token_ids)
         assert a.data.equal(b.data) and a.data.dtype == b.data.dtype and a.decoded().equal(b.decoded())
+        assert a.decoded().shape == acts[a.site].shape
+        assert a.compression is not None or a.data.equal(acts[a.site])
     assert jobs[0].ticket.missing == jobs[1].ticket.missing == {Site("resid_post", 1): 2}
     for job in jobs:
         job.discard()
         job.discard()
     assert len(released) == 2 and not list(tmp_path.iterdir()) and not list(jobs[0].rows())
-
-
-def test_spilled_rows_of_every_shape_are_the_same(tmp_path):
-    rows = {Site(*site): r for site, r in shaped_rows(3).items()}
-    at = dict.fromkeys(rows, torch.arange(3))
-    job = delivery(Activations(rows, at, at))
-    job.spill(tmp_path)
-    taken = list(job.rows())
-    assert [r.site for r in taken] == list(rows)
-    assert all(torch.equal(r.data, rows[r.site]) and r.decoded().shape == rows[r.site].shape for r in taken)
 
 
 @pytest.mark.parametrize("hook", ["pattern", "attn_scores"])
@@ -785,25 +791,6 @@ def served(one, name, kind=Box):
     return box.ticket
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_full_disk_fails_the_request_in_every_layout(tmp_path, monkeypatch, layout):
-    """With layouts that collect, the rows had not reached the disk when the request was told that they were written."""
-    one = files_into(tmp_path, layout)
-    first = served(one, "a")
-    first.settle(60)
-    one.flush(60)  # with it goes the room that was set aside for more
-    with full_disk(monkeypatch):
-        failed = served(one, "b")
-        with pytest.raises(WeirError, match=r"failed: StoreError: cannot write .*No space left on device"):
-            failed.settle(60)
-    last = served(one, "c")
-    one.flush(60)
-    assert (first.state, last.state) == ("written", "written") and failed.state.startswith("failed")
-    assert sorted(load(tmp_path)) == ["a", "c"]
-    one.close()
-    assert not list(tmp_path.rglob("*.tmp"))
-
-
 class WideBox(Box):
     """Rows of several sites."""
 
@@ -821,15 +808,27 @@ class BigBox(WideBox):
     n = 900
 
 
-@pytest.mark.parametrize("layout", ["sharded", "packed"])
-def test_a_disk_that_gets_full_fails_who_does_not_fit(tmp_path, monkeypatch, layout):
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [*((layout, Box) for layout in LAYOUTS), *((layout, BigBox) for layout in ("sharded", "packed"))],
+)
+def test_a_disk_that_gets_full_fails_who_does_not_fit(tmp_path, monkeypatch, layout, kind):
+    """With layouts that collect, the rows had not reached the disk when the request was told that they were written."""
     one = files_into(tmp_path, layout)
-    first = served(one, "a", WideBox)
+    first = served(one, "a", Box if kind is Box else WideBox)
+    first.settle(60)
+    if kind is Box:
+        one.flush(60)  # with it goes the room that was set aside for more
     with full_disk(monkeypatch):
-        failed = served(one, "b", BigBox)
-    assert (first.state, failed.state[:18]) == ("written", "failed: StoreError")
+        failed = served(one, "b", kind)
+        with pytest.raises(WeirError, match=r"failed: StoreError: cannot write .*No space left on device"):
+            failed.settle(60)
+    last = served(one, "c")
+    one.flush(60)
+    assert (first.state, last.state) == ("written", "written") and failed.state.startswith("failed: StoreError")
+    assert sorted(load(tmp_path)) == ["a", "c"]
     one.close()
-    assert sorted(load(tmp_path)) == ["a"] and first.state == "written"
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 @pytest.mark.parametrize("how", ["tick", "flush", "close"])
@@ -921,14 +920,6 @@ def test_npz_by_name(tmp_path):
     for options, field in (({"url": str(tmp_path), "layout": "sharded"}, "s.npz.layout"), ({}, "s.npz.url")):
         with refused(field):
             make(**options)
-
-
-def test_memory_may_be_written_as_other_sinks_are():
-    assert Sink.parse({"memory": {}}, "s") == Sink.parse("memory", "s")
-    assert Capture("resid_post", sink={"memory": {}}) == Capture("resid_post")
-    for data in ({"memory": {"x": 1}}, {"memory": {}, "policy": "drop"}):
-        with refused("s.memory", "no options"):
-            Sink.parse(data, "s")
 
 
 def test_shipped_consumers_are_entry_points():
