@@ -232,7 +232,7 @@ async def test_nobody_is_held_back_for_longer_than_said(monkeypatch):
 
 @in_a_loop
 async def test_who_goes_away_while_it_is_held_back_takes_nobody_s_place():
-    pacing = paced(pace=100.0)
+    pacing = paced(pace=10.0)
     first = [asyncio.create_task(pacing.wait_to_enter()) for _ in range(module.BURST)]
     await asyncio.gather(*first)
     gone, stays = (asyncio.create_task(pacing.wait_to_enter()) for _ in range(2))

@@ -41,6 +41,13 @@ def admitted(*items) -> AdmittedRequest:
     return admit({"weir": RequestSpec((), items)}, FACTS)
 
 
+def move_of(item: weir.Add) -> tuple[ResolvedIntervention | None, dict]:
+    """(the move, its rows) of an intervention that does the same at all its layers."""
+    found = admitted(item)
+    (move,) = found.moves
+    return move, found.rows
+
+
 class Bench:
     """A planner, its tables, and a stream to run the taps on."""
 
