@@ -24,29 +24,22 @@ from vllm_weir.schema.hooks import (
 
 ACCEPTED = {f"blocks.7.hook_{hook}": (hook, 7) for hook in STREAM_HOOKS}
 ACCEPTED |= {"blocks.7.hook_in": ("resid_pre", 7), "blocks.7.hook_out": ("resid_post", 7)}
-INSIDE = {
-    "attn.hook_in": "attn_in",
-    "attn.hook_q": "q",
-    "attn.hook_k": "k",
-    "attn.hook_v": "v",
-    "attn.q.hook_out": "q",
-    "attn.k.hook_out": "k",
-    "attn.v.hook_out": "v",
-    "attn.hook_rot_q": "q_rot",
-    "attn.hook_rot_k": "k_rot",
-    "attn.hook_attn_scores": "attn_scores",
-    "attn.hook_pattern": "pattern",
-    "attn.hook_z": "z",
-    "attn.o.hook_in": "z",
-    "hook_mlp_in": "mlp_in",
-    "mlp.hook_in": "mlp_in",
-    "mlp.hook_pre": "mlp_pre",
-    "mlp.hook_pre_linear": "mlp_pre_linear",
-    "mlp.hook_post": "mlp_post",
-    "mlp.out.hook_in": "mlp_post",
-    "mlp.hook_expert_indices": "expert_ids",
-    "mlp.hook_expert_weights": "expert_weights",
+NAMES_INSIDE = {
+    "attn_in": "attn.hook_in",
+    **{hook: f"attn.hook_{hook} attn.{hook}.hook_out" for hook in "qkv"},
+    "q_rot": "attn.hook_rot_q",
+    "k_rot": "attn.hook_rot_k",
+    "attn_scores": "attn.hook_attn_scores",
+    "pattern": "attn.hook_pattern",
+    "z": "attn.hook_z attn.o.hook_in",
+    "mlp_in": "hook_mlp_in mlp.hook_in",
+    "mlp_pre": "mlp.hook_pre",
+    "mlp_pre_linear": "mlp.hook_pre_linear",
+    "mlp_post": "mlp.hook_post mlp.out.hook_in",
+    "expert_ids": "mlp.hook_expert_indices",
+    "expert_weights": "mlp.hook_expert_weights",
 }
+INSIDE = {name: hook for hook, names in NAMES_INSIDE.items() for name in names.split()}
 ACCEPTED |= {f"blocks.7.{name}": (hook, 7) for name, hook in INSIDE.items()}
 ACCEPTED |= {"hook_embed": ("embed", 0), "ln_final.hook_out": ("final_norm", 0)}
 BARE = {
@@ -56,36 +49,32 @@ BARE = {
 }
 BARE |= INSIDE | {"hook_expert_indices": "expert_ids", "rot_q": "q_rot", "rot_k": "k_rot"}
 
-REFUSED = {  # TransformerLens's name -> a word of what to use instead
-    "ln_final.hook_normalized": r"\(final_norm - bias\) / weight",
-    "ln_final.hook_scale": "compute it from resid_post",
-    "ln_final.hook_in": "use resid_post",
-    "embed.hook_out": "use embed",
-    "embed_ln.hook_out": "use resid_pre",
-    "hook_pos_embed": r"resid_pre\[0\] - embed",
-    "pos_embed.hook_out": r"resid_pre\[0\] - embed",
-    "unembed.hook_in": "final_norm",
-    "unembed.hook_out": "logits",
-    "hook_unembed": "logits",
-    "blocks.7.attn.hook_out": "attn_out",
-    "blocks.7.mlp.hook_out": "mlp_out",
-    "blocks.7.hook_mixer_out": "attn_out",
-    "blocks.7.hook_attn_in": "use resid_pre, or attn_in",
-    "blocks.7.hook_q_input": "use resid_pre, or attn_in",
-    "blocks.7.attn.hook_v_input": "use resid_pre, or attn_in",
-    "blocks.7.ln1.hook_normalized": r"\(attn_in - bias\) / weight",
-    "blocks.7.ln2.hook_normalized": r"\(mlp_in - bias\) / weight",
-    "blocks.7.ln1.hook_out": "attn_in",
-    "blocks.7.ln2.hook_scale": "resid_mid",
-    "blocks.7.ln1_post.hook_out": "attn_out",
-    "blocks.7.attn.hook_result": "multiply z with",
-    "blocks.7.attn.o.hook_out": "multiply z with",
-    "blocks.7.attn.q_norm.hook_out": "q_rot",
-    "blocks.7.mlp.in.hook_out": "mlp_pre_linear the other",
-    "blocks.7.mlp.gate.hook_out": "router_logits",
-    "blocks.7.mlp.hook_router_scores": "router_logits",
-    "blocks.7.mlp.experts.hook_out": "expert_ids",
-    "blocks.7.mixer.in_proj.hook_out": "attn_out",
+INSTEAD = {  # a word of what to use -> TransformerLens's names; those with a point in front are a block's
+    r"\(final_norm - bias\) / weight": "ln_final.hook_normalized",
+    "compute it from resid_post": "ln_final.hook_scale",
+    "use resid_post": "ln_final.hook_in",
+    "use embed": "embed.hook_out",
+    "use resid_pre": "embed_ln.hook_out",
+    r"resid_pre\[0\] - embed": "hook_pos_embed pos_embed.hook_out",
+    "final_norm": "unembed.hook_in",
+    "logits": "unembed.hook_out hook_unembed",
+    "attn_out": ".attn.hook_out .hook_mixer_out .ln1_post.hook_out .mixer.in_proj.hook_out",
+    "mlp_out": ".mlp.hook_out",
+    "use resid_pre, or attn_in": ".hook_attn_in .hook_q_input .attn.hook_v_input",
+    r"\(attn_in - bias\) / weight": ".ln1.hook_normalized",
+    r"\(mlp_in - bias\) / weight": ".ln2.hook_normalized",
+    "attn_in": ".ln1.hook_out",
+    "resid_mid": ".ln2.hook_scale",
+    "multiply z with": ".attn.hook_result .attn.o.hook_out",
+    "q_rot": ".attn.q_norm.hook_out",
+    "mlp_pre_linear the other": ".mlp.in.hook_out",
+    "router_logits": ".mlp.gate.hook_out .mlp.hook_router_scores",
+    "expert_ids": ".mlp.experts.hook_out",
+}
+REFUSED = {
+    f"blocks.7{name}" if name.startswith(".") else name: words
+    for words, names in INSTEAD.items()
+    for name in names.split()
 }
 
 SAE_LENS = str.split("""

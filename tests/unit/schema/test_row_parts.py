@@ -36,11 +36,16 @@ from vllm_weir.schema.row_notes import describe_rows, in_words
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, num_taps, tap_of
 from vllm_weir.worker.planning.planner import Planner
-from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.steering.programs import ActiveIntervention, ProgramTable
+from vllm_weir.worker.tap import cpu_kernel
+from vllm_weir.worker.tap.op import numbered
 
 HEADS, D_HEAD, D_MLP, D = 4, 3, 10, 6
 SHAPES = {"z": (HEADS, D_HEAD), "mlp_post": (D_MLP,), "resid_post": (D,)}
 FORMS = [3, [3], (3,), range(3, 4), np.array([3]), torch.tensor([3]), torch.tensor(3), np.int64(3)]
+
+
+ALL = weir.Add(torch.ones(1)).positions
 
 
 def unknown(ref: str, field: str) -> np.ndarray:
@@ -148,48 +153,22 @@ def test_the_norm_of_neurons(flag):
 # Vectors and instructions.
 
 
-def run(term: Instruction, rows: dict[str, np.ndarray], h: np.ndarray) -> np.ndarray:
-    """What one instruction adds to rows [n, width], from the definitions in `schema.instructions`."""
-    columns = slice(term.start, term.stop) if term.stop else slice(0, h.shape[1])
-    part, out = h[:, columns], np.zeros_like(h)
-    if not term.u:
-        return out
-    u = rows[term.u].astype(np.float64)
-    assert u.shape == part.shape[1:]
-    norm = np.linalg.norm(part, axis=1, keepdims=True)
-    along = part @ rows[term.w].astype(np.float64)[:, None] if term.w else None
-    if term.kind == CONST:
-        added = term.a * u
-    elif term.kind == NORM:
-        added = term.a * norm * u
-    elif term.kind == AFFINE:
-        added = (term.a * along + term.b) * u
-    elif term.kind == CLAMP:
-        added = term.a * (np.clip(along, term.lo, term.hi) - along) * u
-    elif term.kind == BLEND:
-        added = term.a * (u - part)
-    else:
-        assert term.kind == KEEP_NORM
-        s = part + (term.a + term.b * norm) * u
-        length = np.linalg.norm(s, axis=1, keepdims=True)
-        added = np.where(length > 0, s * norm / np.where(length > 0, length, 1) - part, 0)
-    out[:, columns] = added
-    return out
-
-
 def apply(lowered: LoweredIntervention, h: np.ndarray, hook: str = "z") -> np.ndarray:
-    """Rows under the instructions, by way of the wire; row k is the k-th selected position."""
-    item = weir.Add(torch.ones(1), 1)
-    move = ResolvedIntervention(hook, (1,), item.positions, lowered.per_position, lowered.instructions)
+    """Rows under the instructions, by way of the wire and the CPU's tap; row k is the k-th selected position."""
+    move = ResolvedIntervention(hook, (1,), ALL, lowered.per_position, lowered.instructions)
     move = ResolvedIntervention.from_wire(json.loads(json.dumps(move.to_wire())))
     assert (move.per_position, move.instructions) == (lowered.per_position, lowered.instructions)
-    h = h.astype(np.float64)
-    if not move.per_position:
-        return h + sum((run(term, lowered.rows, h) for term in move.instructions), np.zeros_like(h))
-    rows = [h[k : k + 1] for k in range(len(h))]
-    return np.concatenate(
-        [row + sum((run(t, lowered.rows, row) for t in move.of_position(k)), 0 * row) for k, row in enumerate(rows)]
-    )
+    tap, taps = tap_of(Site(hook, 1)), num_taps(2)
+    table = ProgramTable(TableSizes(64, 8, 256), taps, [tap], D, {tap: h.shape[1]})
+    table.hold_vectors(lowered.rows, lambda digests: {digest: lowered.rows[digest] for digest in digests})
+    plan = torch.zeros(len(h), 4, dtype=torch.int32)
+    for k in range(len(h)):
+        active = ActiveIntervention(move, move.digest, k if move.per_position else -1)
+        plan[k] = torch.tensor([-1, -1, table.hold([active])[1], 0])
+    tables = [torch.from_numpy(getattr(table, name)) for name in ("heads", "ints", "floats", "vectors")]
+    rows, ranks = torch.from_numpy(h.astype(np.float32)), torch.full((1, taps * STAGES), -1, dtype=torch.int32)
+    cpu_kernel.launch(rows, None, numbered(tap), plan, ranks, torch.zeros(1, D), *tables)
+    return rows.numpy()
 
 
 numbers = st.integers(-12, 12).map(lambda n: n / 4)
@@ -257,7 +236,7 @@ def test_instructions_do_what_the_formulas_say(asked, seed):
         assert all(t.stop - t.start == D_HEAD and t.start // D_HEAD in item.heads for t in lowered.instructions if t.u)
     else:
         others = ~np.isin(columns, item.neurons or columns)
-    assert np.array_equal(got[:, others], h.numpy().astype(np.float64)[:, others])
+    assert np.array_equal(got[:, others], h.numpy()[:, others])
 
 
 def head(value: float) -> torch.Tensor:
