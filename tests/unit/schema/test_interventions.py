@@ -356,11 +356,3 @@ def test_the_shelf_keeps_content():
     ):
         with refused(field):
             call()
-
-
-def test_a_global_intervention_keeps_what_its_name_meant():
-    registry = VectorRegistry()
-    registry.put("mood", np.ones(8))
-    kept = weir.Add("mood", 1).with_arrays(registry.find)
-    registry.remove("mood")
-    assert kept.lower((8,), registry.find).rows and kept.vector.array.tolist() == [1.0] * 8

@@ -111,7 +111,7 @@ def test_chunks_of_queries_change_nothing(name, monkeypatch):
     whole = attention_pattern(q, k, positions, facts)
     monkeypatch.setattr(attention, "CHUNK_VALUES", 3 * 4 * 8)
     assert len(attention._chunks(whole)) == 3
-    assert (attention_pattern(q, k, positions, facts) - whole).abs().max() < 1e-6
+    assert (attention_pattern(q, k, positions, facts) - whole).abs().max() < TOLERANCE
 
 
 def test_rows_of_bfloat16_are_computed_in_float32():

@@ -216,7 +216,7 @@ def test_a_query_with_a_missing_key_has_no_value(facts, complete):
     assert positions.tolist() == complete
     whole, _ = compute(recipe_of("pattern", facts), q, k, queries, range(6))
     expected = whole[[queries.index(p) for p in complete]][..., : complete[-1] + 1]
-    assert (values - expected).abs().max() < 1e-6
+    assert (values - expected).abs().max() < 2e-5, "but for the order of sums of 8 products"
 
 
 def test_experts_come_at_the_logits_positions():

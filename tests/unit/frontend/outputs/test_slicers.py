@@ -79,24 +79,6 @@ def test_runs_of_positions_are_spread(runs):
     assert np.flatnonzero(steered[0]).tolist() == sorted(set(positions))
 
 
-@given(selector=selectors(), P=st.integers(1, 20), G=st.integers(0, 12), seen=st.integers(0, 12), data=st.data())
-def test_positions_of_a_view(selector, P, G, seen, data):
-    ids = data.draw(st.lists(st.integers(0, 20), min_size=P + G, max_size=P + G))
-    post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", [1], selector)], P, max(G, 1), [*ids, 1])
-    growing = ids[P : P + min(seen, G)]
-    request.tracker.view(growing, True, None, 0)
-    start = request.tracker._seen
-    growing += ids[P + len(growing) :]
-    view = request.tracker.view(growing, True, None, 0)
-    tokens = np.array(ids[: P + max(G - 1, 0)])
-    expected = selected([Positions.parse(selector)], P, tokens)
-    growing.append(9)
-    assert view.end == len(tokens) and view.tokens.array.tolist() == tokens.tolist()
-    assert view._wanted([Positions.parse(selector)], None)[0].tolist() == expected[expected >= start].tolist()
-    assert view.rows == (expected >= start).sum()
-
-
 def test_token_ids_are_made_when_asked_for():
     class Watched(list):
         reads = 0

@@ -177,15 +177,20 @@ def test_every_wanted_row_exactly_once(cut_at_once, near, rows, how, data):
     captures=sensible_captures(LAYERS), P=st.integers(1, 12), cuts=st.lists(st.integers(1, 4), min_size=1, max_size=6)
 )
 def test_deltas_partition_the_rows(captures, P, cuts):
-    post = Post(LAYERS)
-    request = Request(post, "r0", captures, P, sum(cuts), [5] * (P + sum(cuts)))
+    """Looked at after the list of tokens has grown on."""
+    post, ids = Post(LAYERS), [7 * p % 21 for p in range(P + sum(cuts))]
+    request = Request(post, "r0", captures, P, sum(cuts), ids)
     request.join()
-    post.step([("r0", P + sum(cuts) - 1, 0)], lambda n, c, p: torch.tensor([c, p, 0.0, 0.0]))
+    post.step([("r0", P + sum(cuts) - 1, 0)], content)
     generated, parts = [], []
     for k in cuts:
-        generated += [5] * k
+        generated += ids[P + len(generated) :][:k]
         parts.append(request.tracker.view(generated, True, None, 0))
     whole = request.tracker.view(generated, False, "length", 0).activations()
+    request.version = dict.fromkeys(range(P + sum(cuts)), 0)
+    request.verify()
+    for view in parts:
+        assert view.rows == sum(len(view.activations()[site]) for site in whole.sites)
     for site in whole.sites:
         assert torch.cat([v.activations().positions_of(*site) for v in parts]).equal(whole.positions_of(*site))
         assert torch.cat([v.activations()[site] for v in parts]).equal(whole[site])
