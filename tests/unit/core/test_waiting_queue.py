@@ -19,14 +19,6 @@ def filled() -> WaitingQueue:
     return queue
 
 
-def test_without_ranks_first_come_first_served():
-    queue = filled()
-    assert not any(queue.enter(name, name, ONE) for name in "abc")
-    assert queue.release({"running": 1}) == [] and queue.ids() == ["a", "b", "c"]
-    for name in "abc":
-        assert queue.release({}) == [name]
-
-
 def test_the_lowest_rank_goes_first_and_who_has_left_does_not():
     queue = filled()
     for name, rank in (("late", (5.0, 1.0)), ("early", (0.0, 2.0)), ("gone", (-1.0, 3.0)), ("same", (0.0, 2.0))):
@@ -52,15 +44,16 @@ def test_an_id_that_comes_back_has_its_new_place():
     assert [queue.release({}) for _ in range(2)] == [["b"], ["second"]]
 
 
-@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), max_size=30))
-def test_order(entries):
-    """Those that stay leave by rank, then as they came."""
+@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), max_size=30), st.booleans())
+def test_order(entries, ranked):
+    """Those that stay leave by rank, then as they came; without ranks as they came."""
     queue, staying = filled(), []
     for number, (rank, leaves) in enumerate(entries):
-        assert not queue.enter(str(number), number, ONE, (float(rank),))
+        assert not queue.enter(str(number), number, ONE, *([(float(rank),)] if ranked else []))
         if leaves:
             assert queue.leave(str(number)) == number
         else:
-            staying.append((rank, number))
+            staying.append((rank if ranked else 0, number))
+    assert queue.release({"running": 1}) == [] and sorted(queue.ids()) == sorted(str(number) for _, number in staying)
     released = [queue.release({}) for _ in range(len(staying) + 1)]
     assert released == [[number] for _, number in sorted(staying)] + [[]]

@@ -12,6 +12,7 @@ import pytest
 import vllm_weir as weir
 from tests.support.sae_reference import weights
 from tests.unit.frontends import frontend_of
+from tests.unit.refusals import pairs, refused
 from tests.unit.request_strategies import served
 from vllm_weir import Add, Capture, Probe, WeirError, When, controllers
 from vllm_weir.controllers import AsyncController, SyncController
@@ -69,6 +70,12 @@ def frontend():
     made.close()
 
 
+@pytest.fixture(params=[False, True], ids=["alone", "shared"])
+def change(request, frontend, tmp_path):
+    """Another process changes what the processes of a server share; nobody does where there is one."""
+    return share(frontend, tmp_path) if request.param else lambda edit: None
+
+
 def mood(**more):
     return Probe("mood", ONES, layer=0, **more)
 
@@ -79,11 +86,8 @@ def share(frontend, folder):
     return SharedState(folder).change
 
 
-@pytest.mark.parametrize("source", [False, True])
-def test_actions_change_names_and_globals(frontend, tmp_path, source):
+def test_actions_change_names_and_globals(frontend, change):
     """In a process of its own, and in the state that a server's processes share."""
-    if source:
-        share(frontend, tmp_path)
     actions = FrontendActions(frontend)
     digest = actions.set_vector("dial", ONES)
     frontend.names.refresh()
@@ -109,13 +113,12 @@ def test_actions_change_names_and_globals(frontend, tmp_path, source):
 
 def test_a_global_names_nothing_that_another_process_has_just_removed(frontend, tmp_path, monkeypatch):
     """Workers encode rows for a TopK autoencoder, which they lack once it is unloaded."""
-    sae = weir.SAE.from_tensors("topk", ("resid_post", 1), **weights("topk", d_in=D), k=3)
-    transfer.write(sae, tmp_path / "sae.safetensors")
+    file = tmp_path / "sae.safetensors"
+    transfer.write(weir.SAE.from_tensors("topk", ("resid_post", 1), **weights("topk", d_in=D), k=3), file)
     change = share(frontend, tmp_path / "shared")
-    loaded = {"it": SharedSAE("it#1", str(tmp_path / "sae.safetensors"))}
-    change(lambda contents: replace(contents, saes=loaded))
-    actions = FrontendActions(frontend)
-    actions.set_global(weir.SetFeature("it", 2, value=1.0))
+    change(lambda contents: replace(contents, saes={"it": SharedSAE("it#1", str(file))}))
+    actions, feature = FrontendActions(frontend), weir.SetFeature("it", 2, value=1.0)
+    actions.set_global(feature)
     frontend.names.refresh()
     (one,) = frontend.names.always
     assert one.sae == "it#1"
@@ -128,7 +131,7 @@ def test_a_global_names_nothing_that_another_process_has_just_removed(frontend, 
 
     monkeypatch.setattr(frontend.names.source, "change", late)
     with pytest.raises(WeirError, match="no autoencoder is loaded as 'it'"):
-        actions.set_global(weir.SetFeature("it", 2, value=1.0))
+        actions.set_global(feature)
     assert not SharedState(tmp_path / "shared").read().always
 
 
@@ -150,19 +153,16 @@ def test_a_controller_in_python(frontend):
     assert [capture.sink.name for capture in frontend.manager.everyone] == ["controller:a"]
     state = frontend.manager.report()["controller:a"]
     assert (state["consumer"], state["policy"]) == ("Watch", "drop")
-    with pytest.raises(WeirError, match="already") as error:
+    with refused("name", "already"):
         add_object(frontend, "a", Watch(), {})
-    assert error.value.field == "name"
     remove(frontend, "a")
     assert not frontend.universal and not frontend.manager.report() and not frontend.names.probes.registered
     with pytest.raises(WeirError, match="no controller 'a'"):
         remove(frontend, "a")
 
 
-@pytest.mark.parametrize("source", [False, True])
-def test_a_controller_that_cannot_be_added_leaves_no_probes(frontend, tmp_path, source):
+def test_a_controller_that_cannot_be_added_leaves_no_probes(frontend, change):
     """Nor replaces any, whatever is wrong: a later probe, a capture, or what `open` raises."""
-    change = share(frontend, tmp_path) if source else lambda edit: None
     frontend.names.add_scoring([mood(positions="sampled")])
     frontend.names.refresh()
     before = frontend.names.probes.registered["mood"].probe
@@ -201,10 +201,8 @@ def test_open_may_set_what_the_controller_s_probes_gate(frontend, tmp_path):
     assert one.layers == (3,) and frontend.manager.report()
 
 
-@pytest.mark.parametrize("source", [False, True])
-def test_a_removed_controller_s_probes_stay_away(frontend, tmp_path, source):
+def test_a_removed_controller_s_probes_stay_away(frontend, change):
     """Whatever changes later; a controller of which a probe is still needed is not removed by half."""
-    change = share(frontend, tmp_path) if source else lambda edit: None
     add_object(frontend, "a", Watch([mood(), Probe("other", ONES, layer=1)]), {})
     frontend.names.refresh()
     actions = FrontendActions(frontend)
@@ -221,16 +219,13 @@ def test_a_removed_controller_s_probes_stay_away(frontend, tmp_path, source):
     assert not frontend.universal and not frontend.names.probes.registered and not frontend.manager.report()
 
 
-@pytest.mark.parametrize("source", [False, True])
-def test_an_unregistered_probe_stays_away(frontend, tmp_path, source):
-    change = share(frontend, tmp_path) if source else lambda edit: None
+def test_an_unregistered_probe_stays_away(frontend, change):
     frontend.names.add_scoring([mood()])
     frontend.names.unregister_probe("mood")
     change(lambda contents: replace(contents, tiers=0))
     assert not frontend.universal and not frontend.names.probes.registered
-    with pytest.raises(WeirError, match="no probe is registered under 'mood'") as error:
+    with refused("name", "no probe is registered under 'mood'"):
         frontend.names.unregister_probe("mood")
-    assert error.value.field == "name"
 
 
 def test_probes_wait_until_the_engine_is_known():
@@ -245,18 +240,17 @@ def test_probes_wait_until_the_engine_is_known():
     frontend.close()
 
 
-@pytest.mark.parametrize(
-    ("controller", "why"),
-    [
-        (Watch, "an object of a subclass of AsyncController, got Watch"),
-        (3, "got int"),
-        (Reads(), "name its class in the setting controllers"),
-        (Reads, "name its class in the setting controllers"),
-        (Watch(["mood"]), "give the probe itself"),
-        (Watch([Probe("far", ONES, layer=9)]), "block 9 does not exist"),
-        (Watch(captures=[Capture("resid_post", 1, sink="elsewhere")]), "leave sink and keep out"),
-    ],
-)
+WRONG = {
+    "an object of a subclass of AsyncController, got Watch": [Watch],
+    "got int": [3],
+    "name its class in the setting controllers": [Reads(), Reads],
+    "give the probe itself": [Watch(["mood"])],
+    "block 9 does not exist": [Watch([Probe("far", ONES, layer=9)])],
+    "leave sink and keep out": [Watch(captures=[Capture("resid_post", 1, sink="elsewhere")])],
+}
+
+
+@pytest.mark.parametrize(("why", "controller"), pairs(WRONG))
 def test_wrong_objects_are_refused(frontend, controller, why):
     with pytest.raises(WeirError, match=why):
         add_object(frontend, "a", controller, {})
@@ -266,24 +260,23 @@ def test_wrong_objects_are_refused(frontend, controller, why):
 @pytest.mark.parametrize(
     ("named", "field", "why"),
     [
-        ({"a": ("Nobody", {})}, "settings.controllers.a", "cannot be imported: AttributeError"),
-        ({"a": ("D", {})}, "settings.controllers.a", "no subclass of"),
-        ({"a": ("Reads", {"level": -1})}, "level", "a number from 0"),
-        ({"a": ("Reads", {"lvel": 1})}, "Reads", "cannot be set up: TypeError"),
-        ({"a": ("Blind", {})}, "settings.controllers.a", "reads at least one probe"),
+        (("Nobody", {}), "settings.controllers.a", "cannot be imported: AttributeError"),
+        (("D", {}), "settings.controllers.a", "no subclass of"),
+        (("Reads", {"level": -1}), "level", "a number from 0"),
+        (("Reads", {"lvel": 1}), "Reads", "cannot be set up: TypeError"),
+        (("Blind", {}), "settings.controllers.a", "reads at least one probe"),
     ],
 )
 def test_wrong_settings_are_refused(frontend, named, field, why):
     with pytest.raises(WeirError, match=why) as error:
-        set_up(frontend, settings(**named))
+        set_up(frontend, settings(a=named))
     assert error.value.field.endswith(field)
 
 
 def test_settings_of_a_sync_controller_are_its_options_alone():
     check_controllers(settings(a=("Watch", {}), b=("Reads", {})))
-    with pytest.raises(WeirError, match="has no queue") as error:
+    with refused("settings.controllers.a", "has no queue"):
         check_controllers(parse_controllers({"a": {f"{__name__}:Reads": {}, "policy": "drop"}}))
-    assert error.value.field == "settings.controllers.a"
     with pytest.raises(WeirError, match="no controller 'x' is installed"):
         check_controllers(parse_controllers({"a": {"x": {}}}))
 
@@ -297,46 +290,39 @@ def asked(*interventions, probes=()):
     return weir.params(interventions=list(interventions), probes=list(probes)).extra_args
 
 
+def sent(found):
+    return make_engine_request(found, "reply", tuple(range(6)), 6, 5, FACTS, True, TableSizes(64, 64, 1024))
+
+
 def test_a_request_under_a_sync_controller(frontend):
     """It gets the controller's probes, its own before registered ones; only generated tokens are decided on."""
     set_up(frontend, settings(b=("Reads", {})))
-    when = When("controller:b")
-    move = Add(ONES, 0, positions="generated", when=when)
-    with pytest.raises(WeirError, match="'mood'") as error:
-        admit(asked(move), FACTS, probes=frontend.names.probes)
-    assert error.value.field == "interventions[0].when.probe"
+    steer = lambda positions="generated", name="b", layer=0: Add(
+        ONES, layer, positions=positions, when=When(f"controller:{name}")
+    )
+    ask = lambda *moves, probes=(): admit(asked(*moves, probes=probes), FACTS, probes=frontend.names.probes)
+    with refused("interventions[0].when.probe", "'mood'"):
+        ask(steer())
     frontend.names.register_probe(mood())
-    found = admit(asked(move, Add(ONES, 3)), FACTS, probes=frontend.names.probes)
+    found = ask(steer(), Add(ONES, 3))
     assert [probe.name for probe in found.probes] == ["mood", "own"] and found.gate_of == (0, -1)
     assert found.gates == (ResolvedGate(0, 0, 0.0, delay=1, controller="b", reads=(0, 1)),)
-    own = Probe("mood", 2 * ONES, layer=1, positions="generated")
-    mine = admit(asked(move, probes=[own]), FACTS, probes=frontend.names.probes)
+    mine = ask(steer(), probes=[Probe("mood", 2 * ONES, layer=1, positions="generated")])
     assert mine.probes[0] != found.probes[0] and mine.gates == found.gates
     spec = EngineSpec.from_wire(found.wire)
     assert spec == found.engine_spec and spec.gated_from(6) == 6
-    only = admit(asked(move, probes=[own, Probe("own", ONES, layer=1, positions="generated")][:1]), FACTS,
-                 probes=frontend.names.probes)  # fmt: skip
-    request = make_engine_request(only, "reply", tuple(range(6)), 6, 5, FACTS, True, TableSizes(64, 64, 1024))
-    assert request.first_position == 0, "`own` scores the prompt"
+    assert sent(mine).first_position == 0, "`own` scores the prompt"
     for positions in ("all", "sampled", "prompt", [7, 8]):
-        with pytest.raises(WeirError, match="positions='generated'") as error:
-            admit(asked(Add(ONES, 2, positions=positions, when=when)), FACTS, probes=frontend.names.probes)
-        assert error.value.field == "interventions[0].positions"
+        with refused("interventions[0].positions", "positions='generated'"):
+            ask(steer(positions, layer=2))
     with pytest.raises(WeirError, match="there are b"):
-        admit(
-            asked(Add(ONES, 2, positions="generated", when=When("controller:c"))), FACTS, probes=frontend.names.probes
-        )
+        ask(steer(name="c", layer=2))
     with pytest.raises(WeirError, match="there is none"):
-        admit(asked(move), FACTS)
+        admit(asked(steer()), FACTS)
 
 
-def test_the_last_token_of_a_prompt_is_computed_for_the_request_itself():
+def test_the_last_token_of_a_prompt_is_computed_for_the_request_itself(frontend):
     """After its pass the controller decides on the first generated token, though nothing of the prompt is scored."""
-    frontend = frontend_of(FACTS)
     frontend.names.probes.controllers["c"] = (mood(positions="generated"),)
-    found = admit(
-        asked(Add(ONES, 2, positions="generated", when=When("controller:c"))), FACTS, probes=frontend.names.probes
-    )
-    request = make_engine_request(found, "reply", tuple(range(6)), 6, 5, FACTS, True, TableSizes(64, 64, 1024))
-    assert request.first_position == 5
-    frontend.close()
+    move = Add(ONES, 2, positions="generated", when=When("controller:c"))
+    assert sent(admit(asked(move), FACTS, probes=frontend.names.probes)).first_position == 5

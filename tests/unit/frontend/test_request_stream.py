@@ -65,14 +65,7 @@ def test_a_request_whose_sending_fails_is_taken_back(error):
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_outputs_are_finished_ones(kind):
-    engine = Engine()
-    RequestStream(engine).submit([1], SamplingParams(output_kind=kind), lambda out: None)
-    (params,) = engine.live.values()
-    assert params.output_kind is RequestOutputKind.FINAL_ONLY
-
-
-def test_a_callback_may_submit_more():
+def test_outputs_are_finished_ones_and_a_callback_may_submit_more(kind):
     engine, seen = Engine(), []
     stream = RequestStream(engine)
 
@@ -81,6 +74,8 @@ def test_a_callback_may_submit_more():
         if len(seen) == 1:
             stream.submit([3], SamplingParams(), twice)
 
-    stream.submit([1], SamplingParams(), twice)
+    stream.submit([1], SamplingParams(output_kind=kind), twice)
+    (params,) = engine.live.values()
+    assert params.output_kind is RequestOutputKind.FINAL_ONLY
     stream.drain()
     assert len(seen) == 2

@@ -8,6 +8,8 @@ from safetensors.torch import save_file
 
 from vllm_weir import Activations, Site, WeirError
 
+RESID_POST = "blocks.3.hook_resid_post resid_post.3 resid_post[3] post_block.3"
+
 
 @pytest.fixture
 def acts():
@@ -17,26 +19,19 @@ def acts():
 
 
 @pytest.mark.parametrize(
-    ("key", "first"),
+    ("first", "keys"),
     [
-        (("embed",), 0),
-        (("embed", 0), 0),
-        (("resid_post", 3), 2),
-        (("blocks.3.hook_resid_post",), 2),
-        ((Site("resid_post", 3),), 2),
-        (("resid_post.3",), 2),
-        (("resid_post[3]",), 2),
-        (("post_block.3",), 2),
-        (("embed.0",), 0),
-        (("final_norm[0]",), 4),
-        (("final_norm",), 4),
+        (0, [("embed",), ("embed", 0), ("embed.0",)]),
+        (2, [("resid_post", 3), *((key,) for key in (Site("resid_post", 3), *str.split(RESID_POST)))]),
+        (4, [("final_norm[0]",), ("final_norm",)]),
     ],
 )
-def test_positions_and_tokens_are_asked_for_as_rows_are(acts, key, first):
-    rows = acts[key if len(key) == 2 else key[0]]
-    assert rows.shape == (2, 4)
-    assert acts.positions_of(*key).tolist() == [first, first + 1]
-    assert acts.token_ids_of(*key).tolist() == [10 + first, 11 + first]
+def test_positions_and_tokens_are_asked_for_as_rows_are(acts, keys, first):
+    for key in keys:
+        rows = acts[key if len(key) == 2 else key[0]]
+        assert rows.shape == (2, 4)
+        assert acts.positions_of(*key).tolist() == [first, first + 1]
+        assert acts.token_ids_of(*key).tolist() == [10 + first, 11 + first]
 
 
 def test_numpy_arrays(acts):

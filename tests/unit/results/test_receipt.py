@@ -23,8 +23,11 @@ def test_a_dose_that_is_not_finite_is_null(dose):
 
 
 def test_what_was_not_measured_stays_none():
-    one = InterventionReceipt("add", "resid_post", (), 0)
-    assert InterventionReceipt.from_dict(one.to_dict()) == one and one.relative_dose is None
-    assert InterventionReceipt.from_dict({"op": "add", "hook": "q", "layers": [2], "acted": 3, "later": 1}).layers == (
-        2,
-    )
+    one = InterventionReceipt("add", "resid_post", (0, 2), 6)
+    assert one.to_dict() == {
+        "op": "add", "hook": "resid_post", "layers": [0, 2], "acted": 6, "relative_dose": None,
+        "relative_dose_by_layer": {},
+    }  # fmt: skip
+    assert InterventionReceipt.from_dict(one.to_dict() | {"later": 1}) == one and one.relative_dose is None
+    asked = {"op": "add", "hook": "q", "layers": [2], "acted": 3, "later": 1}
+    assert InterventionReceipt.from_dict(asked).layers == (2,)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
+from tests.unit.refusals import pairs, refused
 from vllm_weir.errors import WeirError
 
 ASKED = {"features": weir.Features, "intervention": weir.SetFeature, "lens": weir.Lens}
@@ -51,62 +52,52 @@ def test_wire_forms(asked, wire):
         asked.positions = "all"
 
 
-@pytest.mark.parametrize(
-    ("kind", "wire", "field"),
-    [
-        (weir.Features, {}, "x.name"),
-        (weir.Features, {"name": ""}, "x.name"),
-        (weir.Features, {"name": "a" * 300}, "x.name"),
-        (weir.Features, {"name": 3}, "x.name"),
-        (weir.Features, {"name": "a", "top_k": 0}, "x.top_k"),
-        (weir.Features, {"name": "a", "top_k": 1025}, "x.top_k"),
-        (weir.Features, {"name": "a", "top_k": True}, "x.top_k"),
-        (weir.Features, {"name": "a", "top_k": 3, "ids": [1]}, "x.top_k"),
-        (weir.Features, {"name": "a", "ids": []}, "x.ids"),
-        (weir.Features, {"name": "a", "ids": "123"}, "x.ids"),
-        (weir.Features, {"name": "a", "ids": [1, 1]}, "x.ids"),
-        (weir.Features, {"name": "a", "ids": [1, -1]}, "x.ids"),
-        (weir.Features, {"name": "a", "ids": [1, 2.5]}, "x.ids"),
-        (weir.Features, {"name": "a", "ids": list(range(5000))}, "x.ids"),
-        (weir.Features, {"name": "a", "ids": {"1": 2}}, "x.ids"),
-        (weir.Features, {"name": "a", "positions": "never"}, "x.positions"),
-        (weir.Features, {"name": "a", "k": 3}, "x.k"),
-        (weir.Features, {"name": "a", "path": "y"}, "x.path"),
-        (weir.SetFeature, {"name": "a", "value": 1}, "x.feature"),
-        (weir.SetFeature, {"feature": 1, "value": 1}, "x.name"),
-        (weir.SetFeature, {"name": "a", "feature": -1, "value": 1}, "x.feature"),
-        (weir.SetFeature, {"name": "a", "feature": "1", "value": 1}, "x.feature"),
-        (weir.SetFeature, {"name": "a", "feature": 1}, "x.value"),
-        (weir.SetFeature, {"name": "a", "feature": 1, "value": 1, "add": 1}, "x.value"),
-        (weir.SetFeature, {"name": "a", "feature": 1, "value": "1"}, "x.value"),
-        (weir.SetFeature, {"name": "a", "feature": 1, "scale": float("nan")}, "x.scale"),
-        (weir.SetFeature, {"name": "a", "feature": 1, "add": 1e39}, "x.add"),
-        (weir.SetFeature, {"name": "a", "feature": 1, "add": 1, "op": "add"}, "x.op"),
-        (weir.SetFeature, {"name": "a", "feature": 1, "add": 1, "layers": 3}, "x.layers"),
-        (weir.Lens, {"kind": "telescope"}, "x.kind"),
-        (weir.Lens, {"kind": ["logit"]}, "x.kind"),
-        (weir.Lens, {"kind": "tuned"}, "x.path"),
-        (weir.Lens, {"kind": "tuned", "path": ""}, "x.path"),
-        (weir.Lens, {"kind": "logit", "path": "a"}, "x.path"),
-        (weir.Lens, {"layers": []}, "x.layers"),
-        (weir.Lens, {"layers": -1}, "x.layers"),
-        (weir.Lens, {"top_k": 0}, "x.top_k"),
-        (weir.Lens, {"at": "y"}, "x.at"),
-        (weir.Lens, [], "x"),
-        (weir.SetFeature, None, "x"),
+def features(**more):
+    return weir.Features, {"name": "a"} | more
+
+
+def feature(**more):
+    return weir.SetFeature, {"name": "a", "feature": 1} | more
+
+
+def lens(**more):
+    return weir.Lens, more
+
+
+WRONG = {
+    "x.name": [
+        (weir.Features, {}),
+        (weir.SetFeature, {"feature": 1, "value": 1}),
+        *(features(name=name) for name in ("", "a" * 300, 3)),
     ],
-)
-def test_wrong_fields_are_named(kind, wire, field):
-    with pytest.raises(WeirError) as e:
+    "x.top_k": [*(features(top_k=k) for k in (0, 1025, True)), features(top_k=3, ids=[1]), lens(top_k=0)],
+    "x.ids": [features(ids=ids) for ids in ([], "123", [1, 1], [1, -1], [1, 2.5], list(range(5000)), {"1": 2})],
+    "x.positions": [features(positions="never")],
+    "x.k": [features(k=3)],
+    "x.path": [features(path="y"), lens(path="a"), *(lens(kind="tuned", **path) for path in ({}, {"path": ""}))],
+    "x.feature": [(weir.SetFeature, {"name": "a", "value": 1}), *(feature(feature=k, value=1) for k in (-1, "1"))],
+    "x.value": [feature(), feature(value=1, add=1), feature(value="1")],
+    "x.scale": [feature(scale=float("nan"))],
+    "x.add": [feature(add=1e39)],
+    "x.op": [feature(add=1, op="add")],
+    "x.layers": [feature(add=1, layers=3), lens(layers=[]), lens(layers=-1)],
+    "x.kind": [lens(kind="telescope"), lens(kind=["logit"])],
+    "x.at": [lens(at="y")],
+    "x": [(weir.Lens, []), (weir.SetFeature, None)],
+}
+
+
+@pytest.mark.parametrize(("field", "asked"), pairs(WRONG))
+def test_wrong_fields_are_named(field, asked):
+    kind, wire = asked
+    with refused(field):
         kind.from_json(wire, "x")
-    assert e.value.field == field
 
 
-def test_fields_have_the_path_of_the_call():
-    for name, kind in ASKED.items():
-        with pytest.raises(WeirError) as e:
-            kind.from_json({"nonsense": 1})
-        assert e.value.field == f"{name}.nonsense"
+@pytest.mark.parametrize("name", ASKED)
+def test_fields_have_the_path_of_the_call(name):
+    with refused(f"{name}.nonsense"):
+        ASKED[name].from_json({"nonsense": 1})
 
 
 def test_targets():
@@ -122,9 +113,7 @@ junk = st.one_of(scalars, st.lists(scalars, max_size=3), st.dictionaries(st.text
 @given(
     st.sampled_from(sorted(ASKED)),
     st.dictionaries(
-        st.sampled_from(
-            ["name", "top_k", "ids", "positions", "feature", "value", "scale", "add", "kind", "layers", "path"]
-        ),
+        st.sampled_from(str.split("name top_k ids positions feature value scale add kind layers path")),
         st.one_of(junk, st.just("a"), st.integers(1, 9)),
         max_size=5,
     ),

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
+from tests.unit.refusals import pairs, refused
 from vllm_weir import WeirError
 from vllm_weir.client.payload import body_of
 from vllm_weir.config.settings import Settings
@@ -20,32 +21,13 @@ from vllm_weir.server.request import WeirRequest
 CAPTURE, STEER = "output_residual_stream", "apply_steering_vectors"
 WISH = {"v": 1, "capture": [{"hook": "resid_post"}]}
 SLIPS = {
-    **dict.fromkeys(
-        (
-            "wier",
-            "Weir",
-            "WEIR",
-            "weir_",
-            "_weir",
-            "weir ",
-            "we-ir",
-            "weri",
-            "ewir",
-            "weirr",
-            "weeir",
-            "weirs",
-            "vllm_weir",
-        ),
-        "weir",
-    ),
-    **dict.fromkeys(
-        ("output_residual_streams", "outputResidualStream", "output-residual-stream", "output_residual_steam"), CAPTURE
-    ),
-    **dict.fromkeys(("residual_stream", "output_residuals_stream", "ouptut_residual_stream"), CAPTURE),
-    **dict.fromkeys(
-        ("apply_steering_vector", "apply_steerings_vectors", "applySteeringVectors", "steering_vector"), STEER
-    ),
-    "Apply_Hooks": "apply_hooks",
+    "weir": [*str.split("wier Weir WEIR weir_ _weir we-ir weri ewir weirr weeir weirs vllm_weir"), "weir "],
+    CAPTURE: str.split("""
+        output_residual_streams outputResidualStream output-residual-stream output_residual_steam residual_stream
+        output_residuals_stream ouptut_residual_stream
+    """),
+    STEER: str.split("apply_steering_vector apply_steerings_vectors applySteeringVectors steering_vector"),
+    "apply_hooks": ["Apply_Hooks"],
 }
 ORDINARY = """
     kv_transfer_params ec_transfer_params request_id weight weights wire wired weir_d their where were heir weird seed
@@ -60,11 +42,8 @@ def over_http(key, value, place):
     """(vllm_xargs, unknown fields) of a body that has a key there."""
     if place in ("extra_args", "vllm_xargs"):
         return {key: value}, None
-    return None, {
-        "body": {key: value},
-        "body's extra_args": {"extra_args": {key: value}},
-        "extra_body": {"extra_body": {key: value}},
-    }[place]
+    inside = {"body's extra_args": "extra_args", "extra_body": "extra_body"}
+    return None, {key: value} if place == "body" else {inside[place]: {key: value}}
 
 
 def said(place, key, value=WISH):
@@ -83,20 +62,20 @@ def said(place, key, value=WISH):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("key", "right"), SLIPS.items())
-def test_a_slip_is_refused_with_the_right_name(key, right, place):
-    e = said(place, key)
-    assert e is not None and e.field == key
-    if key == "steering_vector" and place in ("body", "extra_body"):
-        right = "steering_vectors"  # which is what stands there
-    assert f"did you mean {right!r}?" in e.message
-    assert said(place, key, None) is None  # as vLLM takes it: not given
+def test_a_slip_is_refused_with_the_right_name(place):
+    for right, key in pairs(SLIPS):
+        e = said(place, key)
+        assert e is not None and e.field == key, key
+        if key == "steering_vector" and place in ("body", "extra_body"):
+            right = "steering_vectors"  # which is what stands there
+        assert f"did you mean {right!r}?" in e.message, key
+        assert said(place, key, None) is None, key  # as vLLM takes it: not given
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("key", ORDINARY)
-def test_everybody_else_s_keys_pass(key, place):
-    assert said(place, key, {"mine": 1}) is None and meant(key) is None
+def test_everybody_else_s_keys_pass(place):
+    for key in ORDINARY:
+        assert said(place, key, {"mine": 1}) is None and meant(key) is None, key
 
 
 def test_what_vllm_itself_calls_things_passes():
@@ -114,30 +93,27 @@ def test_what_vllm_itself_calls_things_passes():
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("key", ["capture", "captures", "intervention", "interventions", "probes", "stop_when"])
-def test_what_belongs_inside_is_told_where(key, place):
-    for value in ([], {}, [{"hook": "resid_post"}], '{"hook": "resid_post"}'):
-        e = said(place, key, value)
+def test_what_belongs_inside_is_told_where(place):
+    for key in ("capture", "captures", "intervention", "interventions", "probes", "stop_when"):
         right = {"c": "capture", "i": "interventions"}.get(key[0], key)
-        assert e is not None and e.field == key and f'"{right}": [...]' in e.message and "'weir'" in e.message
-    for value in (None, True, 3, 0.5):  # somebody's switch
-        assert said(place, key, value) is None
+        for value in ([], {}, [{"hook": "resid_post"}], '{"hook": "resid_post"}'):
+            e = said(place, key, value)
+            assert e is not None and e.field == key and f'"{right}": [...]' in e.message and "'weir'" in e.message
+        for value in (None, True, 3, 0.5):  # somebody's switch
+            assert said(place, key, value) is None
 
 
-@pytest.mark.parametrize("key", FORK_FIELDS)
-def test_a_server_s_field_offline_is_told_where_it_belongs(key):
+@pytest.mark.parametrize("key", [*KEYS, *FORK_FIELDS])
+def test_a_right_key_is_no_slip_and_a_server_s_field_offline_is_told_where_it_belongs(key):
+    assert meant(key) is None and meant(key, True) is None
+    if key in KEYS:
+        refuse_slips({key: WISH})
+        return
     e = said("extra_args", key)
     assert e is not None and e.field == key and "from_tiers" in e.message
     assert (f"did you mean {STEER!r}?" in e.message) == (key == "steering_vectors")
     wrong = misplaced(None, {"extra_args": {key: {}}})
     assert wrong is not None and wrong.field == f"extra_args.{key}"
-
-
-@pytest.mark.parametrize("key", [*KEYS, *FORK_FIELDS])
-def test_a_right_key_is_no_slip(key):
-    assert meant(key) is None and meant(key, True) is None
-    if key in KEYS:
-        refuse_slips({key: WISH})
 
 
 @given(st.sampled_from(["weir", *LENS_KEYS]), st.data())
@@ -158,44 +134,30 @@ def distance(a: str, b: str) -> int:
     return row[-1]
 
 
+CUT = {"vllmweir", "residualstream", "residualstreams", "outputresidual", "applysteering", "steeringvector"}
+
+
 @given(st.text(max_size=60) | st.text("weirabcdhosty_", max_size=8))
 def test_nothing_far_from_a_key_is_taken_for_it(key):
     right = meant(key)
     if right is not None:
         short = "".join(c for c in key.lower() if c.isalnum())
-        near = distance(short, right.replace("_", "")) <= 2
-        assert near or short in (
-            "vllmweir",
-            "residualstream",
-            "residualstreams",
-            "outputresidual",
-            "applysteering",
-            "steeringvector",
-        )
+        assert short in CUT or distance(short, right.replace("_", "")) <= 2
 
 
-def test_params_that_carry_a_slip_are_refused():
-    for extra in ({"wier": WISH}, {"capture": []}, {"steering_name": "x"}):
-        with pytest.raises(WeirError) as e:
-            weir.params(SimpleNamespace(extra_args=extra), capture=weir.Capture())
-        assert e.value.field == next(iter(extra))
-
-
-def test_settings_under_a_slip_are_refused():
-    with pytest.raises(WeirError, match="did you mean 'weir'") as e:
+def test_every_door_refuses_a_slip():
+    """Parameters offline, settings, and the client before it sends."""
+    for key, value in {"wier": WISH, "capture": [], "steering_name": "x"}.items():
+        with refused(key):
+            weir.params(SimpleNamespace(extra_args={key: value}), capture=weir.Capture())
+    with refused("additional_config.wier", "did you mean 'weir'"):
         Settings.load({"wier": {"layers": [1]}}, {})
-    assert e.value.field == "additional_config.wier"
     Settings.load({"wire": 1, "weird": 2, 7: 8}, {})
-
-
-@pytest.mark.parametrize(
-    ("fields", "key"),
-    [({"wier": WISH}, "wier"), ({"extra_body": {"Weir": WISH}}, "Weir"), ({"vllm_xargs": {"weir_": "{}"}}, "weir_")],
-)
-def test_the_client_refuses_them_before_it_sends(fields, key):
-    with pytest.raises(WeirError, match="did you mean 'weir'") as e:
-        body_of({"prompt": "x"}, "m", fields=fields)
-    assert e.value.field == key
+    for key, fields in (
+        ("wier", {"wier": WISH}), ("Weir", {"extra_body": {"Weir": WISH}}), ("weir_", {"vllm_xargs": {"weir_": "{}"}}),
+    ):  # fmt: skip
+        with refused(key, "did you mean 'weir'"):
+            body_of({"prompt": "x"}, "m", fields=fields)
 
 
 def test_a_plain_request_is_not_looked_at(monkeypatch):
@@ -214,12 +176,8 @@ def test_a_plain_request_is_not_looked_at(monkeypatch):
 
 @pytest.mark.parametrize("module", ["vllm_weir.patches.frontend", "vllm_weir.guard.refuse"])
 def test_a_slip_does_not_reach_the_engine(module):
-    import importlib
-
     make = importlib.import_module(module).add_request
     wrapper = make(lambda self, request: pytest.fail("entered"), SimpleNamespace(refusal=None))
     params = SimpleNamespace(extra_args={"wier": WISH})
-    request = SimpleNamespace(sampling_params=params, request_id="r", mm_features=[])
-    with pytest.raises(WeirError, match="did you mean 'weir'") as e:
-        wrapper(SimpleNamespace(), request)
-    assert e.value.field == "wier"
+    with refused("wier", "did you mean 'weir'"):
+        wrapper(SimpleNamespace(), SimpleNamespace(sampling_params=params, request_id="r", mm_features=[]))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import vllm_weir as weir
 from tests.support.parts import apply_to_rows
+from tests.unit.refusals import pairs, refused
 from vllm_weir.core.cache_keys import CacheKeys
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
@@ -35,11 +36,16 @@ from vllm_weir.schema.row_notes import describe_rows, in_words
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, num_taps, tap_of
 from vllm_weir.worker.planning.planner import Planner
-from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.steering.programs import ActiveIntervention, ProgramTable
+from vllm_weir.worker.tap import cpu_kernel
+from vllm_weir.worker.tap.op import numbered
 
 HEADS, D_HEAD, D_MLP, D = 4, 3, 10, 6
 SHAPES = {"z": (HEADS, D_HEAD), "mlp_post": (D_MLP,), "resid_post": (D,)}
 FORMS = [3, [3], (3,), range(3, 4), np.array([3]), torch.tensor([3]), torch.tensor(3), np.int64(3)]
+
+
+ALL = weir.Add(torch.ones(1)).positions
 
 
 def unknown(ref: str, field: str) -> np.ndarray:
@@ -49,23 +55,18 @@ def unknown(ref: str, field: str) -> np.ndarray:
 # Fields.
 
 
-@pytest.mark.parametrize("given", FORMS)
 @pytest.mark.parametrize(("name", "hook"), [("heads", "z"), ("neurons", "mlp_post")])
-def test_every_form_of_a_list(given, name, hook):
-    capture = weir.Capture(hook, 1, **{name: given})
-    add = weir.Add(torch.ones(1), 1, hook=hook, **{name: given})
-    assert getattr(capture, name) == getattr(add, name) == (3,)
-    for item, back in (
-        (capture, weir.Capture.from_json(json.loads(json.dumps(capture.to_json())))),
-        (add, RequestSpec.parse(RequestSpec((), (add,)).to_json()).interventions[0]),
-    ):
-        assert back.to_json() == item.to_json() and item.to_json()[name] == [3]
-        assert getattr(back, name) == (3,)
-
-
-def test_the_order_is_kept():
-    assert weir.Capture("z", 1, heads=[3, 0, 2]).heads == (3, 0, 2)
-    assert weir.Capture("mlp_post", 1, neurons=range(9, 3, -3)).to_json()["neurons"] == [9, 6]
+def test_every_form_of_a_list(name, hook):
+    for picked, read in (*((form, (3,)) for form in FORMS), ([3, 0, 2], (3, 0, 2)), (range(9, 3, -3), (9, 6))):
+        capture = weir.Capture(hook, 1, **{name: picked})
+        add = weir.Add(torch.ones(len(read)) if name == "neurons" else head(1), 1, hook=hook, **{name: picked})
+        assert getattr(capture, name) == getattr(add, name) == read, "in the order given"
+        for item, back in (
+            (capture, weir.Capture.from_json(json.loads(json.dumps(capture.to_json())))),
+            (add, RequestSpec.parse(RequestSpec((), (add,)).to_json()).interventions[0]),
+        ):
+            assert back.to_json() == item.to_json() and item.to_json()[name] == list(read)
+            assert getattr(back, name) == read
 
 
 def test_what_is_left_out_is_not_written():
@@ -73,46 +74,34 @@ def test_what_is_left_out_is_not_written():
     assert not {"heads", "neurons"} & weir.Add(torch.ones(2), 1).to_json().keys()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        ([], "an empty list picks nothing; list some, or leave NAME out"),
-        ([1, 2, 1], "ONE 1 is listed twice"),
-        ([0, -1], "ONE -1 does not exist: NAME count from 0"),
-        (-1, "count from 0"),
-        ([1.0], "expected an int, got float"),
-        (np.array([1.0]), "expected an int, got float"),
-        ([True], "expected an int, got bool"),
-        (True, "NAME is an int or a list of ints, got bool"),
-        ("all", "NAME is an int or a list of ints, got str"),
-        ({1}, "got set"),
-        (torch.ones(2, 2), "got Tensor"),
-        (range(10**9), "more than the limit of 65536"),
-        ([10**5000], "ONE .* does not exist"),
-    ],
-    ids=lambda value: str(type(value).__name__),
-)
+WRONG = {
+    "an empty list picks nothing; list some, or leave NAME out": [[]],
+    "ONE 1 is listed twice": [[1, 2, 1]],
+    "ONE -1 does not exist: NAME count from 0": [[0, -1], -1],
+    "expected an int, got float": [[1.0], np.array([1.0])],
+    "expected an int, got bool": [[True]],
+    "NAME is an int or a list of ints, got (bool|str|set|Tensor)": [True, "all", {1}, torch.ones(2, 2)],
+    "more than the limit of 65536": [range(10**9)],
+    "ONE .* does not exist": [[10**5000]],
+}
+
+
 @pytest.mark.parametrize(("name", "hook"), [("heads", "q"), ("neurons", "mlp_post")])
-def test_wrong_lists_are_refused_with_the_field(name, hook, wrong, why):
-    pattern = why.replace("NAME", name).replace("ONE", name[:-1])
-    for ask in (
-        lambda: weir.Capture(hook, 1, path="x", **{name: wrong}),
-        lambda: weir.Add(torch.ones(4), 1, hook=hook, path="x", **{name: wrong}),
-    ):
-        with pytest.raises(weir.WeirError, match=pattern) as e:
-            ask()
-        assert e.value.field == f"x.{name}" and len(e.value.message) < 200
+def test_wrong_lists_are_refused_with_the_field(name, hook):
+    for why, wrong in pairs(WRONG):
+        for make in (weir.Capture, lambda hook, layers, **more: weir.Add(torch.ones(4), layers, hook=hook, **more)):
+            with refused(f"x.{name}", why.replace("NAME", name).replace("ONE", name[:-1])) as e:
+                make(hook, 1, path="x", **{name: wrong})
+            assert len(e.value.message) < 200
 
 
-def test_parts_are_of_hook_points_that_have_them():
-    for name, hooks in (("heads", HEAD_HOOKS), ("neurons", NEURON_HOOKS)):
-        for hook in HOOKS:
-            if hook in hooks:
-                weir.Capture(hook, **{name: [0]})
-                continue
-            with pytest.raises(weir.WeirError, match=f"{hook} has no {name}: leave {name} out") as e:
-                weir.Capture(hook, **{name: [0]})
-            assert e.value.field == f"capture.{name}"
+@pytest.mark.parametrize(("name", "hooks"), [("heads", HEAD_HOOKS), ("neurons", NEURON_HOOKS)])
+def test_parts_are_of_hook_points_that_have_them(name, hooks):
+    for hook in hooks:
+        weir.Capture(hook, **{name: [0]})
+    for hook in set(HOOKS) - set(hooks):
+        with refused(f"capture.{name}", f"{hook} has no {name}: leave {name} out"):
+            weir.Capture(hook, **{name: [0]})
 
 
 @pytest.mark.parametrize(
@@ -124,16 +113,14 @@ def test_parts_are_of_hook_points_that_have_them():
     ],
 )
 def test_what_a_row_does_not_have(capture, shape, why):
-    with pytest.raises(weir.WeirError, match=why) as e:
+    with refused("x.neurons" if capture.hook == "mlp_pre" else "x.heads", why):
         capture.check_shape(shape)
-    assert e.value.field == ("x.neurons" if capture.hook == "mlp_pre" else "x.heads")
     capture.check_shape((shape[0] + 1, *shape[1:]))
 
 
 def test_rows_are_compressed_whole():
-    with pytest.raises(weir.WeirError, match="leave compress out, or heads") as e:
+    with refused("capture.compress", "leave compress out, or heads"):
         weir.Capture("z", 1, heads=[1], compress="rp8")
-    assert e.value.field == "capture.compress"
 
 
 def test_notes_say_which():
@@ -148,70 +135,40 @@ def test_notes_say_which():
 def test_what_cannot_be_changed(hook):
     """Refused in a sentence that says what to change instead."""
     weir.Capture(hook)
-    for make in (
-        lambda: weir.Add(torch.ones(4), 1, hook=hook, path="x"),
-        lambda: weir.Replace(torch.ones(4), 1, hook=hook, path="x"),
-        lambda: weir.Clamp(torch.ones(4), 1, value=0.0, hook=hook, path="x"),
-        lambda: weir.Ablate(torch.ones(4), 1, hook=hook, path="x"),
-        lambda: weir.LowRank(torch.ones(4), torch.ones(4), [1.0], 1, hook=hook, path="x"),
-    ):
-        with pytest.raises(weir.WeirError, match=f"{hook} can be captured but not changed: .*change ") as e:
-            make()
-        assert e.value.field == "x.hook"
+    one = torch.ones(4)
+    for kind, vectors in (
+        (weir.Add, [one]), (weir.Replace, [one]), (weir.Ablate, [one]), (weir.LowRank, [one, one, [1.0]]),
+        (lambda v, *at, **more: weir.Clamp(v, *at, value=0.0, **more), [one]),
+    ):  # fmt: skip
+        with refused("x.hook", f"{hook} can be captured but not changed: .*change "):
+            kind(*vectors, 1, hook=hook, path="x")
 
 
 @pytest.mark.parametrize("flag", ["norm_match", "keep_norm"])
 def test_the_norm_of_neurons(flag):
-    with pytest.raises(weir.WeirError, match=f"leave {flag} out") as e:
+    with refused(f"intervention.{flag}", f"leave {flag} out"):
         weir.Add(torch.ones(2), 1, hook="mlp_post", neurons=[1, 2], **{flag: True})
-    assert e.value.field == f"intervention.{flag}"
 
 
 # Vectors and instructions.
 
 
-def run(term: Instruction, rows: dict[str, np.ndarray], h: np.ndarray) -> np.ndarray:
-    """What one instruction adds to rows [n, width], from the definitions in `schema.instructions`."""
-    columns = slice(term.start, term.stop) if term.stop else slice(0, h.shape[1])
-    part, out = h[:, columns], np.zeros_like(h)
-    if not term.u:
-        return out
-    u = rows[term.u].astype(np.float64)
-    assert u.shape == part.shape[1:]
-    norm = np.linalg.norm(part, axis=1, keepdims=True)
-    along = part @ rows[term.w].astype(np.float64)[:, None] if term.w else None
-    if term.kind == CONST:
-        added = term.a * u
-    elif term.kind == NORM:
-        added = term.a * norm * u
-    elif term.kind == AFFINE:
-        added = (term.a * along + term.b) * u
-    elif term.kind == CLAMP:
-        added = term.a * (np.clip(along, term.lo, term.hi) - along) * u
-    elif term.kind == BLEND:
-        added = term.a * (u - part)
-    else:
-        assert term.kind == KEEP_NORM
-        s = part + (term.a + term.b * norm) * u
-        length = np.linalg.norm(s, axis=1, keepdims=True)
-        added = np.where(length > 0, s * norm / np.where(length > 0, length, 1) - part, 0)
-    out[:, columns] = added
-    return out
-
-
 def apply(lowered: LoweredIntervention, h: np.ndarray, hook: str = "z") -> np.ndarray:
-    """Rows under the instructions, by way of the wire; row k is the k-th selected position."""
-    item = weir.Add(torch.ones(1), 1)
-    move = ResolvedIntervention(hook, (1,), item.positions, lowered.per_position, lowered.instructions)
+    """Rows under the instructions, by way of the wire and the CPU's tap; row k is the k-th selected position."""
+    move = ResolvedIntervention(hook, (1,), ALL, lowered.per_position, lowered.instructions)
     move = ResolvedIntervention.from_wire(json.loads(json.dumps(move.to_wire())))
     assert (move.per_position, move.instructions) == (lowered.per_position, lowered.instructions)
-    h = h.astype(np.float64)
-    if not move.per_position:
-        return h + sum((run(term, lowered.rows, h) for term in move.instructions), np.zeros_like(h))
-    rows = [h[k : k + 1] for k in range(len(h))]
-    return np.concatenate(
-        [row + sum((run(t, lowered.rows, row) for t in move.of_position(k)), 0 * row) for k, row in enumerate(rows)]
-    )
+    tap, taps = tap_of(Site(hook, 1)), num_taps(2)
+    table = ProgramTable(TableSizes(64, 8, 256), taps, [tap], D, {tap: h.shape[1]})
+    table.hold_vectors(lowered.rows, lambda digests: {digest: lowered.rows[digest] for digest in digests})
+    plan = torch.zeros(len(h), 4, dtype=torch.int32)
+    for k in range(len(h)):
+        active = ActiveIntervention(move, move.digest, k if move.per_position else -1)
+        plan[k] = torch.tensor([-1, -1, table.hold([active])[1], 0])
+    tables = [torch.from_numpy(getattr(table, name)) for name in ("heads", "ints", "floats", "vectors")]
+    rows, ranks = torch.from_numpy(h.astype(np.float32)), torch.full((1, taps * STAGES), -1, dtype=torch.int32)
+    cpu_kernel.launch(rows, None, numbered(tap), plan, ranks, torch.zeros(1, D), *tables)
+    return rows.numpy()
 
 
 numbers = st.integers(-12, 12).map(lambda n: n / 4)
@@ -272,15 +229,14 @@ def test_instructions_do_what_the_formulas_say(asked, seed):
     lowered = item.lower(shape, unknown)
     assert (lowered.by_position is not None) == (n is not None)
     got, want = apply(lowered, h.numpy(), item.hook), apply_to_rows(item, h, shape).numpy()
-    assert np.abs(got - want).max() <= 1e-4 * max(1.0, np.abs(want).max()), item
+    assert np.abs(got - want).max() <= 1e-4 * max(1.0, np.abs(want).max(), float(h.abs().max())), item
+    columns = np.arange(h.shape[1])
     if item.heads is not None:
-        others = [c for c in range(h.shape[1]) if c // D_HEAD not in item.heads]
-        assert all(
-            (t.stop - t.start) == D_HEAD and t.start // D_HEAD in item.heads for t in lowered.instructions if t.u
-        )
+        others = ~np.isin(columns // D_HEAD, item.heads)
+        assert all(t.stop - t.start == D_HEAD and t.start // D_HEAD in item.heads for t in lowered.instructions if t.u)
     else:
-        others = [c for c in range(h.shape[1]) if c not in (item.neurons or range(h.shape[1]))]
-    assert np.array_equal(got[:, others], h.numpy().astype(np.float64)[:, others])
+        others = ~np.isin(columns, item.neurons or columns)
+    assert np.array_equal(got[:, others], h.numpy()[:, others])
 
 
 def head(value: float) -> torch.Tensor:
@@ -300,30 +256,24 @@ H2 = torch.stack([head(1), head(2)])
 OPEN = ["all", "generated", "2:", "sampled", {"token_ids": [3]}]
 
 
-def test_one_vector_is_for_every_head_that_is_picked():
-    for vector in (head(1), head(1)[None], head(1)[None, None]):
-        assert added(vector, heads=[2, 0]) == [[1, 0, 1, 0]] * 2
-        assert added(vector, heads=1) == [[0, 1, 0, 0]] * 2
+FEW = [[3, 4], "0:2", "prompt", ":-1"]
+"""Selectors of what may be two positions."""
 
 
-@pytest.mark.parametrize("positions", [*OPEN, [0, 1, 2], "0:3", 5, "last_prompt"])
-def test_a_vector_for_each_head_where_rows_for_positions_are_impossible(positions):
-    assert added(H2, heads=[2, 0], positions=positions) == [[2, 0, 1, 0]] * 2
+def test_two_vectors_are_for_each_head_where_an_axis_says_so_or_rows_for_positions_are_impossible():
+    for positions in (*OPEN, [0, 1, 2], "0:3", 5, "last_prompt"):
+        assert added(H2, heads=[2, 0], positions=positions) == [[2, 0, 1, 0]] * 2, positions
+    for positions in (*OPEN, [0, 1, 2], 5, *FEW):
+        assert added(H2[None], heads=[2, 0], positions=positions) == [[2, 0, 1, 0]] * 2, positions
 
 
-@pytest.mark.parametrize("positions", [*OPEN, [0, 1, 2], [3, 4], "0:2", "prompt", ":-1", 5])
-def test_an_axis_in_front_says_that_it_is_a_vector_for_each_head(positions):
-    assert added(H2[None], heads=[2, 0], positions=positions) == [[2, 0, 1, 0]] * 2
-
-
-@pytest.mark.parametrize("positions", [[3, 4], "0:2", "prompt", ":-1"])
-@pytest.mark.parametrize("kind", [weir.Add, weir.Replace])
-def test_rows_that_could_be_heads_are_refused(kind, positions):
+@pytest.mark.parametrize(("kind", "field"), [(weir.Add, "x.vector"), (weir.Replace, "x.values")])
+def test_rows_that_could_be_heads_are_refused(kind, field):
     """With a way to say either, before the request is sent."""
     why = r"\[2, d_head\] for 2 heads .*each head.*each position; give \[1, 2, d_head\] or \[2, 1, d_head\]"
-    with pytest.raises(weir.WeirError, match=why) as e:
-        kind(H2, 1, hook="z", heads=[2, 0], positions=positions, path="x")
-    assert e.value.field == ("x.vector" if kind is weir.Add else "x.values")
+    for positions in FEW:
+        with refused(field, why):
+            kind(H2, 1, hook="z", heads=[2, 0], positions=positions, path="x")
 
 
 @pytest.mark.parametrize("kind", ["directions", "R"])
@@ -333,9 +283,8 @@ def test_directions_that_could_be_heads_are_refused(kind):
             return weir.Ablate(vectors, 1, hook="z", heads=[2, 0])
         return weir.LowRank(vectors, vectors, torch.zeros(len(vectors)), 1, hook="z", heads=[2, 0])
 
-    with pytest.raises(weir.WeirError, match=r"2 vectors that make one change; give \[1, 2, d_head\] or") as e:
+    with refused(f"intervention.{kind}", r"2 vectors that make one change; give \[1, 2, d_head\] or"):
         make(H2)
-    assert e.value.field == f"intervention.{kind}"
     for vectors, rank in ((H2[None], 1), (torch.eye(D_HEAD)[:2, None], 2), (torch.eye(D_HEAD), 3)):
         assert len(make(vectors).lower(SHAPES["z"], unknown).instructions) == rank * 2
 
@@ -347,54 +296,35 @@ def test_one_direction_to_clamp_for_each_head():
 
 
 def test_rows_for_positions():
-    rows = torch.stack([head(1), head(0), head(3)])
+    """What adds nothing at a position, or at any, becomes nothing; a row of one head is a row."""
     where = {"heads": [2, 0], "positions": [0, 1, 2]}
-    for vector in (rows, rows[:, None]):
-        assert added(vector, 3, **where) == [[1, 0, 1, 0], [0] * 4, [3, 0, 3, 0]]
-    each = torch.stack(
-        [torch.stack([head(1), head(2)]), torch.stack([head(0), head(4)]), torch.stack([head(0), head(0)])]
-    )
+    each = torch.tensor([[1.0, 2], [0, 4], [0, 0]])[..., None].expand(3, 2, D_HEAD).clone()
     lowered = weir.Add(each, 1, hook="z", **where).lower(SHAPES["z"], unknown)
     assert lowered.per_position == 2 and len(lowered.instructions) == 6
     assert added(each, 3, **where) == [[2, 0, 1, 0], [4, 0, 0, 0], [0] * 4]
-    # A head that nothing is added to at any position.
-    each[:, 0] = 0
+    each[:, 0] = 0  # a head that nothing is added to at any position
     assert added(each, 3, **where) == [[2, 0, 0, 0], [4, 0, 0, 0], [0] * 4]
     assert weir.Add(0 * each, 1, hook="z", **where).lower(SHAPES["z"], unknown).instructions == ()
+    one = weir.Add(H2, 1, hook="z", positions=[0, 1]).lower((1, D_HEAD), unknown)
+    assert one.per_position == 1 and len(one.instructions) == 2
 
 
-def test_rows_of_neurons_for_positions():
+def test_neurons_next_to_each_other_are_one_instruction():
     item = weir.Replace(torch.tensor([[1.0, 2, 3], [4, 5, 6]]), 1, hook="mlp_post", neurons=[5, 1, 6], positions=[0, 1])
     lowered = item.lower((D_MLP,), unknown)
-    assert lowered.per_position == 2  # runs: 1, and 5 to 6
+    assert lowered.per_position == 2
     assert [(t.kind, t.start, t.stop) for t in lowered.instructions[:2]] == [(BLEND, 1, 2), (BLEND, 5, 7)]
-    got = apply(lowered, np.full((2, D_MLP), 9.0), "mlp_post")
-    assert got.tolist() == [[9, 2, 9, 9, 9, 1, 3, 9, 9, 9], [9, 5, 9, 9, 9, 4, 6, 9, 9, 9]]
 
 
 def test_positions_that_do_not_fit_rows_are_refused():
-    with pytest.raises(weir.WeirError, match="3 rows, but 'all' is open-ended") as e:
+    with refused("intervention.positions", "3 rows, but 'all' is open-ended"):
         weir.Add(torch.ones(3, 2, D_HEAD), 1, hook="z", heads=[2, 0])
-    assert e.value.field == "intervention.positions"
     # Without heads, [3, n] may be one vector of the row's shape, which is known with the model.
     item = weir.Add(torch.ones(3, HEADS * D_HEAD), 1, hook="z")
-    with pytest.raises(weir.WeirError, match="3 rows, but 'all' is open-ended"):
+    with refused("intervention.positions", "3 rows, but 'all' is open-ended"):
         item.lower(SHAPES["z"], unknown)
-    with pytest.raises(weir.WeirError, match="expected one vector, got 2 rows"):
+    with refused("intervention.direction", "expected one vector, got 2 rows"):
         weir.Clamp(torch.ones(2, 2, D_HEAD), 1, value=0.0, hook="z", heads=[2, 0])
-
-
-def test_a_whole_row_with_heads():
-    row = torch.stack([head(k) for k in range(1, HEADS + 1)])
-    for vector in (row, row.flatten(), row[None], row.flatten()[None]):
-        assert added(vector) == [[1, 2, 3, 4]] * 2
-        lowered = weir.Add(vector, 1, hook="z").lower(SHAPES["z"], unknown)
-        assert [(t.start, t.stop) for t in lowered.instructions] == [(0, 0)]
-    for rows in (torch.stack([row, 2 * row]), torch.stack([row, 2 * row]).flatten(1)):
-        assert added(rows, positions=[0, 1]) == [[1, 2, 3, 4], [2, 4, 6, 8]]
-    # A row of one head.
-    one = weir.Add(torch.stack([head(1), head(2)]), 1, hook="z", positions=[0, 1]).lower((1, D_HEAD), unknown)
-    assert one.per_position == 1 and len(one.instructions) == 2
 
 
 @pytest.mark.parametrize(
@@ -413,37 +343,35 @@ def test_a_whole_row_with_heads():
 )
 def test_vectors_that_do_not_fit_the_row(vector, where, shape, why):
     where = {"hook": "mlp_post" if "neurons" in where else "z"} | where
-    with pytest.raises(weir.WeirError, match=why) as e:
+    with refused("x.vector", why):
         weir.Add(vector, 1, path="x", **where).lower(shape, unknown)
-    assert e.value.field == "x.vector"
 
 
-def test_parts_that_the_row_does_not_have():
-    for where, shape in (({"hook": "z", "heads": [1, 4]}, (4, 3)), ({"hook": "mlp_post", "neurons": [3, 10]}, (10,))):
-        item = weir.Add(torch.ones(3 if "heads" in where else 2), 1, path="x", **where)
-        with pytest.raises(weir.WeirError, match=r"does not exist: .* has (heads 0..3|neurons 0..9)") as e:
-            item.lower(shape, unknown)
-        assert e.value.field in ("x.heads", "x.neurons")
+@pytest.mark.parametrize(
+    ("hook", "parts", "width", "why"),
+    [
+        ("z", {"heads": [1, 4]}, 3, "does not exist: .* has heads 0..3"),
+        ("mlp_post", {"neurons": [3, 10]}, 2, "does not exist: .* has neurons 0..9"),
+    ],
+)
+def test_parts_that_the_row_does_not_have(hook, parts, width, why):
+    item = weir.Add(torch.ones(width), 1, path="x", hook=hook, **parts)
+    with refused(f"x.{next(iter(parts))}", why):
+        item.lower(SHAPES[hook], unknown)
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_vector_of_a_head_for_each_layer(named):
-    stack = torch.stack([torch.stack([head(1), head(2)]), torch.stack([head(3), head(4)])])  # [layers, heads, d_head]
-
-    def find(ref: str, field: str) -> np.ndarray:
-        return stack[:, None].numpy()
-
-    # Between the layers and the heads there is an axis of rows.
-    vector = "name" if named else stack[:, None]
-    item = weir.Add(vector, [5, 3], hook="z", heads=[0, 1], per_layer=True)
-    at = {one.layers[0]: one.lower(SHAPES["z"], find).rows for one in item.by_layer(8, find)}
-    assert {layer: sorted(float(v[0]) for v in rows.values()) for layer, rows in at.items()} == {5: [1, 2], 3: [3, 4]}
+    """Between the layers and the heads there is an axis of rows."""
+    stack = torch.stack([H2, 2 + H2])  # [layers, heads, d_head]
+    find = lambda ref, field: stack[:, None].numpy()
+    item = weir.Add("name" if named else stack[:, None], [5, 3], hook="z", heads=[0, 1], per_layer=True)
+    lowered = {one.layers: one.lower(SHAPES["z"], find) for one in item.by_layer(8, find)}
+    at = {layer: sorted(float(v[0]) for v in one.rows.values()) for (layer,), one in lowered.items()}
+    assert at == {5: [1, 2], 3: [3, 4]}
     by_layer = weir.Add({5: stack[0][None], 3: stack[1][None]}, hook="z", heads=[0, 1])
-    one_by_one = [
-        [(one.layers, one.lower(SHAPES["z"], find).instructions) for one in each.by_layer(8, find)]
-        for each in (item, by_layer)
-    ]
-    assert one_by_one[0] == one_by_one[1]
+    for one in by_layer.by_layer(8, find):
+        assert one.lower(SHAPES["z"], find).instructions == lowered[one.layers].instructions
 
 
 def test_equal_vectors_of_heads_are_one_row_of_the_table():
@@ -494,32 +422,29 @@ def test_layers_with_rows_of_different_shapes():
     assert [(m.layers, len(m.instructions)) for m in found.moves] == [((0, 1, 2), 1)]
     with pytest.raises(weir.WeirError, match="width 3 does not match the 6 values of a head of z"):
         admitted(weir.Add(head(1), "all", hook="z", heads=1))
-    with pytest.raises(weir.WeirError, match=r"head 2 does not exist: z has heads 0\.\.1") as e:
+    with refused("interventions[0].heads", r"head 2 does not exist: z has heads 0\.\.1"):
         admitted(weir.Replace(torch.zeros(1, 1, 6), 2, hook="z", heads=[0, 2]))
-    assert e.value.field == "interventions[0].heads"
 
 
 def test_positions_with_several_instructions_each():
     """Their programs, what admission reckons them to take, and the keys of their blocks in the prefix cache."""
-    rows = torch.stack([torch.stack([head(1), head(2)]), torch.stack([head(0), head(4)]), torch.zeros(2, D_HEAD)])
-    asked = weir.Add(rows, [0, 1], hook="z", heads=[2, 0], positions=[1, 2, 3])
-    found = admitted(asked)
+    rows = torch.stack([H2, torch.stack([head(0), head(4)]), torch.zeros(2, D_HEAD)])
+    ask = lambda heads: admitted(weir.Add(rows, [0, 1], hook="z", heads=heads, positions=[1, 2, 3]))
+    found = ask([2, 0])
     (move,) = found.effective
     assert move.per_position == 2 and [len(move.of_position(k)) for k in range(4)] == [2, 1, 0, 0]
+    taps = num_taps(3)
     widths = {tap_of(Site("z", layer)): HEADS * D_HEAD for layer in range(3)}
-    table = ProgramTable(TableSizes(16, 16, 64), num_taps(3), range(num_taps(3)), D, widths)
-    planner = Planner(frozenset(range(num_taps(3) * STAGES)), num_taps(3) * STAGES, 8, table)
+    table = ProgramTable(TableSizes(16, 16, 64), taps, range(taps), D, widths)
+    planner = Planner(frozenset(range(taps * STAGES)), taps * STAGES, 8, table)
     planner.add_steering("r", "rows#vectors#token", [move], 5, None, lambda ds: {d: found.rows[d] for d in ds})
     programs = planner.plan(["r"], [5], [0]).programs
     assert (programs >= 0).tolist() == [False, True, True, False, False]
     assert table.usage() == {"vectors": 3, "programs": 2, "nodes": 3}  # the two layers share them
     most = _count_programs([move], None, 5, 4)
     assert most[0] >= 2 and most[1] >= 3 * len(move.layers)
-    keys = CacheKeys([move], 5)
-    same = CacheKeys(admitted(weir.Add(rows, [0, 1], hook="z", heads=[2, 0], positions=[1, 2, 3])).effective, 5)
-    other = CacheKeys(admitted(weir.Add(rows, [0, 1], hook="z", heads=[2, 1], positions=[1, 2, 3])).effective, 5)
+    keys, same, other = (CacheKeys(ask(heads).effective, 5) for heads in ([2, 0], [2, 0], [2, 1]))
     blocks = [keys.of_block(start, [7] * 2) for start in (0, 2, 4)]
     assert blocks == [same.of_block(start, [7] * 2) for start in (0, 2, 4)]
     assert blocks[0] != other.of_block(0, [7] * 2) and blocks[2] is None
-    # At position 3 nothing is added.
-    assert keys.of_block(3, [7] * 2) is None
+    assert keys.of_block(3, [7] * 2) is None, "at position 3 nothing is added"

@@ -1,4 +1,4 @@
-"""Rows in parts: what a capture picks of a row, and the widths in which workers send it."""
+"""Rows in parts: what a capture picks of a row, the widths in which workers send it, and how its shards are joined."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_weir.frontend.receive.joined_shards import pick_values
+from vllm_weir.frontend.receive.joined_shards import join_shards, pick_values
 from vllm_weir.frontend.receive.pending_sequence import TakenRows
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.row_parts import WHOLE, RowPart
@@ -15,6 +15,7 @@ from vllm_weir.schema.row_shapes import Shard, ring_rows, row_width
 from vllm_weir.schema.row_shards import RowPick, RowShard, ShardWidths
 
 Z, POST, PRE = Site("z", 1), Site("mlp_post", 1), Site("resid_pre", 1)
+FIRST, SECOND = RowShard(Z, 0), RowShard(Z, 1)
 
 
 @given(heads=st.integers(1, 9), d_head=st.integers(1, 8), data=st.data())
@@ -50,3 +51,30 @@ def test_ring_rows_are_as_few_as_hold_the_row(width, d_model):
     rows = ring_rows(width, d_model)
     assert (rows - 1) * d_model < width <= rows * d_model
     assert row_width((width, 3)) == 3 * width
+
+
+def test_parts_are_put_side_by_side_in_the_order_of_their_columns():
+    at, whole, pre = np.arange(3), torch.randn(3, 6), torch.randn(3, 4)
+    taken = [
+        TakenRows([SECOND], at, {SECOND: whole[:, 4:]}),
+        TakenRows([PRE, FIRST], at, {PRE: pre, FIRST: whole[:, :4]}),
+    ]
+    by_site = {site: rows.rows[site] for rows in join_shards(taken) for site in rows.sites}
+    assert list(by_site) == [PRE, Z]
+    assert torch.equal(by_site[Z], whole) and torch.equal(by_site[PRE], pre)
+
+
+def test_a_row_of_which_a_worker_dropped_a_part_is_missing():
+    whole = torch.randn(4, 6)
+    part = lambda shard, at, columns: TakenRows([shard], np.array(at), {shard: whole[at, columns]})
+    first = part(FIRST, [0, 1, 3], slice(4))
+    (joined,) = join_shards([first, part(SECOND, [1, 2, 3], slice(4, 6))])
+    assert joined.positions.tolist() == [1, 3] and torch.equal(joined.rows[Z], whole[[1, 3]])
+    (nothing,) = join_shards([first, part(SECOND, [2], slice(4, 6))])
+    assert not len(nothing.positions) and not nothing.rows
+
+
+def test_rows_of_whole_sites_pass_as_they_are():
+    taken = TakenRows([PRE], np.arange(2), {PRE: torch.randn(2, 4)})
+    assert join_shards(whole := [taken]) is whole and pick_values(taken, {}) is taken
+    assert pick_values(taken, {Z: RowPick((3, 2))}) is taken

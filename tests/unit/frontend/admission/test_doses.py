@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.unit.refusals import refused
 from tests.unit.request_strategies import served
-from vllm_weir import Ablate, Add, WeirError
+from vllm_weir import Ablate, Add
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
@@ -37,9 +38,8 @@ def test_the_default_is_to_measure_nothing():
     assert MEASURE_DOSE is False and "dose" not in RequestSpec().to_json()
     assert RequestSpec.parse({"v": 1, "dose": True}).dose and not RequestSpec.parse({"v": 1}).dose
     assert RequestSpec(dose=True).to_json()["dose"] is True
-    with pytest.raises(WeirError, match="dose is true or false, got str") as error:
+    with refused("dose", "dose is true or false, got str"):
         RequestSpec.parse({"v": 1, "dose": "yes"})
-    assert error.value.field == "dose"
 
 
 def test_it_travels_and_leaves_the_interventions_as_they_are():
@@ -69,24 +69,22 @@ def test_global_interventions_are_measured_for_those_that_ask():
 
 def test_more_than_there_is_room_for_is_refused():
     assert needs(admitted(ADD, ADD), cells=2 * LAYERS)
-    with pytest.raises(WeirError, match=r"8 numbers for each token.*room for 7;.*probe_cells") as error:
+    with refused("dose", r"8 numbers for each token.*room for 7;.*probe_cells"):
         needs(admitted(ADD, ADD), cells=7)
-    assert error.value.field == "dose"
 
 
-def test_rows_in_parts_are_refused():
-    site = Site("resid_post", 2)
-    facts = replace(FACTS, shards={site: (Shard(0, 4), Shard(4, 8))})
-    with pytest.raises(WeirError, match=r"resid_post\[2\].* in 2 parts.*leave dose out") as error:
+@pytest.mark.parametrize(
+    ("facts", "why", "fits"),
+    [
+        ({"shards": {Site("resid_post", 2): (Shard(0, 4), Shard(4, 8))}},
+         r"resid_post\[2\].* in 2 parts.*leave dose out", 1),
+        ({"workers": {Site("resid_post", k): frozenset({k // 2}) for k in range(LAYERS)}},
+         r"a measured add acts at .*another pipeline stage", [0, 1]),
+    ],
+    ids=["in parts", "on several stages"],
+)  # fmt: skip
+def test_rows_in_parts_and_on_several_pipeline_stages_are_refused(facts, why, fits):
+    facts = replace(FACTS, **facts)
+    with refused("dose", why):
         admitted(ADD, facts=facts)
-    assert error.value.field == "dose"
-    assert admitted(ADD, dose=False, facts=facts) and admitted(Add(np.ones(D), 1), facts=facts)
-
-
-def test_interventions_on_several_pipeline_stages_are_refused():
-    stages = {Site("resid_post", k): frozenset({k // 2}) for k in range(LAYERS)}
-    facts = replace(FACTS, workers=stages)
-    with pytest.raises(WeirError, match=r"a measured add acts at .*another pipeline stage") as error:
-        admitted(ADD, facts=facts)
-    assert error.value.field == "dose"
-    assert admitted(ADD, dose=False, facts=facts) and admitted(Add(np.ones(D), [0, 1]), facts=facts)
+    assert admitted(ADD, dose=False, facts=facts) and admitted(Add(np.ones(D), fits), facts=facts)

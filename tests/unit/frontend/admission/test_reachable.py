@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm import SamplingParams
 
 from tests.support.check import expected_positions
+from tests.unit.refusals import refused
 from tests.unit.request_strategies import selectors, served
 from vllm_weir import Ablate, Add, Capture, SteeringVector, WeirError
 from vllm_weir.config.settings import Settings
@@ -22,6 +25,7 @@ from vllm_weir.frontend.admission.engine_wire import MAX_TOKEN_SELECTORS
 from vllm_weir.frontend.admission.reachable import Vocabulary, max_generated
 from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.frontend.engine_frontend import EngineFrontend
+from vllm_weir.integrations.probe_hook import HiddenStateRequest
 from vllm_weir.schema.media import Media
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec
@@ -32,19 +36,26 @@ TOKENIZER = SimpleNamespace(all_special_ids=[2, 0, None, 1], max_token_id=98)
 WORDS = Vocabulary(100, TOKENIZER)
 
 
+def made() -> EngineFrontend:
+    frontend = EngineFrontend(Settings(), chunked=True, vocabulary=WORDS, max_model_len=64)
+    frontend.engine.capabilities = FACTS
+    return frontend
+
+
 @pytest.fixture
 def frontend():
-    made = EngineFrontend(Settings(), chunked=True, vocabulary=WORDS, max_model_len=64)
-    made.engine.capabilities = FACTS
-    yield made
-    made.close()
+    with closing(made()) as frontend:
+        yield frontend
+
+
+def spec_of(*items: Any) -> dict[str, Any]:
+    captures = tuple(item for item in items if isinstance(item, Capture))
+    return RequestSpec(captures, tuple(item for item in items if not isinstance(item, Capture))).to_json()
 
 
 def ask(frontend: EngineFrontend, *items: Any, P: int = 6, max_tokens: int = 4, **more: Any) -> Any:
     """Admit a request with these captures and interventions."""
-    captures = tuple(item for item in items if isinstance(item, Capture))
-    spec = RequestSpec(captures, tuple(item for item in items if not isinstance(item, Capture)))
-    extra = {"weir": spec.to_json()} if items else {}
+    extra = {"weir": spec_of(*items)} if items else {}
     return frontend.admit(f"r{next(_numbers)}", extra | more, [5] * P, P, max_tokens)
 
 
@@ -54,11 +65,9 @@ _numbers = iter(range(10**9))
 @given(selector=selectors(), P=st.integers(1, 40), max_tokens=st.integers(1, 40))
 def test_refused_just_where_no_row_is_selected(selector, P, max_tokens):
     """Tokens may be any; what could be selected by another token is there."""
-    frontend = EngineFrontend(Settings(), chunked=True, vocabulary=WORDS, max_model_len=64)
-    frontend.engine.capabilities = FACTS
-    try:
-        G = min(max_tokens, 64 - P)
-        reached = isinstance(selector, dict) or bool(expected_positions(selector, P, G))
+    G = min(max_tokens, 64 - P)
+    reached = isinstance(selector, dict) or bool(expected_positions(selector, P, G))
+    with closing(made()) as frontend:
         for item, field in (
             (Capture(positions=selector), "capture[0]"),
             (Add(ROW, 1, positions=selector), "interventions[0]"),
@@ -66,15 +75,11 @@ def test_refused_just_where_no_row_is_selected(selector, P, max_tokens):
             if reached:
                 ask(frontend, item, P=P, max_tokens=max_tokens)
                 continue
-            with pytest.raises(WeirError) as e:
+            with refused(f"{field}.positions", f"max_tokens={max_tokens}") as e:
                 ask(frontend, item, P=P, max_tokens=max_tokens)
-            assert e.value.field == f"{field}.positions"
-            assert f"max_tokens={max_tokens}" in e.value.message
             assert e.value.message.endswith("raise max_tokens" if max_tokens == G else "raise max_model_len")
             assert selector == "generated" or f"the last position that has one is {P + G - 2};" in e.value.message
         assert not len(frontend.store) or reached
-    finally:
-        frontend.close()
 
 
 def test_refusals_say_what_to_write(frontend):
@@ -97,21 +102,18 @@ def test_the_first_one_that_selects_nothing_is_named(frontend):
         ([Add(0 * ROW, 1, positions=900)], "interventions[0]"),  # one that changes nothing is no exception
         ([Add(ROW, 1, 0.0, positions="generated")], "interventions[0]"),
     ):
-        with pytest.raises(WeirError) as e:
+        with refused(f"{field}.positions"):
             ask(frontend, *items, max_tokens=1)
-        assert e.value.field == f"{field}.positions"
     ask(frontend, good, Add(ROW, 1, positions=[-1, 900]), max_tokens=1)
 
 
 def test_vllm_lens_s_fields(frontend):
     for indices in ([900], []):
         vector = {"activations": [ROW.tolist()], "layer_indices": [1], "position_indices": indices}
-        with pytest.raises(WeirError) as e:
+        with refused("apply_steering_vectors[0].position_indices"):
             ask(frontend, apply_steering_vectors=[vector])
-        assert e.value.field == "apply_steering_vectors[0].position_indices"
-    ask(
-        frontend, apply_steering_vectors=[SteeringVector(np.ones((1, 40, 8)), [1])]
-    )  # 0 .. 39, of which some are reached
+    # 0 .. 39, of which some are reached
+    ask(frontend, apply_steering_vectors=[SteeringVector(np.ones((1, 40, 8)), [1])])
     for nothing in ([], (), False, "[]", "false", np.zeros(0, int), range(0)):
         tracker, wire = ask(frontend, output_residual_stream=nothing)
         assert wire is None and not tracker.pending.memory.spec.site_requests
@@ -121,10 +123,6 @@ def test_vllm_lens_s_fields(frontend):
 
 @pytest.mark.parametrize("flags", itertools.product([False, True], repeat=4))
 def test_the_drop_in_classes_need_no_second_token(frontend, flags):
-    from vllm import SamplingParams
-
-    from vllm_weir.integrations.probe_hook import HiddenStateRequest
-
     for layers, P in (("all", 1), ([1, 2], 6)):
         params = HiddenStateRequest.parse(layers, *flags).add_capture(SamplingParams(max_tokens=1))
         extra = params.extra_args or {}
@@ -145,63 +143,46 @@ def test_rows_by_position_count_positions_that_are_never_reached(frontend):
 
 
 def test_what_the_engine_adds_to_every_request_may_select_nothing():
-    sinks = {
-        "norms": {"logging": {}, "capture": [{"positions": "generated"}, {"hook": "resid_pre", "positions": [900]}]}
-    }
-    frontend = EngineFrontend(Settings(sinks=sinks), chunked=True, vocabulary=WORDS, max_model_len=64)
-    try:
-        frontend.learn(
-            [
-                {
-                    "ok": True,
-                    "sites": [(*s, why) for s, why in FACTS.sites.items()],
-                    "num_layers": 4,
-                    "d_model": 8,
-                    "dtype": "float32",
-                    "ring_rows": 1024,
-                }
-            ]
-        )
+    every = [{"positions": "generated"}, {"hook": "resid_pre", "positions": [900]}]
+    settings = Settings(sinks={"norms": {"logging": {}, "capture": every}})
+    sites = [(*site, why) for site, why in FACTS.sites.items()]
+    shape = {"num_layers": 4, "d_model": 8, "dtype": "float32", "ring_rows": 1024}
+    with closing(EngineFrontend(settings, chunked=True, vocabulary=WORDS, max_model_len=64)) as frontend:
+        frontend.learn([{"ok": True, "sites": sites} | shape])
         always = [Add(ROW, 1, positions=p) for p in ("generated", [900], "50:", {"token_ids": [7]})]
         frontend.names.set_always(always)
-        contents = RegistryContents(modules={"mood": tuple(always)})
-        frontend.names.vectors.load(contents)
+        frontend.names.vectors.load(RegistryContents(modules={"mood": tuple(always)}))
         _, wire = ask(frontend, max_tokens=1)
         assert wire is not None and wire.table_needs is not None
         named = {"weir": {"v": 1, "modules": ["mood"], "capture": [{"positions": "sampled"}]}}
         frontend.admit("with a module", named, [5] * 6, 6, 1)
-        with pytest.raises(WeirError) as e:
+        with refused("capture[0].positions"):
             ask(frontend, Capture(positions="generated"), max_tokens=1)
-        assert e.value.field == "capture[0].positions"
-    finally:
-        frontend.close()
 
 
 # ---- vocabulary and special tokens ---------------------------------------------------------------------------------
 
 
 def admitted(*items: Any, words: Vocabulary = WORDS, tokens: bool = True, **more: Any) -> Any:
-    spec = RequestSpec(
-        tuple(i for i in items if isinstance(i, Capture)), tuple(i for i in items if not isinstance(i, Capture))
-    )
-    return admit({"weir": spec.to_json()}, FACTS, tokens, vocabulary=words, **more)
+    return admit({"weir": spec_of(*items)}, FACTS, tokens, vocabulary=words, **more)
 
 
-@pytest.mark.parametrize("make", [lambda p: Capture(positions=p), lambda p: Add(ROW, 1, positions=p)])
-def test_tokens_that_the_model_does_not_have(make):
-    at = "capture[0].positions" if isinstance(make("all"), Capture) else "interventions[0].positions"
+MAKE = [(lambda p: Capture(positions=p), "capture[0]"), (lambda p: Add(ROW, 1, positions=p), "interventions[0]")]
+
+
+@pytest.mark.parametrize(("make", "item"), MAKE)
+def test_tokens_that_the_model_does_not_have(make, item):
     for fine in ([99], [0, 400], [98, 99, 100]):
         admitted(make({"token_ids": fine}))
         admitted(make({"not_token_ids": fine}))
-    for selector, words in (
-        ({"token_ids": [100, 400]}, "ids are 0..99"),
-        ({"not_token_ids": list(range(100))}, "leave some out"),
-        ({"not_token_ids": list(range(300))}, "leave some out"),
+    for kind, ids, words in (
+        ("token_ids", [100, 400], "ids are 0..99"),
+        ("not_token_ids", list(range(100)), "leave some out"),
+        ("not_token_ids", list(range(300)), "leave some out"),
     ):
-        with pytest.raises(WeirError, match=words) as e:
-            admitted(make(selector))
-        assert e.value.field == f"{at}.{next(iter(selector))}"
-        admitted(make(selector), words=Vocabulary())  # nobody knows
+        with refused(f"{item}.positions.{kind}", words):
+            admitted(make({kind: ids}))
+        admitted(make({kind: ids}), words=Vocabulary())  # nobody knows
     admitted(make({"not_token_ids": list(range(99))}))
     # The tokenizer may know more than the model embeds: placeholders of images.
     wide = Vocabulary(100, SimpleNamespace(all_special_ids=[], max_token_id=120))
@@ -211,34 +192,25 @@ def test_tokens_that_the_model_does_not_have(make):
 
 
 def test_special_tokens_are_named_at_admission():
-    steer = Add(ROW, 1, positions={"special": False})
+    steer, named = Add(ROW, 1, positions={"special": False}), Positions("not_token_ids", (0, 1, 2))
     made = admitted(Capture(positions={"special": True}), Capture("embed", positions={"special": False}), steer)
-    assert {w.site.hook: w.positions.to_json() for w in made.spec.site_requests} == {
-        "resid_post": {"token_ids": [0, 1, 2]},
-        "embed": {"not_token_ids": [0, 1, 2]},
-    }
-    assert made.effective[0].positions == Positions("not_token_ids", (0, 1, 2))
+    told = {"resid_post": {"token_ids": [0, 1, 2]}, "embed": {"not_token_ids": [0, 1, 2]}}
+    assert {w.site.hook: w.positions.to_json() for w in made.spec.site_requests} == told
+    assert made.effective[0].positions == named
     assert steer.positions.kind == "special", "what was given stays as it was"
-    told = [entry["positions"] for entry in made.parts[0].notes]
-    assert told == [{"token_ids": [0, 1, 2]}, {"not_token_ids": [0, 1, 2]}] and json.dumps(told)
+    notes = [entry["positions"] for entry in made.parts[0].notes]
+    assert notes == list(told.values()) and json.dumps(notes)
     always = admit({}, FACTS, vocabulary=WORDS, always=[steer], everyone=[Capture(positions={"special": False})])
-    assert (
-        always.effective[0].positions == always.spec.site_requests[0].positions == Positions("not_token_ids", (0, 1, 2))
-    )
+    assert always.effective[0].positions == always.spec.site_requests[0].positions == named
 
 
-@pytest.mark.parametrize("make", [lambda p: Capture(positions=p), lambda p: Add(ROW, 1, positions=p)])
-def test_special_tokens_need_a_tokenizer_that_has_some(make):
-    at = "capture[0].positions" if isinstance(make("all"), Capture) else "interventions[0].positions"
+@pytest.mark.parametrize(("make", "item"), MAKE)
+def test_special_tokens_need_a_tokenizer_that_has_some(make, item):
     for special in (True, False):
-        with pytest.raises(WeirError, match=r"skip_tokenizer_init.*name them: ") as e:
+        with refused(f"{item}.positions.special", "skip_tokenizer_init.*name them: "):
             admitted(make({"special": special}), words=Vocabulary(100))
-        assert e.value.field == f"{at}.special"
-        with pytest.raises(WeirError, match="given as embeddings") as e:
-            admitted(make({"special": special}), tokens=False)
-        assert e.value.field == at
-    for selector in ({"token_ids": [1]}, {"not_token_ids": [1]}):
-        with pytest.raises(WeirError, match="given as embeddings"):
+    for selector in ({"special": True}, {"special": False}, {"token_ids": [1]}, {"not_token_ids": [1]}):
+        with refused(f"{item}.positions", "given as embeddings"):
             admitted(make(selector), tokens=False)
     none = Vocabulary(100, SimpleNamespace(all_special_ids=[], max_token_id=99))
     with pytest.raises(WeirError, match="has no special tokens"):
@@ -266,20 +238,17 @@ def test_so_many_selectors_by_token_can_steer(frontend):
         ask(frontend, *items)
 
 
-@pytest.mark.parametrize("selector", ["prompt", [0, -1], "-2:", "-2:-1", ":-1", "last_prompt", "all"])
-def test_rows_by_position_for_everyone_do_not_depend_on_a_prompt(frontend, selector):
+def test_rows_by_position_for_everyone_do_not_depend_on_a_prompt(frontend):
     """Else a plain request whose prompt selects more or fewer positions would be refused for what it did not ask."""
-    with pytest.raises(WeirError) as e:
+    for selector in ("prompt", [0, -1], "-2:", "-2:-1", ":-1", "last_prompt", "all"):
+        with pytest.raises(WeirError) as e:
+            frontend.names.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
+        assert e.value.field.endswith("positions"), selector
+    for selector in ([0, 3], "1:3"):
         frontend.names.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
-    assert e.value.field.endswith("positions")
-
-
-@pytest.mark.parametrize("selector", [[0, 3], "1:3"])
-@pytest.mark.parametrize("P", [1, 2, 9])
-def test_rows_by_position_for_everyone_refuse_nobody(frontend, selector, P):
-    frontend.names.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
-    _, wire = ask(frontend, P=P, max_tokens=1)
-    assert wire is not None and wire.table_needs is not None
+        for P in (1, 2, 9):
+            _, wire = ask(frontend, P=P, max_tokens=1)
+            assert wire is not None and wire.table_needs is not None, "it refuses nobody"
 
 
 def test_requests_share_what_is_looked_up_in_the_tokenizer():

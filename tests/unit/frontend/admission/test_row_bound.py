@@ -42,22 +42,19 @@ def test_a_server_returns_no_more_rows_than_it_is_to(captures, P, G, short):
         check_rows(admitted, P, G, 128, max(rows - short, rows))
 
 
+def pattern(heads):
+    return AttentionRecipe(Site("pattern", 0), ALL, (), False, AttentionFacts(8, 16), heads, torch.float32)
+
+
+ALL = (Positions("all"),)
+
+
 @pytest.mark.parametrize(
     ("recipe", "rows"),
     [
-        (
-            AttentionRecipe(
-                Site("pattern", 0), (Positions("all"),), (), False, AttentionFacts(8, 16), None, torch.float32
-            ),
-            6,
-        ),
-        (
-            AttentionRecipe(
-                Site("pattern", 0), (Positions("all"),), (), False, AttentionFacts(8, 16), (3,), torch.float32
-            ),
-            1,
-        ),
-        (RoutingRecipe(Site("expert_ids", 0), (Positions("all"),), (), False, RoutingFacts(4), torch.int64), 1),
+        (pattern(None), 6),
+        (pattern((3,)), 1),
+        (RoutingRecipe(Site("expert_ids", 0), ALL, (), False, RoutingFacts(4), torch.int64), 1),
     ],
 )
 def test_a_derived_row_counts_as_what_it_fills(recipe, rows):

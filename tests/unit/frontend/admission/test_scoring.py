@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import vllm_weir as weir
 from tests.support.properties import examples
 from tests.unit.frontends import frontend_of
+from tests.unit.refusals import pairs
+from tests.unit.refusals import refused as expect_refusal
 from tests.unit.request_strategies import selectors, served
 from vllm_weir import Add, Capture, Probe, WeirError, When
 from vllm_weir.config.settings import Settings
@@ -22,10 +24,12 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.row_bound import SCORES_PER_ROW, check_rows
+from vllm_weir.schema.compat.three_tier import scaled
 from vllm_weir.schema.engine_request import TableNeeds
 from vllm_weir.schema.engine_spec import EngineSpec
-from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.hooks import Site, parse_site
 from vllm_weir.schema.instructions import SCORE
+from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec, parse_interventions
 from vllm_weir.schema.resolved_probes import ResolvedGate, scoring_steps
 from vllm_weir.schema.row_shapes import Shard
@@ -141,50 +145,42 @@ def test_needs_bound_the_programs_that_there_are(chosen):
     if len({one.positions for one in found.steps if one.positions.needs_token_ids}) > 4:
         return
     needs = engine_request(found, TableSizes(64, 4096, 1 << 16)).table_needs
-    ids = np.arange(P)
-    codes = set()
-    for position in range(P + G):
-        token = ids[position : position + 1] if position < P else np.array([7])
-        code = tuple(bool(s.positions.mask(np.array([position]), P, token)[0]) for s in found.steps)
-        if any(code):
-            codes.add(code)
-    steps = found.steps
-    lengths = sum(sum(len(s.instructions) for s, on in zip(steps, code, strict=True) if on) for code in codes)
+    at = np.arange(P + G)
+    masks = [step.positions.mask(at, P, np.where(at < P, at, 7)) for step in found.steps]
+    codes = {code for code in zip(*masks, strict=True) if any(code)}
+    lengths = sum(len(s.instructions) for code in codes for s, on in zip(found.steps, code, strict=True) if on)
     assert needs.programs >= len(codes) and needs.instructions >= lengths
 
 
-@pytest.mark.parametrize(
-    ("probed", "acting", "delay", "positions", "fits"),
-    [
-        (("resid_post", 1), ("resid_post", 2), 0, "all", True),
-        (("resid_post", 1), ("resid_post", 1), 0, "all", False),
-        (("resid_post", 1), ("resid_pre", 2), 0, "all", False),  # the same tap
-        (("resid_pre", 1), ("resid_post", 0), 0, "all", False),
-        (("resid_pre", 1), ("attn_out", 1), 0, "all", True),
-        (("attn_out", 1), ("resid_mid", 1), 0, "all", True),
-        (("mlp_out", 1), ("attn_out", 1), 0, "all", False),
-        (("embed", 0), ("resid_pre", 0), 0, "all", True),
-        (("resid_post", 3), ("final_norm", 0), 0, "all", True),
-        (("final_norm", 0), ("final_norm", 0), 0, "all", False),
-        (("final_norm", 0), ("resid_post", 3), 0, "all", False),
-        (("final_norm", 0), ("embed", 0), 1, "generated", True),
-        (("resid_post", 3), ("resid_post", 0), 1, "generated", True),
-        (("resid_post", 3), ("resid_post", 0), 1, "all", False),
-        (("resid_post", 3), ("resid_post", 0), 1, "sampled", False),
-        (("resid_post", 0), ("resid_post", 3), 1, "all", True),
+ORDER = {  # whether it fits -> where the probe reads and the gate acts, delay, positions
+    True: [
+        "resid_post.1 resid_post.2 0 all", "resid_pre.1 attn_out.1 0 all", "attn_out.1 resid_mid.1 0 all",
+        "embed resid_pre.0 0 all", "resid_post.3 final_norm 0 all", "final_norm embed 1 generated",
+        "resid_post.3 resid_post.0 1 generated", "resid_post.0 resid_post.3 1 all",
     ],
-)
-def test_a_probe_reads_before_its_gate_acts(probed, acting, delay, positions, fits):
+    False: [
+        "resid_post.1 resid_post.1 0 all", "resid_post.1 resid_pre.2 0 all",  # the same tap
+        "resid_pre.1 resid_post.0 0 all", "mlp_out.1 attn_out.1 0 all", "final_norm final_norm 0 all",
+        "final_norm resid_post.3 0 all", "resid_post.3 resid_post.0 1 all", "resid_post.3 resid_post.0 1 sampled",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fits", "case"), pairs(ORDER))
+def test_a_probe_reads_before_its_gate_acts(fits, case):
+    read, act, delay, positions = case.split()
+    probed, acting = parse_site(read), parse_site(act)
+    when = When("a", above=0, delay=int(delay))
     arguments = (
-        [Probe("a", np.ones(D), hook=probed[0], layer=probed[1])],
-        Add(np.ones(D), acting[1], hook=acting[0], positions=positions, when=When("a", above=0, delay=delay)),
+        [Probe("a", np.ones(D), hook=probed.hook, layer=probed.layer)],
+        Add(np.ones(D), acting.layer, hook=acting.hook, positions=positions, when=when),
     )
     if fits:
         assert admitted(*arguments).gate_of == (0,)
     else:
         error = refused(*arguments)
-        assert error.field == f"interventions[0].when.{'delay' if delay else 'probe'}"
-        assert str(Site(*probed)) in error.message and str(Site(*acting)) in error.message
+        assert error.field == f"interventions[0].when.{'delay' if when.delay else 'probe'}"
+        assert str(probed) in error.message and str(acting) in error.message
 
 
 def test_every_layer_of_an_intervention_has_to_come_later():
@@ -192,25 +188,27 @@ def test_every_layer_of_an_intervention_has_to_come_later():
     assert "resid_post[0]" in error.message and "delay=1" in error.message
 
 
-@pytest.mark.parametrize(
-    ("make", "field"),
-    [
-        (lambda: refused(["b"]), "probes[0]"),
-        (lambda: refused([probe(layer=4)]), "probes[0].layer"),
-        (lambda: refused([Probe("a", np.ones(D + 1), layer=0)]), "probes[0].weight"),
-        (lambda: refused([Probe("a", "gone", layer=0)]), "probes[0].weight"),
-        (lambda: refused([Probe("a", np.ones(D), hook="z", layer=0)]), "probes[0].hook"),
-        (lambda: refused([probe()], add(when=When("b", above=0))), "interventions[0].when.probe"),
-        (lambda: refused([probe(k=2)], add(when=When("a", above=0))), "interventions[0].when.output"),
-        (lambda: refused([probe(k=2)], add(when=When("a", above=0, output=2))), "interventions[0].when.output"),
-        (lambda: refused([probe()], stop_when="b > 1"), "stop_when[0]"),
-        (lambda: refused([probe(k=2)], stop_when=["a[0] > 1", "a > 1"]), "stop_when[1]"),
-        (lambda: refused([probe()], stop_when="a[1] > 1"), "stop_when[0]"),
-        (lambda: refused([probe(positions="last_prompt")], stop_when="a > 1"), "stop_when[0]"),
+WRONG = {
+    "probes[0]": [(["b"],)],
+    "probes[0].layer": [([probe(layer=4)],)],
+    "probes[0].weight": [([Probe("a", np.ones(D + 1), layer=0)],), ([Probe("a", "gone", layer=0)],)],
+    "probes[0].hook": [([Probe("a", np.ones(D), hook="z", layer=0)],)],
+    "interventions[0].when.probe": [([probe()], add(when=When("b", above=0)))],
+    "interventions[0].when.output": [
+        ([probe(k=2)], add(when=When("a", above=0, **output))) for output in ({}, {"output": 2})
     ],
-)
-def test_refusals_name_the_field(make, field):
-    assert make().field == field
+    "stop_when[0]": [
+        ([probe()], (), "b > 1"),
+        ([probe()], (), "a[1] > 1"),
+        ([probe(positions="last_prompt")], (), "a > 1"),
+    ],
+    "stop_when[1]": [([probe(k=2)], (), ["a[0] > 1", "a > 1"])],
+}
+
+
+@pytest.mark.parametrize(("field", "wrong"), pairs(WRONG))
+def test_refusals_name_the_field(field, wrong):
+    assert refused(*wrong).field == field
 
 
 def test_rules_are_resolved():
@@ -244,9 +242,8 @@ def test_interventions_of_every_request_mean_registered_probes():
 
 
 def test_token_ids_and_selectors_have_limits():
-    with pytest.raises(WeirError) as error:
+    with expect_refusal("probes[0].positions"):
         admit(asked([probe(positions={"token_ids": [3]})]), FACTS, has_token_ids=False)
-    assert error.value.field == "probes[0].positions"
     many = [probe(f"p{k}", positions=[k]) for k in range(40)]
     others = [Capture("resid_post", 0, [100 + k]) for k in range(30)]
     assert refused(many, capture=others).field == "probes"
@@ -254,14 +251,14 @@ def test_token_ids_and_selectors_have_limits():
 
 
 def test_what_the_device_cannot_hold_is_refused_with_its_setting():
-    mlp = weir.MLPProbe("m", np.ones((70, D)), 0, np.ones(70), layer=0)
-    with pytest.raises(WeirError, match=r"needs 71 numbers for each token.*raise probe_cells"):
-        engine_request(admitted([mlp]), dataclasses.replace(SIZES, vectors=200))
-    window = probe(smooth=("mean", 60_000))
-    with pytest.raises(WeirError, match=r"needs 60002 numbers from step to step.*raise max_probes"):
-        engine_request(admitted([window]), dataclasses.replace(SIZES, states=100))
-    with pytest.raises(WeirError, match="raise max_probes"):
-        engine_request(admitted([probe("a"), probe("b")]), dataclasses.replace(SIZES, probes=1))
+    wide = weir.MLPProbe("m", np.ones((70, D)), 0, np.ones(70), layer=0)
+    for probes, room, why in (
+        ([wide], {"vectors": 200}, r"needs 71 numbers for each token.*raise probe_cells"),
+        ([probe(smooth=("mean", 60_000))], {"states": 100}, r"needs 60002 numbers from step.*raise max_probes"),
+        ([probe("a"), probe("b")], {"probes": 1}, "raise max_probes"),
+    ):
+        with pytest.raises(WeirError, match=why):
+            engine_request(admitted(probes), dataclasses.replace(SIZES, **room))
     sizes = Settings(probe_cells=7, max_probes=3).table_sizes(D)
     assert (sizes.cells, sizes.probes, sizes.gates, sizes.states) == (7, 3, 3, 192)
 
@@ -293,9 +290,8 @@ def test_a_server_returns_no_more_scores_than_fit():
     found = admitted([probe(k=3), probe("b", positions="generated")])
     scores = 3 * (P + G - 1) + G - 1
     check_rows(found, P, G, D, scores // SCORES_PER_ROW + 1)
-    with pytest.raises(WeirError, match=f"up to {scores} scores") as error:
+    with expect_refusal("probes", f"up to {scores} scores"):
         check_rows(found, P, G, D, scores // SCORES_PER_ROW)
-    assert error.value.field == "probes"
 
 
 # --- keys of the prefix cache ---------------------------------------------------------------------
@@ -317,19 +313,16 @@ def test_scoring_alone_adds_nothing_to_cache_keys():
 
 @given(acts=selectors(), scored=selectors(), delay=st.sampled_from([0, 1]), size=st.sampled_from([1, 2, 4]))
 def test_blocks_that_a_gate_may_change_are_shared_with_nobody(acts, scored, delay, size):
+    """And those before its first score with plain requests."""
+
     def make(*more):
         return admitted([probe(positions=scored)], [add(positions=acts, when=When("a", above=0, delay=delay)), *more])
 
     one, other = keys_of(make(), size), keys_of(make(), size)
     positions = np.arange(P + G)
-    tokens = positions
-    (move,), (scoring,) = make().effective, make().probes
-    first_score = (
-        scoring.positions.mask(positions, P, tokens).argmax()
-        if scoring.positions.mask(positions, P, tokens).any()
-        else P + G
-    )
-    may_act = move.positions.mask(positions, P, tokens) & (positions >= first_score + delay)
+    scores = Positions.parse(scored).mask(positions, P, positions)
+    first_score = scores.argmax() if scores.any() else P + G
+    may_act = Positions.parse(acts).mask(positions, P, positions) & (positions >= first_score + delay)
     for k, (a, b) in enumerate(zip(one, other, strict=True)):
         if may_act[k * size : (k + 1) * size].any():
             assert a != b and a is not None
@@ -350,9 +343,8 @@ def test_prompts_before_the_first_score_are_shared_with_plain_requests():
 
 
 def test_kv_of_failed_gated_requests_is_reached_by_nobody():
-    found = admitted([probe(positions=[3])], [add(when=When("a", above=0))])
-    mixed = admitted([probe(positions=[3])], [add(when=When("a", above=0)), add(positions=[2])])
-    plain = admitted(interventions=add(positions=[2]))
+    gated, third, reads = add(when=When("a", above=0)), add(positions=[2]), [probe(positions=[3])]
+    found, mixed, plain = admitted(reads, [gated]), admitted(reads, [gated, third]), admitted((), [third])
 
     def keys(one):
         spec = one.engine_spec
@@ -362,18 +354,20 @@ def test_kv_of_failed_gated_requests_is_reached_by_nobody():
     failed.add(keys(found), 0)
     assert not failed.may_reach(keys(found), P) and not failed.may_reach(keys(plain), P)
     failed.add(keys(mixed), 0)
-    assert (
-        failed.may_reach(keys(plain), 3) and failed.may_reach(keys(mixed), 3) and not failed.may_reach(keys(plain), 2)
-    )
+    assert [failed.may_reach(keys(one), end) for one, end in ((plain, 3), (mixed, 3), (plain, 2))] == [
+        True,
+        True,
+        False,
+    ]
 
 
-def test_requests_wait_for_probes_gates_and_states():
-    for name in ("probes", "gates", "states"):
-        queue = WaitingQueue(dataclasses.replace(SIZES, **{name: 3}))
-        needs = TableNeeds([], 1, 1, **{name: 2})
-        assert queue.enter("a", "A", needs) and not queue.enter("b", "B", needs)
-        assert queue.release({"a": 1}) == [] and queue.release({}) == ["B"]
-        assert not queue.enter("c", "C", needs) and queue.release({"b": 1}) == []
+@pytest.mark.parametrize("name", ["probes", "gates", "states"])
+def test_requests_wait_for_probes_gates_and_states(name):
+    queue = WaitingQueue(dataclasses.replace(SIZES, **{name: 3}))
+    needs = TableNeeds([], 1, 1, **{name: 2})
+    assert queue.enter("a", "A", needs) and not queue.enter("b", "B", needs)
+    assert queue.release({"a": 1}) == [] and queue.release({}) == ["B"]
+    assert not queue.enter("c", "C", needs) and queue.release({"b": 1}) == []
 
 
 # --- the registry ---------------------------------------------------------------------------------
@@ -392,9 +386,8 @@ def scores(frontend, extra_args):
 
 def test_a_probe_of_every_request_is_not_about_images(frontend):
     at_images = Probe("seen", np.ones(D), layer=1, positions={"modality": "image"})
-    with pytest.raises(WeirError, match="not every prompt has image; ") as e:
+    with expect_refusal("probe.positions", "not every prompt has image; "):
         frontend.names.register_probe(at_images, everyone=True)
-    assert e.value.field == "probe.positions"
     frontend.names.register_probe(at_images)
 
 
@@ -449,9 +442,8 @@ def test_a_probe_of_every_request(frontend):
     found = scores(frontend, asked([probe("a")]))
     assert [one.name for one in found.probes] == ["a", "w"] and found.asked == ()
     assert [one.name for one in scores(frontend, asked(["w"])).probes] == ["w"]
-    with pytest.raises(WeirError) as error:
+    with expect_refusal("probes[0].name"):
         scores(frontend, asked([probe("w")]))
-    assert error.value.field == "probes[0].name"
     assert frontend.names.probes.infos()["w"]["everyone"]
 
 
@@ -466,14 +458,10 @@ def test_scores_that_a_request_of_a_server_did_not_ask_for_are_not_told(frontend
 
 
 def test_selectors_of_probes_that_select_nothing_are_refused(frontend):
-    with pytest.raises(WeirError, match="selects no row") as error:
+    with expect_refusal("probes[0].positions", "selects no row"):
         frontend.admit("r", asked([probe(positions="generated")]), [1, 2, 3], 3, 1)
-    assert error.value.field == "probes[0].positions"
 
 
 def test_modules_keep_their_gates_when_they_are_scaled():
-    from vllm_weir.schema.compat.three_tier import scaled
-
-    when = When("a", above=0)
-    (one,) = scaled([add(when=when)], 2.0, "scale")
-    assert one.when == when and one.scale == 2.0
+    (one,) = scaled([add(when=When("a", above=0))], 2.0, "scale")
+    assert one.when == When("a", above=0) and one.scale == 2.0

@@ -16,7 +16,7 @@ from vllm_weir.frontend.derived.attention import attention_pattern, attention_sc
 from vllm_weir.schema.model_facts import AttentionFacts
 
 TOLERANCE = 2e-5
-"""Of float32 sums over 64 products, in another order."""
+"""Of float32 sums over 16 or 32 products of some units each, in another order."""
 
 
 def rows(queries: int, keys: int, heads: int, kv_heads: int, size: int = 16, seed: int = 0):
@@ -53,29 +53,36 @@ def naive_pattern(scores: torch.Tensor, sinks: tuple[float, ...]) -> torch.Tenso
 
 CASES = {
     "plain": AttentionFacts(scale=0.25),
-    "window": AttentionFacts(scale=0.25, window=3),
-    "window of one": AttentionFacts(scale=0.25, window=1),
-    "soft cap": AttentionFacts(scale=1.0, soft_cap=2.0),
     "window and soft cap": AttentionFacts(scale=0.5, window=4, soft_cap=5.0),
-    "sinks": AttentionFacts(scale=0.25, sinks=(0.5, -1.0, 3.0, 20.0)),
     "sinks and window": AttentionFacts(scale=0.25, window=2, sinks=(0.5, -1.0, 3.0, -20.0)),
     "alibi": AttentionFacts(scale=0.25, alibi=(0.5, 0.25, 0.125, 0.0625)),
     "chunks": AttentionFacts(scale=0.25, chunk=4),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_equals_a_loop_over_heads_queries_and_keys(name, kv_heads):
-    facts, positions = CASES[name], torch.tensor([0, 2, 3, 7, 10])
-    q, k = rows(5, 11, 4, kv_heads)
+@examples(60)
+@given(
+    positions=st.lists(st.integers(0, 11), min_size=1, max_size=5, unique=True).map(sorted),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    window=st.none() | st.integers(1, 12),
+    chunk=st.none() | st.integers(1, 8),
+    soft_cap=st.sampled_from([0.0, 0.0, 2.0, 5.0]),
+    sinks=st.just(()) | st.tuples(*[st.sampled_from([0.5, -1.0, 3.0, 20.0, -20.0])] * 4),
+    alibi=st.just(()) | st.just((0.5, 0.25, 0.125, 0.0625)),
+    seed=st.integers(0, 99),
+)
+def test_equals_a_loop_over_heads_queries_and_keys(positions, kv_heads, seed, **facts):
+    facts, positions = AttentionFacts(scale=0.5, **facts), torch.tensor(positions)
+    q, k = rows(len(positions), 12, 4, kv_heads, seed=seed)
     scores, pattern = attention_scores(q, k, positions, facts), attention_pattern(q, k, positions, facts)
     expected = naive_scores(q, k, positions, facts)
     assert scores.dtype == pattern.dtype == torch.float32
     assert torch.equal(scores.isinf(), expected.isinf()), "not the same keys are hidden"
+    seen = torch.arange(12) >= first_keys(positions, facts)[:, None]
+    assert torch.equal(seen & (torch.arange(12) <= positions[:, None]), ~expected.isinf()[:, 0])
     assert (scores.double() - expected)[~expected.isinf()].abs().max() < TOLERANCE
     assert (pattern.double() - naive_pattern(expected, facts.sinks)).abs().max() < TOLERANCE
-    assert bool((pattern[expected.isinf()] == 0).all())
+    assert bool((pattern >= 0).all()) and bool((pattern[expected.isinf()] == 0).all())
 
 
 def test_equals_pytorchs_attention():
@@ -87,36 +94,6 @@ def test_equals_pytorchs_attention():
         q.transpose(0, 1), k.transpose(0, 1), values.transpose(0, 1), is_causal=True, enable_gqa=True
     )
     assert (z - expected.transpose(0, 1)).abs().max() < TOLERANCE
-
-
-@given(
-    keys=st.integers(1, 24),
-    heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 3)]),
-    window=st.none() | st.integers(1, 30),
-    chunk=st.none() | st.integers(1, 10),
-    soft_cap=st.sampled_from([0.0, 3.0]),
-    sink=st.none() | st.floats(-30, 30),
-    data=st.data(),
-)
-@examples(60)
-def test_every_row_is_a_distribution_over_what_its_query_sees(keys, heads, window, chunk, soft_cap, sink, data):
-    sinks = () if sink is None else (sink,) * heads[0]
-    facts = AttentionFacts(scale=0.5, window=window, chunk=chunk, soft_cap=soft_cap, sinks=sinks)
-    chosen = data.draw(st.lists(st.integers(0, keys - 1), min_size=1, unique=True).map(sorted))
-    positions = torch.tensor(chosen)
-    q, k = rows(len(chosen), keys, *heads, seed=keys)
-    pattern = attention_pattern(q, k, positions, facts)
-    first, at = first_keys(positions, facts)[:, None], torch.arange(keys)
-    seen = (at >= first) & (at <= positions[:, None])
-    assert bool((pattern >= 0).all()) and bool((pattern.masked_select(~seen[:, None].expand_as(pattern)) == 0).all())
-    total = pattern.sum(-1)
-    assert bool((total <= 1 + 1e-6).all())
-    if sink is None:
-        assert (total - 1).abs().max() < 1e-6
-    else:
-        scores = attention_scores(q, k, positions, facts).double()
-        share = torch.sigmoid(scores.logsumexp(-1) - sink)
-        assert (total.double() - share).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -134,7 +111,7 @@ def test_chunks_of_queries_change_nothing(name, monkeypatch):
     whole = attention_pattern(q, k, positions, facts)
     monkeypatch.setattr(attention, "CHUNK_VALUES", 3 * 4 * 8)
     assert len(attention._chunks(whole)) == 3
-    assert (attention_pattern(q, k, positions, facts) - whole).abs().max() < 1e-6
+    assert (attention_pattern(q, k, positions, facts) - whole).abs().max() < TOLERANCE
 
 
 def test_rows_of_bfloat16_are_computed_in_float32():

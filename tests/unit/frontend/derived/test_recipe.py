@@ -28,6 +28,12 @@ FACTS = {
 }
 
 
+def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """But for the order of sums: a score is one of 8 products of some units each, a pattern is its softmax."""
+    assert torch.equal(got.isinf(), wanted.isinf())
+    assert not got.numel() or (got - wanted).nan_to_num(0.0).abs().max() < 2e-5
+
+
 def layer(n, hook, facts, at, there, heads=None, kv_heads=2):
     sources = (Source(Site("q_rot", n), False), Source(Site("k_rot", n), True))
     recipe = AttentionRecipe(
@@ -65,7 +71,7 @@ def test_together_as_alone(kinds, hook, at, missing, heads, limit):
         values, positions = one.compute(*inputs)
         assert torch.equal(found[one.site][1], positions) and found[one.site][0].shape == values.shape
         assert found[one.site][0].is_contiguous()
-        assert torch.allclose(found[one.site][0], values, atol=1e-6)
+        assert_close(found[one.site][0], values)
 
 
 @pytest.mark.parametrize("kv_heads", [(2, 4, 2), (1, 1, 4)])
@@ -74,7 +80,7 @@ def test_layers_with_other_numbers_of_kv_heads_are_not_computed_as_one(kv_heads)
     made = [layer(n, "pattern", FACTS["plain"], [4], range(9), kv_heads=count) for n, count in enumerate(kv_heads)]
     found = compute_all([one for one, _ in made], [inputs for _, inputs in made])
     for one, inputs in made:
-        assert torch.allclose(found[one.site][0], one.compute(*inputs)[0], atol=1e-6)
+        assert_close(found[one.site][0], one.compute(*inputs)[0])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What probes and gates said, on outputs: which rows, whoever asks, and how often interventions acted."""
+"""What outputs say of probes and interventions: scores and their rows, and receipts of gates, places and doses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from vllm_weir.frontend.outputs.held_outputs import HeldOutputs
 from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.guard.outputs import VIEW
+from vllm_weir.results.receipt import InterventionReceipt
 from vllm_weir.results.scores import Scores
+from vllm_weir.schema.instructions import NO_NORM
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.resolved_probes import ResolvedGate
 
@@ -35,7 +37,7 @@ def cells(first, count, reported=1):
     return [[p + k / 10 for k in range(reported)] for p in range(first, first + count)]
 
 
-def tracked(probes, stops=(), timeout=0.2, held=False, **more):
+def tracked(probes, stops=(), timeout=0.05, held=False, **more):
     store = RowStore()
     pending = opened(store, admitted(probes, stops, **more), IDS[:P])
     return (
@@ -98,7 +100,7 @@ def test_what_is_missing_is_waited_for_and_an_abort_takes_what_there_is():
     view = tracker.view(IDS[P:], False, "length", 0)
     worker.send(("r", 0, cells(0, 4)))
     assert not view.concluded()
-    threading.Timer(0.05, lambda: worker.send(("r", 4, cells(4, 2)))).start()
+    threading.Timer(0.01, lambda: worker.send(("r", 4, cells(4, 2)))).start()
     assert len(view.scores()["p"]) == P + G - 1 and view.concluded()
     pending, tracker, worker = tracked([probe()])
     worker.send(("r", 1, cells(1, 2)))
@@ -138,24 +140,36 @@ def test_a_pickle_has_no_more_than_its_own_rows():
     assert len(pickle.dumps(scores)) < 2_000
 
 
-ADD = weir.Add(torch.ones(D), layers=2)
+ONE, NONE = torch.ones(D), torch.zeros(D)
+ADD = weir.Add(ONE, layers=2)
 
 
-def gated(*interventions, gate_of, factors, cached=0, reason="length"):
-    """The view of a finished sequence; `factors` of one gate, by position."""
-    asks = weir.params(SamplingParams(), interventions=list(interventions)).extra_args["weir"]
-    pending, tracker, worker = tracked(
-        [probe()], asks=asks, gates=(ResolvedGate(0, 0, 0.5),), gate_of=gate_of, timeout=0.1
-    )
+def finished(*interventions, probes=(), generated=G, cached=0, reason="length", sent=(), reported=2, **more):
+    """The view of a finished sequence that was steered everywhere; `sent`: (first position, cells) that arrived."""
+    asks = weir.params(SamplingParams(), interventions=list(interventions), dose=more.pop("dose", None))
+    pending, tracker, worker = tracked(list(probes), asks=asks.extra_args["weir"] if interventions else None, **more)
     for k in range(len(pending.steered)):
         pending.steered[k] = np.ones(P + G, bool)
-    worker.send(("r", 0, [[0.0, factor] for factor in factors]), reported=2)
-    return tracker.view(IDS[P:], False, reason, cached)
+    for first, scores in sent:
+        worker.send(("r", first, scores), reported=reported)
+    return tracker.view(IDS[P : P + generated], False, reason, cached)
+
+
+def receipts(*interventions, **more) -> tuple[InterventionReceipt, ...]:
+    return finished(*interventions, **more).receipt().interventions
+
+
+def gated(*interventions, gate_of, factors, **more):
+    """The view of a finished sequence; `factors` of one gate, by position."""
+    sent = [(0, [[0.0, factor] for factor in factors])]
+    return finished(
+        *interventions, probes=[probe()], gates=(ResolvedGate(0, 0, 0.5),), gate_of=gate_of, sent=sent, **more
+    )
 
 
 def test_a_receipt_says_how_often_each_gate_let_its_intervention_act():
-    layers = weir.Add({0: torch.ones(D), 2: -torch.ones(D)}, positions="generated")
-    zero = weir.Add(torch.zeros(D), layers=2)
+    layers = weir.Add({0: ONE, 2: -ONE}, positions="generated")
+    zero = weir.Add(NONE, layers=2)
     factors = [0, 1, 0.5, 1, 0, 0.25, 1]
     view = gated(ADD, ADD, layers, zero, gate_of=(-1, 0, 0, 0), factors=factors)
     receipt = view.receipt()
@@ -177,7 +191,7 @@ def test_a_receipt_says_how_often_each_gate_let_its_intervention_act():
 def test_positions_changed_count_once_and_only_where_a_gate_was_open():
     factors = [0, 1, 0.5, 1, 0, 0.25, 1]
     assert gated(ADD, ADD, gate_of=(0, 0), factors=factors).steered == 4
-    last = weir.Add(torch.ones(D), layers=2, positions="last_prompt")
+    last = weir.Add(ONE, layers=2, positions="last_prompt")
     never = [0.0] * (P + G)
     assert gated(ADD, last, gate_of=(0, -1), factors=never).steered == 1
     assert gated(ADD, gate_of=(0,), factors=factors, cached=2).steered == 3
@@ -186,15 +200,119 @@ def test_positions_changed_count_once_and_only_where_a_gate_was_open():
 def test_factors_that_do_not_come_fail_the_request_unless_it_was_aborted():
     view = gated(ADD, gate_of=(0,), factors=[1, 1])
     assert not view.concluded()
-    with pytest.raises(WeirError, match=r"scores at 4 of 6 positions did not arrive within 0\.1 s"):
+    with pytest.raises(WeirError, match=r"scores at 4 of 6 positions did not arrive within 0\.05 s"):
         view.verify()
     (gate,) = gated(ADD, gate_of=(0,), factors=[1, 1], reason="abort").receipt().gates
     assert (gate["fired"], gate["of"]) == (2, 6)
 
 
 def test_requests_without_gates_have_none_in_their_receipts():
-    asks = weir.params(SamplingParams(), interventions=[ADD]).extra_args["weir"]
-    pending, tracker, _ = tracked([], asks=asks)
-    pending.steered[0] = np.ones(P + G, bool)
-    assert tracker.view(IDS[P:], False, "length", 0).receipt().gates == (None,)
-    assert tracked([])[1].view(IDS[P:], False, "length", 0).receipt().gates == ()
+    assert finished(ADD).receipt().gates == (None,) and finished().receipt().gates == ()
+
+
+# --- where interventions acted, and their doses
+
+
+@pytest.mark.parametrize(
+    ("positions", "acted"),
+    [("all", 6), ("prompt", 3), ("generated", 3), ("last_prompt", 1), ("4:", 2), ([0, 5, 9], 2),
+     ({"token_ids": [2]}, 2)],
+)  # fmt: skip
+def test_positions_count_once_whatever_the_number_of_layers(positions, acted):
+    one, several = receipts(weir.Add(ONE, 1, positions=positions), weir.Add(ONE, "all", positions=positions))
+    assert one == InterventionReceipt("add", "resid_post", (1,), acted)
+    assert several == InterventionReceipt("add", "resid_post", (0, 1, 2), acted)
+
+
+def test_each_kind_has_its_name_and_its_hook_point():
+    done = receipts(
+        weir.Add(ONE, 0),
+        weir.Ablate(ONE, "all", hook="resid_pre"),
+        weir.Clamp(ONE, 1, value=2.0),
+        weir.Replace(ONE, 2, hook="mlp_out"),
+        weir.LowRank(ONE[None], ONE[None], ONE[:1], 1),
+    )
+    assert [(one.op, one.hook, one.layers) for one in done] == [
+        ("add", "resid_post", (0,)),
+        ("ablate", "resid_pre", (0, 1, 2)),
+        ("clamp", "resid_post", (1,)),
+        ("replace", "mlp_out", (2,)),
+        ("low_rank", "resid_post", (1,)),
+    ]
+
+
+def test_a_position_that_is_changed_at_any_block_counts_where_it_was_computed():
+    rows = {0: torch.stack([ONE, NONE, NONE]), 2: torch.stack([NONE, NONE, ONE])}
+    assert receipts(weir.Add(rows, positions=[0, 1, 5])) == (InterventionReceipt("add", "resid_post", (0, 2), 2),)
+    for items, more, acted in (
+        ([weir.Add(rows, positions=[0, 1, 5])], {"cached": 1}, [1]),
+        ([weir.Add(ONE, 1)], {"cached": 2}, [4]),
+        ([weir.Add(ONE, 1, positions="generated")], {"generated": 1}, [0]),
+        ([], {}, []),
+    ):
+        assert [one.acted for one in receipts(*items, **more)] == acted
+
+
+def test_a_receipt_has_one_entry_for_each_intervention():
+    """Whatever it is carried out as; of what came from the cache, each position counts once."""
+    rows = {0: torch.stack([ONE, NONE, ONE]), 2: torch.stack([NONE, 2 * ONE, ONE])}
+    items = [
+        weir.Add({0: ONE, 1: 2 * ONE, 2: NONE}),
+        weir.Add(torch.zeros(3, D), per_layer=True),
+        weir.Add(rows, positions=[0, 1, 4]),
+        weir.Ablate(ONE, "all", positions="generated"),
+    ]
+    view = finished(*items, cached=2)
+    assert view.pending.admitted.parted == (2, 1, 2, 1) and len(view.pending.admitted.effective) == 5
+    receipt, site = view.receipt(), lambda layer: Site("resid_post", layer)
+    assert receipt.steered == (
+        {site(0): 4, site(1): 4}, {}, {site(0): 1, site(2): 1}, {site(0): 3, site(1): 3, site(2): 3},
+    )  # fmt: skip
+    assert receipt.shared == (2, 0, 2, 0)
+    assert receipt.interventions == (
+        InterventionReceipt("add", "resid_post", (0, 1), 4),
+        InterventionReceipt("add", "resid_post", (), 0),
+        InterventionReceipt("add", "resid_post", (0, 2), 1),
+        InterventionReceipt("ablate", "resid_post", (0, 1, 2), 3),
+    )
+
+
+LAYERED = weir.Add({2: ONE, 0: 2 * ONE}, positions="prompt")
+
+
+def dosed(*sent, **more):
+    """The view of a request that measures a zero vector, an addition by layer, and one to generated tokens."""
+    items = [weir.Add(NONE, "all"), LAYERED, weir.Add(ONE, 1, positions="generated")]
+    return finished(*items, dose=True, sent=sent, reported=3, **more)
+
+
+PROMPT, GENERATED = [[1.0, 2.0, 9.0], [2.0, 4.0, 9.0], [6.0, NO_NORM, 9.0]], [[9.0, 9.0, k] for k in (0.25, 0.5, 1.5)]
+
+
+def test_doses_are_means_over_the_rows_at_which_an_intervention_acted():
+    view = dosed((0, PROMPT), (3, GENERATED))
+    assert view.concluded()
+    zero, layered, one = view.receipt().interventions
+    assert zero == InterventionReceipt("add", "resid_post", (), 0)
+    assert layered.layers == (0, 2) and layered.acted == 3
+    by_layer = dict(zip(dosed().pending.admitted.effective[0].layers, [3.0]))
+    other = 2 - next(iter(by_layer))
+    assert layered.relative_dose_by_layer == {**by_layer, other: 3.0} and layered.relative_dose == 3.0
+    assert (one.acted, one.relative_dose, one.relative_dose_by_layer) == (3, 0.75, {1: 0.75})
+
+
+def test_cached_positions_are_not_measured():
+    _, layered, one = dosed((2, PROMPT[2:]), (3, GENERATED), cached=2).receipt().interventions
+    assert (layered.acted, layered.relative_dose, one.relative_dose) == (1, 6.0, 0.75)
+    assert list(layered.relative_dose_by_layer.values()) == [6.0]
+    _, layered, _ = dosed((3, GENERATED), cached=3).receipt().interventions
+    assert layered.acted == 0 and layered.relative_dose is None and layered.relative_dose_by_layer == {}
+
+
+def test_doses_that_do_not_come_fail_the_receipt_unless_the_request_was_aborted():
+    view = dosed((0, PROMPT))
+    assert not view.concluded()
+    with pytest.raises(WeirError, match=r"scores at 3 of 3 positions did not arrive within 0\.05 s"):
+        view.receipt()
+    aborted = dosed((0, PROMPT), (3, GENERATED[:1]), reason="abort").receipt().interventions
+    assert aborted[2].relative_dose == 0.25

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.delivery_harness import Post
-from tests.unit.frontend.receive.test_delivery import FACTS, LAYERS, D, Request, content, opened
+from tests.unit.frontend.receive.test_delivery import EVERY, FACTS, LAYERS, D, Request, content, opened
 from vllm_weir import Capture, Site, messages
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
@@ -52,7 +52,7 @@ def test_requests_may_be_opened_while_rows_arrive(header, switching):
     thread = threading.Thread(target=admitting)
     thread.start()
     try:
-        for _ in range(400):
+        for _ in range(200):
             store.receive(full, MappedBuffer(), marks, np.zeros((0, 4), np.int32), b"")
     finally:
         stop.set()
@@ -61,7 +61,7 @@ def test_requests_may_be_opened_while_rows_arrive(header, switching):
 
 def test_marks_that_come_while_an_aborted_output_is_looked_at_are_not_lost():
     post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", "all", "all")], 4, 2, [1] * 6)
+    request = Request(post, "r0", EVERY, 4, 2, [1] * 6)
     request.join()
     post.step([("r0", 4, 0)], content)
     _, late = post.step([("r0", 1, 4)], content, deliver=False)
@@ -75,7 +75,7 @@ def test_marks_that_come_while_an_aborted_output_is_looked_at_are_not_lost():
             if not threads:
                 threads.append(threading.Thread(target=lambda: (post.deliver(late), post.store.read_arrivals())))
                 threads[0].start()
-                threads[0].join(0.5)
+                threads[0].join(0.05)
             super().clear()
 
     post.store.read_arrivals()

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.delivery_harness import Post
-from tests.unit.frontend.receive.test_delivery import LAYERS, Request, content
+from tests.unit.frontend.receive.test_delivery import LAYERS, Request, content, inside, run_one
 from tests.unit.frontends import frontend_of
 from tests.unit.request_strategies import selectors, served
-from vllm_weir import Site
-from vllm_weir import messages as mail
+from vllm_weir import Site, messages
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.outputs import preslicer
 from vllm_weir.frontend.outputs.view import OutputView
@@ -26,31 +25,33 @@ from vllm_weir.frontend.receive.row_sequence_view import expand_runs
 from vllm_weir.frontend.receive.row_store import merge_arrivals
 from vllm_weir.frontend.receive.tokens import PromptTokens, SequenceTokens, TokenIds
 from vllm_weir.results.site_slices import SiteSlices
-from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import selected
 from vllm_weir.schema.resolved_probes import CellLayout
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.row_sequences import RowSequences
 
-ON = {5: np.array((0, 1, 1, 0, 0)), 4: np.array((0, 1, 0, 0))}
+ON = {width: np.array([0, *[1] * (width - 3), 0, 0]) for width in (4, 5)}
+"""What a message adds to the one before: the next rank, where a mark has one, and the next position."""
+assert messages.MARK_FIELDS[1:] == ("rank", "position", "count", "stride")
+assert messages.STEER_FIELDS[1:] == ("position", "count", "stride")
 
 
 @given(width=st.sampled_from([4, 5]), data=st.data())
 def test_marks_of_repeated_messages_are_one(width, data):
     """Messages that go on by one, that do not, that are empty, that drop rows: the same ranks at the same positions."""
-    messages = []
+    sent = []
     for _ in range(data.draw(st.integers(1, 8))):
-        if messages and data.draw(st.booleans()):
-            messages.append(messages[-1] + ON[width].astype(np.int32))
+        if sent and data.draw(st.booleans()):
+            sent.append(sent[-1] + ON[width].astype(np.int32))
             continue
         rows = []
         for number in range(data.draw(st.integers(0, 3))):
             rank = [data.draw(st.integers(-1, 3))] if width == 5 else []
             rows.append([number, *rank, data.draw(st.integers(0, 5)), *data.draw(st.sampled_from([(1, 1), (3, 2)]))])
-        messages.append(np.array(rows, np.int32).reshape(-1, width))
-    expected = np.concatenate(messages)
-    assert each(merge_arrivals(messages)) == each(expected) and len(merge_arrivals(messages)) <= len(expected)
+        sent.append(np.array(rows, np.int32).reshape(-1, width))
+    expected = np.concatenate(sent)
+    assert each(merge_arrivals(sent)) == each(expected) and len(merge_arrivals(sent)) <= len(expected)
 
 
 def each(marks):
@@ -78,24 +79,6 @@ def test_runs_of_positions_are_spread(runs):
     assert np.flatnonzero(steered[0]).tolist() == sorted(set(positions))
 
 
-@given(selector=selectors(), P=st.integers(1, 20), G=st.integers(0, 12), seen=st.integers(0, 12), data=st.data())
-def test_positions_of_a_view(selector, P, G, seen, data):
-    ids = data.draw(st.lists(st.integers(0, 20), min_size=P + G, max_size=P + G))
-    post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", [1], selector)], P, max(G, 1), [*ids, 1])
-    growing = ids[P : P + min(seen, G)]
-    request.tracker.view(growing, True, None, 0)
-    start = request.tracker._seen
-    growing += ids[P + len(growing) :]
-    view = request.tracker.view(growing, True, None, 0)
-    tokens = np.array(ids[: P + max(G - 1, 0)])
-    expected = selected([Positions.parse(selector)], P, tokens)
-    growing.append(9)
-    assert view.end == len(tokens) and view.tokens.array.tolist() == tokens.tolist()
-    assert view._wanted([Positions.parse(selector)], None)[0].tolist() == expected[expected >= start].tolist()
-    assert view.rows == (expected >= start).sum()
-
-
 def test_token_ids_are_made_when_asked_for():
     class Watched(list):
         reads = 0
@@ -121,26 +104,20 @@ def test_a_block_is_cut_when_it_is_looked_at():
     block = SiteSlices(sites, None, rows)
     assert len(block) == 3 and sites[2] in block and Site("resid_pre", 0) not in block and list(block) == sites
     assert "every" not in vars(block)
-    assert all(
-        block[site].equal(rows[:, k]) and block[site].data_ptr() == rows[0, k].data_ptr()
-        for k, site in enumerate(sites)
-    )
+    for k, site in enumerate(sites):
+        assert block[site].equal(rows[:, k]) and block[site].data_ptr() == rows[0, k].data_ptr()
     swapped = SiteSlices(sites[:2], [2, 0], rows)
     assert swapped[sites[0]].equal(rows[:, 2]) and swapped[sites[1]].equal(rows[:, 0])
 
 
 def test_memory_is_free_as_soon_as_nobody_holds_the_rows():
     """Without the help of the garbage collector: what is handed out must not refer to itself."""
-    post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 1, [1] * 6)
-    request.join()
-    post.step([("r0", 5, 0)], content)
+    post, request = run_one()
     post.planner.remove("r0")
     post.step([], content)
-    gc.collect()
     gc.disable()
     try:
-        view = request.tracker.view([1], False, "length", 0)
+        view = request.view(1)
         acts = view.activations()
         pending = weakref.ref(request.pending)
         row = acts["resid_post", 1]
@@ -218,33 +195,30 @@ def test_rows_of_the_prompt_are_cut_before_anybody_asks():
     requests = {name: Request(post, name, [("resid_post", "all", p)], 5, 9, [1] * 14) for name, p in asked.items()}
     for request in requests.values():
         request.join()
-    post.step([(name, 3, 0) for name in asked], content)
-    early = {name: request.pending.early_activations for name, request in requests.items()}
-    assert [name for name, acts in early.items() if acts is not None] == ["r2"]
-    post.step([(name, 2, 3) for name in asked], content)
-    early = {name: request.pending.early_activations for name, request in requests.items()}
-    assert [name for name, acts in early.items() if acts is not None] == ["r0", "r2", "r3"]
+    for count, at, cut in ((3, 0, ["r2"]), (2, 3, ["r0", "r2", "r3"])):
+        post.step([(name, count, at) for name in asked], content)
+        early = {name: request.pending.early_activations for name, request in requests.items()}
+        assert [name for name, acts in early.items() if acts is not None] == cut
     for name, acts in early.items():
-        view = requests[name].tracker.view([1], True, None, 0)
+        view = requests[name].view(1, True, None)
         assert (view.activations() is acts) == (acts is not None)
         if acts is not None:
             fresh = view._assemble()
             assert acts.sites == fresh.sites and acts.positions.equal(fresh.positions)
             assert acts.token_ids.equal(fresh.token_ids) and all(acts[s].equal(fresh[s]) for s in acts.sites)
-            later = requests[name].tracker.view([1, 1], True, None, 0).activations()
+            later = requests[name].view(2, True, None).activations()
             assert later is not acts and not len(later["resid_post", 0]), "later outputs have none of them"
     post.planner.remove("r0")
     requests["r0"].join()  # preempted: all is computed again
     post.step([("r0", 5, 0)], lambda *at: content(*at) + 1)
-    again = requests["r0"].tracker.view([1, 1], False, None, 0).activations()
+    again = requests["r0"].rows(2)
     assert again is not early["r0"] and again["resid_post", 0].equal(early["r0"]["resid_post", 0] + 1)
 
 
 def test_only_sequences_that_got_rows_are_looked_at():
     """Of hundreds that wait, a step serves a few."""
-    post = Post(LAYERS)
-    requests = [Request(post, f"r{k}", [("resid_post", "all", "last_prompt")], 5, 1, [1] * 6) for k in range(40)]
-    looked = []
+    post, looked = Post(LAYERS), []
+    requests = [Request(post, f"r{k}", [("resid_post", "all", "last_prompt")], 5, 1, [1] * 6) for k in range(20)]
     make = post.store.prompt_slicer._slice
     post.store.prompt_slicer._slice = lambda pending: looked.append(pending.request_id) or make(pending)
     for request in requests:
@@ -263,40 +237,30 @@ def test_a_long_prompt_lies_in_one_extent():
     assert len(row_seqs.place(row_seq, 60)) == len(row_seq.extents) == 1 and row_seq.extents[0][2] >= 240
 
 
-def test_early_hand_outs_do_not_hold_a_full_buffer():
-    """What has been cut early, and nobody has looked at, is taken out of the worker's memory as the rest is."""
-    post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", "all", "prompt")], 5, 1, [1] * 6)
-    request.join()
-    post.step([("r0", 5, 0)], content)
-    assert request.pending.early_activations is not None and post.arena.used > 0
+def spill(post):
+    """Take all rows out of the worker's memory."""
     post.row_seqs.retire_all()
     post.deliver(post.step([], content, deliver=False)[1], spill=True)
-    gc.collect()
-    assert request.pending.early_activations is None and post.arena.used == 0
-    acts = request.tracker.view([1], False, "length", 0).activations()
-    assert acts["resid_post", 1][:, 1].tolist() == list(range(5))
+    gc.collect(1)
+    assert post.arena.used == 0
 
 
 def test_rows_from_the_middle_of_a_strip_are_a_run():
-    post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 20, [1] * 25)
-    request.join()
-    post.step([("r0", 5, 0)], content)
-    for p in range(5, 24):
-        post.step([("r0", 1, p)], content)
-    request.tracker.view([1] * 7, True, None, 0)
-    view = request.tracker.view([1] * 20, True, "length", 0)
-    acts = view.activations()
-    low, high = post.rows.data_ptr(), post.rows.data_ptr() + post.rows.numel() * 4
+    post, request = run_one(G=20)
+    request.view(7, True, None)
+    acts = request.view(20, True).activations()
     assert acts.positions.tolist() == list(range(11, 24))
     for site in acts.sites:
-        assert low <= acts[site].data_ptr() < high and acts[site][:, 1].tolist() == list(range(11, 24))
+        assert inside(post, acts[site]) and acts[site][:, 1].tolist() == list(range(11, 24))
 
 
-def test_marks_have_the_fields_that_merging_assumes():
-    assert mail.MARK_FIELDS[1:] == ("rank", "position", "count", "stride")
-    assert mail.STEER_FIELDS[1:] == ("position", "count", "stride")
+def test_early_hand_outs_do_not_hold_a_full_buffer():
+    """What has been cut early, and nobody has looked at, is taken out of the worker's memory as the rest is."""
+    post, request = run_one([("resid_post", "all", "prompt")])
+    assert request.pending.early_activations is not None and post.arena.used > 0
+    spill(post)
+    assert request.pending.early_activations is None
+    assert request.rows(1)["resid_post", 1][:, 1].tolist() == list(range(5))
 
 
 @pytest.fixture
@@ -310,25 +274,19 @@ def at_once(monkeypatch):
 @pytest.mark.parametrize("positions", ["all", "2:", "generated", "sampled", "3:9"])
 def test_rows_are_cut_before_they_come(at_once, positions, compress, near, monkeypatch):
     """The tensors are there before the rows are; they hold what would have been cut at the end, and are handed out."""
-    post = Post(LAYERS, near=near)
-    post.compression = compress and Compression.parse(compress, "compress")
-    request = Request(post, "r0", [("resid_post", [0, 2], positions)], 5, 9, [1] * 14)
-    request.join()
-    post.step([("r0", 5, 0)], content)
-    for p in range(5, 13):
+    post, request = run_one([("resid_post", [0, 2], positions)], G=9, end=7, how=compress, near=near)
+    (row_view,) = request.pending.row_views
+    tensors = dict(row_view.presliced.block.every)
+    for p in range(7, 13):
         post.step([("r0", 1, p)], content)
-        if p == 6:
-            (row_view,) = request.pending.row_views
-            tensors = dict(row_view.presliced.block.every)
-    request.version = dict.fromkeys(range(13), 0)
-    view = request.tracker.view([1] * 9, False, "length", 0)
+    view = request.view(9)
     monkeypatch.setattr(OutputView, "_assemble", lambda self: pytest.fail("all that is handed out was made before"))
     acts = view.activations()
     monkeypatch.undo()
     got = {site: acts.compressed(site)[0] if compress else acts[site] for site in acts.sites}
     assert {site: id(rows) for site, rows in got.items()} == {site: id(rows) for site, rows in tensors.items()}
     row_view.presliced = None
-    fresh = request.tracker.view([1] * 9, False, "length", 0).activations()
+    fresh = request.rows(9)
     assert acts.sites == fresh.sites and acts.positions.equal(fresh.positions) and acts.token_ids.equal(fresh.token_ids)
     for site, rows in got.items():
         other = fresh.compressed(site)[0] if compress else fresh[site]
@@ -339,25 +297,9 @@ def test_rows_are_cut_before_they_come(at_once, positions, compress, near, monke
 @pytest.fixture
 def foreseen(at_once):
     """A sequence that has ended as foreseen, its last message withheld: (its request, what delivers the message)."""
-    post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", [0, 2], "all")], 5, 4, [1] * 9)
-    request.join()
-    post.step([("r0", 5, 0)], content)
-    for p in range(5, 7):
-        post.step([("r0", 1, p)], content)
+    post, request = run_one([("resid_post", [0, 2], "all")], G=4, end=7)
     withheld = post.step([("r0", 1, 7)], content, deliver=False)[1]
-    request.version = dict.fromkeys(range(8), 0)
     return post, request, lambda: post.deliver(withheld)
-
-
-def hand_out(request):
-    return request.tracker.view([1] * 4, False, "length", 0).activations()
-
-
-def inside(post, rows):
-    """Whether they lie in the worker's memory."""
-    low = post.rows.data_ptr()
-    return low <= rows.data_ptr() < low + post.rows.numel() * post.rows.element_size()
 
 
 def test_what_was_cut_is_handed_out_when_all_of_it_is_there(foreseen):
@@ -367,7 +309,7 @@ def test_what_was_cut_is_handed_out_when_all_of_it_is_there(foreseen):
     deliver()
     cut = request.pending.complete_preslice(sites)
     assert cut is request.pending.row_views[0].presliced and request.pending.complete_preslice(sites[:1]) is None
-    acts = hand_out(request)
+    acts = request.rows(4)
     assert all(acts[site] is cut.block[site] and inside(post, acts[site]) for site in sites)
     assert acts.positions.tolist() == list(range(8)) == acts["resid_post", 2][:, 1].tolist()
 
@@ -384,91 +326,58 @@ def test_what_was_cut_is_not_handed_out_as_it_is(foreseen, why):
         row_view.mapped.pressure = 0.9
     else:
         row_view.extents[0].rows = row_view.extents[0].rows.clone()
-    acts = hand_out(request)
+    acts = request.rows(4)
     for site in acts.sites:
         assert not inside(post, acts[site]) and acts[site].equal(cut.block[site])
     assert acts.positions.tolist() == list(range(8))
 
 
 def test_a_site_without_rows_is_handed_out_beside_those_that_were_cut(at_once):
-    post = Post(LAYERS)
-    captures = [("resid_post", [0], "all"), ("resid_post", [2], "50:")]
-    request = Request(post, "r0", captures, 5, 4, [1] * 9)
-    request.join()
-    post.step([("r0", 5, 0)], content)
-    for p in range(5, 8):
-        post.step([("r0", 1, p)], content)
-    request.version = dict.fromkeys(range(8), 0)
-    acts = hand_out(request)
+    _, request = run_one([("resid_post", [0], "all"), ("resid_post", [2], "50:")], G=4)
+    acts = request.rows(4)
     assert request.pending.row_views[0].presliced is not None and len(request.pending.row_views) == 1
     assert [tuple(acts[s].shape) for s in acts.sites] == [(8, 4), (0, 4)]
 
 
 @pytest.mark.parametrize("generated", [1, 2, 5, 8])
 def test_a_sequence_that_ends_before_its_time_has_only_its_rows(at_once, generated):
-    post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 9, [1] * 14)
-    request.join()
-    post.step([("r0", 5, 0)], content)
-    for p in range(5, 4 + generated):
-        post.step([("r0", 1, p)], content)
+    _, request = run_one(G=9, end=4 + generated)
     assert request.pending.row_views[0].presliced is not None
-    for view in (request.tracker.view([1] * generated, False, reason, 0) for reason in ("stop", "abort")):
-        acts = view.activations()
+    for reason in ("stop", "abort"):
+        acts = request.view(generated, reason=reason).activations()
         assert all(acts[site][:, 1].tolist() == list(range(4 + generated)) for site in acts.sites)
 
 
 def test_what_was_cut_is_forgotten_when_the_rows_move(at_once):
     """Rows that are computed again, and rows that are taken out of the worker's memory."""
-    post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 3, [1] * 8)
-    request.join()
-    post.step([("r0", 5, 0)], content)
+    post, request = run_one(G=3, end=5)
     assert request.pending.row_views[0].presliced is not None
     post.planner.remove("r0")
     request.join()
-    post.step([("r0", 6, 0)], lambda *at: content(*at) + 1)
-    post.step([("r0", 1, 6)], lambda *at: content(*at) + 1)
-    acts = request.tracker.view([1] * 3, False, "length", 0).activations()
-    assert acts["resid_post", 0][:, 1].tolist() == list(range(1, 8))
-    other = Request(post, "r1", [("resid_post", "all", "all")], 5, 3, [1] * 8)
-    other.join()
-    post.step([("r1", 5, 0)], content)
-    post.step([("r1", 1, 5)], content)
-    post.step([("r1", 1, 6)], content)
-    assert other.pending.row_views[0].presliced is not None
-    post.row_seqs.retire_all()
-    post.deliver(post.step([], content, deliver=False)[1], spill=True)
-    del acts, request
-    gc.collect()
-    assert other.pending.row_views[0].presliced is None and post.arena.used == 0
-    acts = other.tracker.view([1] * 3, False, "length", 0).activations()
-    assert acts["resid_post", 2][:, 1].tolist() == list(range(7))
+    for count, at in ((6, 0), (1, 6)):
+        post.step([("r0", count, at)], lambda *at: content(*at) + 1)
+    assert request.rows(3)["resid_post", 0][:, 1].tolist() == list(range(1, 8))
+    post, request = run_one(G=3)
+    assert request.pending.row_views[0].presliced is not None
+    spill(post)
+    assert request.pending.row_views[0].presliced is None
+    assert request.rows(3)["resid_post", 2][:, 1].tolist() == list(range(7))
 
 
 def test_sequences_are_cut_a_few_at_a_time_once_they_are_under_way():
-    post = Post(LAYERS)
-    requests = [
-        Request(post, f"r{i}", [("resid_post", [0], "all")], 2, 99, [1] * 101) for i in range(2 * preslicer.PER_MESSAGE)
-    ]
+    post, few = Post(LAYERS), preslicer.PER_MESSAGE
+    requests = [Request(post, f"r{i}", [("resid_post", [0], "all")], 2, 99, [1] * 101) for i in range(2 * few)]
     for request in requests:
         request.join()
-
-    def cut():
-        return sum(request.pending.row_views[0].presliced is not None for request in requests)
-
     post.step([(r.name, 2, 0) for r in requests], content)
     for message in range(1, preslicer.DELAY + 3):
-        assert cut() == max(0, min(2, message + 1 - preslicer.DELAY)) * preslicer.PER_MESSAGE
+        cut = sum(request.pending.row_views[0].presliced is not None for request in requests)
+        assert cut == max(0, min(2, message + 1 - preslicer.DELAY)) * few
         post.step([(r.name, 1, 1 + message) for r in requests], content)
 
 
 def test_a_sequence_s_strips_are_cut_in_one_go():
-    post = Post(LAYERS)
-    captures = [("resid_post", [0], "prompt"), ("resid_post", [2], "generated")]
-    request = Request(post, "r0", captures, 5, 99, [1] * 104)
-    request.join()
-    post.step([("r0", 5, 0)], content)
+    post, request = run_one([("resid_post", [0], "prompt"), ("resid_post", [2], "generated")], G=99, end=5)
     for message in range(1, preslicer.DELAY + 1):
         post.step([("r0", 1, 4 + message)], content)
         assert len(post.store.preslicer._queue) == (message + 1 < preslicer.DELAY)
@@ -478,7 +387,7 @@ def test_a_sequence_s_strips_are_cut_in_one_go():
 def test_sequences_that_have_gone_leave_nothing_behind():
     """Hundreds of short requests a step: more than are cut."""
     post = Post(LAYERS, rows=20000)
-    for turn in range(40):
+    for turn in range(preslicer.DELAY + 4):
         names = [f"r{turn}_{i}" for i in range(3 * preslicer.PER_MESSAGE)]
         requests = [Request(post, name, [("resid_post", [0], "all")], 2, 2, [1] * 4) for name in names]
         for request in requests:
@@ -492,28 +401,18 @@ def test_sequences_that_have_gone_leave_nothing_behind():
 
 def test_whose_rows_are_cut_ahead():
     """Requests without outputs before the last whose rows are handed out as the worker sends them."""
-    capabilities = EngineCapabilities(served(LAYERS), LAYERS, 4, "float32", 1000)
-    capture, found = {"hook": "resid_post"}, {}
-    site_requests = {
-        "plain": capture,
-        "packed": capture | {"compress": "full8"},
-        "cast": capture | {"dtype": "bfloat16"},
-        "packed and cast": capture | {"compress": "full8", "dtype": "bfloat16"},
-        "reduced": capture | {"reduce": "mean"},
-        "of the prompt": capture | {"positions": "prompt"},
-    }
-    frontend = frontend_of(capabilities)
-    try:
-        for name, site_request in site_requests.items():
-            for streams in (False, True):
-                extra = {"weir": {"v": 1, "capture": [site_request]}}
-                tracker, _ = frontend.admit(f"{name} {streams}", extra, [1, 2, 3], 3, 8, streams)
-                found[name, streams] = tracker.pending.expected_end
-    finally:
-        frontend.close()
+    found, frontend = {}, frontend_of(EngineCapabilities(served(LAYERS), LAYERS, 4, "float32", 1000))
+    packed, cast = {"compress": "full8"}, {"dtype": "bfloat16"}
+    for name, more in {
+        "plain": {}, "packed": packed, "cast": cast, "packed and cast": packed | cast, "reduced": {"reduce": "mean"},
+        "of the prompt": {"positions": "prompt"},
+    }.items():  # fmt: skip
+        for streams in (False, True):
+            extra = {"weir": {"v": 1, "capture": [{"hook": "resid_post"} | more]}}
+            tracker, _ = frontend.admit(f"{name} {streams}", extra, [1, 2, 3], 3, 8, streams)
+            found[name, streams] = tracker.pending.expected_end
+    frontend.close()
     assert {key for key, end in found.items() if end} == {
-        ("plain", False),
-        ("packed", False),
-        ("packed and cast", False),
+        (one, False) for one in ("plain", "packed", "packed and cast")
     }
     assert set(found.values()) == {0, 10}

@@ -77,7 +77,13 @@ class Request:
     def end(self):
         return self.P + self.G - 1
 
-    def verify(self, aborted=False):
+    def view(self, generated, delta=False, reason="length"):
+        return self.tracker.view([1] * generated, delta, reason, 0)
+
+    def rows(self, generated):
+        return self.view(generated).activations()
+
+    def verify(self):
         acts = self.tracker.view(self.ids[self.P :], False, "length", 0).activations()
         wanted = {}
         for hook, layers, selector in self.captures:
@@ -112,7 +118,7 @@ def test_every_wanted_row_exactly_once(cut_at_once, near, rows, how, data):
     count = data.draw(st.integers(1, 5))
     requests = {}
     for i in range(count):
-        P, G = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 12))
+        P, G = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 8))
         ids = data.draw(st.lists(st.integers(0, 20), min_size=P + G, max_size=P + G))
         captures = data.draw(sensible_captures(LAYERS)) if data.draw(st.integers(0, 3)) else None
         requests[f"r{i}"] = Request(post, f"r{i}", captures, P, G, ids)
@@ -171,15 +177,20 @@ def test_every_wanted_row_exactly_once(cut_at_once, near, rows, how, data):
     captures=sensible_captures(LAYERS), P=st.integers(1, 12), cuts=st.lists(st.integers(1, 4), min_size=1, max_size=6)
 )
 def test_deltas_partition_the_rows(captures, P, cuts):
-    post = Post(LAYERS)
-    request = Request(post, "r0", captures, P, sum(cuts), [5] * (P + sum(cuts)))
+    """Looked at after the list of tokens has grown on."""
+    post, ids = Post(LAYERS), [7 * p % 21 for p in range(P + sum(cuts))]
+    request = Request(post, "r0", captures, P, sum(cuts), ids)
     request.join()
-    post.step([("r0", P + sum(cuts) - 1, 0)], lambda n, c, p: torch.tensor([c, p, 0.0, 0.0]))
+    post.step([("r0", P + sum(cuts) - 1, 0)], content)
     generated, parts = [], []
     for k in cuts:
-        generated += [5] * k
+        generated += ids[P + len(generated) :][:k]
         parts.append(request.tracker.view(generated, True, None, 0))
     whole = request.tracker.view(generated, False, "length", 0).activations()
+    request.version = dict.fromkeys(range(P + sum(cuts)), 0)
+    request.verify()
+    for view in parts:
+        assert view.rows == sum(len(view.activations()[site]) for site in whole.sites)
     for site in whole.sites:
         assert torch.cat([v.activations().positions_of(*site) for v in parts]).equal(whole.positions_of(*site))
         assert torch.cat([v.activations()[site] for v in parts]).equal(whole[site])
@@ -193,15 +204,33 @@ def content(name, column, position):
     return torch.tensor([column, position, 0.0, 0.0])
 
 
+EVERY = [("resid_post", "all", "all")]
+
+
+def run_one(captures=EVERY, P=5, G=1, end=None, how=None, **post):
+    """A `Post` in which a request has run: its prompt in one step, its generated tokens one by one."""
+    post = Post(LAYERS, **post)
+    post.compression = how and Compression.parse(how, "compress")
+    request = Request(post, "r0", captures, P, G, [1] * (P + G))
+    request.join()
+    post.step([("r0", P, 0)], content)
+    for p in range(P, request.end if end is None else end):
+        post.step([("r0", 1, p)], content)
+    request.version = dict.fromkeys(range(P + G), 0)
+    return post, request
+
+
+def inside(post, rows):
+    """Whether they lie in the worker's memory."""
+    low = post.rows.data_ptr()
+    return low <= rows.data_ptr() < low + post.rows.numel() * post.rows.element_size()
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda view: pickle.loads(pickle.dumps(view))])  # noqa: S301
 @pytest.mark.parametrize("how", [None, "full8"])
 def test_an_output_that_was_pickled_or_copied_has_its_rows_and_its_receipt(copied, how):
-    post = Post(LAYERS)
-    post.compression = how and Compression.parse(how, "compress")
-    request = Request(post, "r0", [("resid_post", "all", "prompt"), ("final_norm", "all", "all")], 5, 3, [1] * 8)
-    request.join()
-    post.step([("r0", 7, 0)], content)
-    view = request.tracker.view([1] * 3, False, "length", 0)
+    _, request = run_one([("resid_post", "all", "prompt"), ("final_norm", "all", "all")], G=3, how=how)
+    view = request.view(3)
     twin = copied(view)
     assert twin.asked and twin.receipt() == view.receipt()
     acts, again = view.activations(), twin.activations()
@@ -211,22 +240,19 @@ def test_an_output_that_was_pickled_or_copied_has_its_rows_and_its_receipt(copie
         assert again.token_ids_of(site).equal(acts.token_ids_of(site))
 
 
+ASKED = {
+    "all": EVERY,
+    "some": [("resid_post", [0, 2], "prompt")],
+    "several": [("resid_post", [0, 1], "all"), ("resid_post", [2], "prompt")],
+}
+
+
 @pytest.mark.parametrize("how", [None, "full8"])
 @pytest.mark.parametrize("looked", [False, True])
-@pytest.mark.parametrize("site_requests", ["all", "some", "several"])
-def test_a_pickle_is_about_as_large_as_its_rows(how, looked, site_requests):
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_pickle_is_about_as_large_as_its_rows(how, looked, asked):
     """A tensor is pickled with all the memory that it is a part of: the extent of its strand, once for each block."""
-    post = Post(LAYERS)
-    post.compression = how and Compression.parse(how, "compress")
-    asked = {
-        "all": [("resid_post", "all", "all")],
-        "some": [("resid_post", [0, 2], "prompt")],
-        "several": [("resid_post", [0, 1], "all"), ("resid_post", [2], "prompt")],
-    }[site_requests]
-    request = Request(post, "r0", asked, 40, 300, [1] * 40)
-    request.join()
-    post.step([("r0", 40, 0)], content)
-    acts = request.tracker.view([1], False, "length", 0).activations()
+    acts = run_one(ASKED[asked], 40, 300, end=40, how=how)[1].rows(1)
     if looked:
         assert all(len(acts[site]) == 40 for site in acts.sites)
     size = sum(acts[site].nbytes for site in acts.sites) + 2 * 8 * 40 * len(acts.sites)
@@ -238,50 +264,27 @@ def test_a_pickle_is_about_as_large_as_its_rows(how, looked, site_requests):
 
 
 def test_what_was_changed_in_rows_is_in_their_copies():
-    post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", "all", "all")], 4, 1, [1] * 4)
-    request.join()
-    post.step([("r0", 4, 0)], content)
-    acts = request.tracker.view([1], False, "length", 0).activations()
+    acts = run_one(P=4)[1].rows(1)
     acts["resid_post", 1][2] = 7.0
     for twin in (copy.deepcopy(acts), pickle.loads(pickle.dumps(acts))):  # noqa: S301
         assert twin["resid_post", 1].equal(acts["resid_post", 1]) and (twin["resid_post", 1][2] == 7).all()
 
 
-def test_rows_of_one_site_are_not_copied():
-    post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 20, [1] * 25)
-    request.join()
-    post.step([("r0", 5, 0)], content)
-    for p in range(5, 24):
-        post.step([("r0", 1, p)], content)
-    acts = request.tracker.view([1] * 20, False, "length", 0).activations()
-    low, high = post.rows.data_ptr(), post.rows.data_ptr() + post.rows.numel() * 4
-    for site in acts.sites:
-        assert low <= acts[site].data_ptr() < high and acts[site].stride(1) == 1 and len(acts[site]) == 24
-
-
-def test_a_crowded_buffer_is_copied_out_of_and_freed():
-    post = Post(LAYERS, rows=60)
-    request = Request(post, "r0", [("resid_post", "all", "all")], 15, 1, [1] * 16)
-    request.join()
-    post.step([("r0", 15, 0)], content)
+def test_rows_are_copied_out_of_a_crowded_buffer_and_when_the_worker_asks():
+    """Else they are handed out where they lie."""
+    post, request = run_one(G=20)
+    acts = request.rows(20)
+    assert all(inside(post, acts[site]) and acts[site].stride(1) == 1 and len(acts[site]) == 24 for site in acts.sites)
+    post, request = run_one(P=15, rows=60)
     assert post.arena.pressure > 0.5
-    acts = request.tracker.view([1], False, "length", 0).activations()
+    acts = request.rows(1)
     post.rows.zero_()
     assert acts["resid_post", 1][:, 1].tolist() == list(range(15)), "handed out while crowded, so a copy"
-
-
-def test_rows_nobody_looked_at_are_taken_out_when_the_worker_asks():
-    post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", "all", "all")], 6, 1, [1] * 7)
-    request.join()
-    (_, message) = post.step([("r0", 6, 0)], content, deliver=False)
+    post, request = run_one(P=6)
     post.row_seqs.retire_all()
-    post.deliver(message)
     post.deliver(post.step([], content, deliver=False)[1], spill=True)
     post.rows.zero_()
-    acts = request.tracker.view([1], False, "length", 0).activations()
+    acts = request.rows(1)
     assert acts["resid_post", 2][:, 1].tolist() == list(range(6)), "taken out before it was overwritten"
 
 
@@ -290,16 +293,17 @@ def test_no_room(patience):
     """Rows that find no room fail their request, or are dropped and said to be; the neighbour has its rows."""
     post = Post(LAYERS, rows=40, patience=patience)
     small = Request(post, "r1", [("resid_post", [0], "all")], 2, 2, [1] * 4)
-    large = Request(post, "r0", [("resid_post", "all", "all")], 30, 1, [1] * 31)
+    large = Request(post, "r0", EVERY, 30, 1, [1] * 31)
+    rows = lambda name, column, position: torch.tensor([column, position, 0.0, float(name[1:])])
     small.join()
     large.join()
     small.version = dict.fromkeys(range(3), 0)
-    plan, _ = post.step([("r1", 2, 0), ("r0", 30, 0)], lambda n, c, p: torch.tensor([c, p, 0.0, float(n[1:])]))
-    post.step([("r1", 1, 2)], lambda n, c, p: torch.tensor([c, p, 0.0, float(n[1:])]))
+    plan, _ = post.step([("r1", 2, 0), ("r0", 30, 0)], rows)
+    post.step([("r1", 1, 2)], rows)
     small.verify()
     if patience is None:
         assert not plan.failures
-        view = large.tracker.view([1], False, "length", 0)
+        view = large.view(1)
         receipt, rows = view.receipt(), view.activations()
         site = Site("resid_post", 0)
         assert 0 < receipt.captured[site] < 30 and receipt.captured[site] + receipt.dropped[site] == 30
@@ -316,8 +320,8 @@ def test_missing_rows_are_an_error_that_names_them():
     request.join()
     post.step([("r0", 2, 0)], content)
     with pytest.raises(WeirError, match=r"2 of 4 rows of resid_post\[0\] .* position 2"):
-        request.tracker.view([7], False, "length", 0).activations()
-    aborted = request.tracker.view([7], False, "abort", 0)
+        request.rows(1)
+    aborted = request.view(1, reason="abort")
     assert aborted.activations().positions.tolist() == [0, 1] and not aborted.receipt().complete
 
 
@@ -325,10 +329,9 @@ def test_rows_are_waited_for():
     post = Post(LAYERS)
     request = Request(post, "r0", [("resid_post", [0], "all")], 1, 1, [1] * 2)
     request.join()
-    late = threading.Timer(0.1, post.step, ([("r0", 1, 0)], content))
-    late.start()
-    taken = request.pending.take([Site("resid_post", 0)], np.arange(1), 5)
-    assert taken[0].rows[Site("resid_post", 0)].shape == (1, D)
+    threading.Timer(0.03, post.step, ([("r0", 1, 0)], content)).start()
+    (taken,) = request.pending.take([Site("resid_post", 0)], np.arange(1), 60)
+    assert taken.rows[Site("resid_post", 0)].shape == (1, D)
 
 
 def frames(header, marks=b"", steered=b"", *rest):
@@ -353,17 +356,14 @@ def test_strangers_are_turned_away(token):
 
 
 def test_the_store_holds_nothing_by_itself():
-    post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", [0], "all")], 1, 1, [1] * 2)
-    request.join()
-    post.step([("r0", 1, 0)], content)
+    post, request = run_one([("resid_post", [0], "all")], 1)
     post.store.read_arrivals()
-    view = request.tracker.view([1], False, "stop", 0)
+    view = request.view(1, reason="stop")
     request.tracker = request.pending = None
-    gc.collect()
+    gc.collect(1)
     assert len(post.store) == 1 and len(post.store._row_views) == 1
     del view
-    gc.collect()
+    gc.collect(1)
     assert len(post.store) == 0 and not post.store._row_views and not post.store._groups
 
 
@@ -374,17 +374,12 @@ def test_the_store_holds_nothing_by_itself():
     failures=st.dictionaries(st.text(), st.text(), max_size=3),
 )
 def test_mail_round_trip(name, columns, numbers, failures):
-    layout_updates = messages.LayoutUpdate(
-        [messages.SequenceOpened(1, name, columns)],
-        [messages.ExtentPlaced(*numbers)],
-        [messages.ExtentRetired(*numbers)],
-        [3],
-    )
-    header = messages.decode(
-        messages.encode(messages.MessageHeader("token", "w", D, "bfloat16", layout_updates, failures, 0.5, True))
-    )
+    opened, placed = messages.SequenceOpened(1, name, columns), messages.ExtentPlaced(*numbers)
+    updates = messages.LayoutUpdate([opened], [placed], [messages.ExtentRetired(*numbers)], [3])
+    sent = messages.MessageHeader("token", "w", D, "bfloat16", updates, failures, 0.5, True)
+    header = messages.decode(messages.encode(sent))
     assert (header.token, header.worker, header.dtype, header.failures) == ("token", "w", "bfloat16", failures)
-    assert header.layout_updates == layout_updates and header.pressure == 0.5 and header.spill
+    assert header.layout_updates == updates and header.pressure == 0.5 and header.spill
 
 
 def test_reply_addresses():
@@ -395,11 +390,8 @@ def test_reply_addresses():
 @pytest.mark.parametrize("claims", [0, 2])
 def test_rows_are_let_go_when_nobody_needs_them_whoever_holds_the_output(claims):
     """As of a server's answer that is out; sinks that have not taken them yet keep them."""
-    post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", "all", "all")], 4, 1, [1] * 4)
-    request.join()
-    post.step([("r0", 4, 0)], content)
-    view, pending = request.tracker.view([1], False, "length", 0), post.store.get("r0")
+    post, request = run_one(P=4)
+    view, pending = request.view(1), post.store.get("r0")
     pending.claim(claims)
     held = HeldSequences()
     held.add(post.store, pending)
@@ -416,24 +408,21 @@ def test_rows_are_let_go_when_nobody_needs_them_whoever_holds_the_output(claims)
 
 def test_who_waits_for_rows_that_are_let_go_waits_no_longer():
     post = Post(LAYERS)
-    request = Request(post, "r0", [("resid_post", "all", "all")], 4, 1, [1] * 4)
-    request.join()
-    view = request.tracker.view([1], False, "length", 0)
+    request = Request(post, "r0", EVERY, 4, 1, [1] * 4)
+    view = request.view(1)
     view.timeout = 60.0
     held = HeldSequences()
     held.add(post.store, post.store.get("r0"))
-    timer = threading.Timer(0.2, held.release)
-    timer.start()
+    threading.Timer(0.03, held.release).start()
     with pytest.raises(WeirError, match="nobody waited for its answer"):
         view.activations()
-    timer.join()
 
 
 def test_one_that_nobody_holds_any_more_is_let_go_of_by_itself():
     post, held = Post(LAYERS), HeldSequences()
-    request = Request(post, "r0", [("resid_post", "all", "all")], 4, 1, [1] * 4)
+    request = Request(post, "r0", EVERY, 4, 1, [1] * 4)
     held.add(post.store, post.store.get("r0"))
     del request
-    gc.collect()
+    gc.collect(1)
     assert len(post.store) == 0
     held.release()

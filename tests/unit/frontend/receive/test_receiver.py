@@ -45,6 +45,13 @@ assert not os.listdir(sys.argv[1])
 """
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where receivers have their sockets."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.mark.thorough
 def test_a_child_that_ends_leaves_the_sockets_of_its_parent(tmp_path):
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -52,7 +59,6 @@ def test_a_child_that_ends_leaves_the_sockets_of_its_parent(tmp_path):
 
 @pytest.mark.parametrize("said", [b"", b"\x01", b"\xff\xff\xff\xff", b"\x01\x00\x00\x00{"])
 def test_a_worker_that_ends_while_it_introduces_itself_stops_nobody(said, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = set(threading.enumerate())
     receiver = Receiver(RowStore())
     (thread,) = set(threading.enumerate()) - before
@@ -72,7 +78,6 @@ def test_a_worker_that_ends_while_it_introduces_itself_stops_nobody(said, tmp_pa
 
 def test_what_rings_while_the_thread_ends_rings_nothing_else(tmp_path, monkeypatch):
     """A busy thread sees that it is to stop before it is woken for that: the bell was closed then, its number free."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before, make, write, bells = set(threading.enumerate()), os.eventfd, os.eventfd_write, []
     store = RowStore()
     monkeypatch.setattr(store, "prepare", lambda: time.sleep(0.001) or True)
@@ -94,7 +99,6 @@ def test_what_rings_while_the_thread_ends_rings_nothing_else(tmp_path, monkeypat
 
 
 def test_files_of_strangers_are_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     receiver = Receiver(RowStore())
     (arenas,) = glob.glob(f"{tmp_path}/*/arenas")
     (tmp_path / "theirs").write_bytes(b"x" * 64)
@@ -135,9 +139,8 @@ def read(line, count, size=1 << 16):
 
 def test_a_worker_that_does_not_read_holds_nobody_up_and_misses_nothing(tmp_path, monkeypatch):
     """Its process is stopped, say, while far more pieces of its memory are released than a socket holds."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     receiver = Receiver(RowStore())
-    count = 100_000
+    count = 60_000
     with introduced(receiver, "stopped", tmp_path / "a") as (stopped, pieces):
         for start in range(count):
             pieces.drop(start)
@@ -155,7 +158,6 @@ def test_a_worker_that_does_not_read_holds_nobody_up_and_misses_nothing(tmp_path
 
 
 def test_what_is_cut_goes_on_where_it_was_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     came, takes = bytearray(), itertools.cycle([3, 0, 13, 1])
 
     class Narrow:
@@ -179,38 +181,52 @@ def test_what_is_cut_goes_on_where_it_was_cut(tmp_path, monkeypatch):
     context.destroy(linger=0)
 
 
+@contextmanager
+def mailed(count, greet=lambda reply: None):
+    """Yield requests whose prompts' rows come to a `Receiver` as messages of a worker, once it has been greeted."""
+    post = Post(LAYERS, near=False)
+    requests = [Request(post, f"r{i}", [("resid_post", "all", "prompt")], 4, 1, [1] * 5) for i in range(count)]
+    for one in requests:
+        one.join()
+    _, (layout_updates, marks, steered) = post.step([(one.name, 4, 0) for one in requests], content, deliver=False)
+    (own,) = layout_updates.values()
+    receiver, context = Receiver(post.store), zmq.Context()
+    reply = messages.ReaderEndpoint.parse(receiver.endpoint)
+    header = messages.encode(messages.MessageHeader(reply.token, "w", D, "float32", own))
+    try:
+        greet(reply)
+        with context.socket(zmq.PUSH) as worker:
+            worker.connect(reply.rows)
+            worker.send_multipart([header, marks.tobytes(), steered.tobytes(), post._fetch(own, marks)])
+            yield requests
+    finally:
+        receiver.close()
+        context.destroy(linger=0)
+
+
+def not_early(requests):
+    return [one.name for one in requests if one.pending.early_activations is None]
+
+
 def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_path, monkeypatch):
     """This process was held up (stopped, say) for longer than a worker waits."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     goes_on = threading.Event()
 
     def late(said, decode=messages.decode_hello):
         goes_on.wait(60)
         return decode(said)
 
-    monkeypatch.setattr(messages, "decode_hello", late)
-    post = Post(LAYERS, near=False)
-    one = Request(post, "r", [("resid_post", "all", "prompt")], 4, 1, [1] * 5)
-    one.join()
-    _, (layout_updates, marks, steered) = post.step([("r", 4, 0)], content, deliver=False)
-    (own,) = layout_updates.values()
-    receiver, context = Receiver(post.store), zmq.Context()
-    reply = messages.ReaderEndpoint.parse(receiver.endpoint)
-    said = messages.encode(messages.WorkerHello(reply.token, "w", 100, 4 * D))
-    try:
+    def greet(reply):
+        said = messages.encode(messages.WorkerHello(reply.token, "w", 100, 4 * D))
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line, open(tmp_path / "rows", "w+b") as rows:
             rows.truncate(100 * 4 * D)
             line.connect(reply.arenas)
             socket.send_fds(line, [struct.pack("<I", len(said)) + said], [rows.fileno()])
         goes_on.set()
-        with context.socket(zmq.PUSH) as worker:
-            worker.connect(reply.rows)
-            header = messages.encode(messages.MessageHeader(reply.token, "w", D, "float32", own))
-            worker.send_multipart([header, marks.tobytes(), steered.tobytes(), post._fetch(own, marks)])
-            eventually(lambda: one.pending.early_activations is not None, True, 30)  # or its rows were not understood
-    finally:
-        receiver.close()
-        context.term()
+
+    monkeypatch.setattr(messages, "decode_hello", late)
+    with mailed(1, greet) as requests:
+        eventually(lambda: not_early(requests), [], 30)  # or its rows were not understood
 
 
 def test_a_message_with_parts_missing_is_malformed():
@@ -237,28 +253,11 @@ def test_rows_whose_place_was_lost_on_the_way_are_the_asker_s_error_alone():
     assert np.array_equal(whole.tracker.view([1], False, "length", 0).activations().positions, np.arange(4))
 
 
-def test_hand_outs_are_made_early_by_the_thread_that_receives_the_rows(tmp_path, monkeypatch):
-    """Nobody looks; the rows come as messages of a worker, and of more sequences than are looked at in one go."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    post = Post(LAYERS, near=False)
-    count = 2 * PER_TURN + 1
-    requests = [Request(post, f"r{i}", [("resid_post", "all", "prompt")], 4, 1, [1] * 5) for i in range(count)]
-    for one in requests:
-        one.join()
-    _, (layout_updates, marks, steered) = post.step([(one.name, 4, 0) for one in requests], content, deliver=False)
-    (own,) = layout_updates.values()
-    receiver, context = Receiver(post.store), zmq.Context()
-    reply = messages.ReaderEndpoint.parse(receiver.endpoint)
-    header = messages.encode(messages.MessageHeader(reply.token, "w", D, "float32", own))
-    try:
-        with context.socket(zmq.PUSH) as worker:
-            worker.connect(reply.rows)
-            worker.send_multipart([header, marks.tobytes(), steered.tobytes(), post._fetch(own, marks)])
-            eventually(lambda: [one.name for one in requests if one.pending.early_activations is None], [], 30)
+def test_hand_outs_are_made_early_by_the_thread_that_receives_the_rows():
+    """Nobody looks; the rows come of more sequences than are looked at in one go."""
+    with mailed(2 * PER_TURN + 1) as requests:
+        eventually(lambda: not_early(requests), [], 30)
         made = [one.pending.early_activations for one in requests]
         assert all(early["resid_post", 0].equal(made[0]["resid_post", 0]) for early in made)
         for one, early in zip(requests, made, strict=True):
             assert one.tracker.view([1], False, "length", 0).activations() is early
-    finally:
-        receiver.close()
-        context.destroy(linger=0)

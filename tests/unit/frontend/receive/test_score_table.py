@@ -20,39 +20,32 @@ from vllm_weir.frontend.receive.score_table import ScoreSeries, ScoreTable
 def test_every_position_has_what_was_recorded_last(runs):
     table, truth = ScoreTable(2), {}
     for number, (first, count) in enumerate(runs):
-        values = np.array([[number, p] for p in range(first, first + count)], np.float32)
-        table.record(first, values)
-        truth.update({p: [number, p] for p in range(first, first + count)})
+        values = [[number, p] for p in range(first, first + count)]
+        table.record(first, np.array(values, np.float32))
+        truth |= dict(zip(range(first, first + count), values, strict=True))
     everywhere = np.arange(60)
-    assert table.known(everywhere).tolist() == [p in truth for p in everywhere]
-    here = everywhere[table.known(everywhere)]
-    assert table.take(here).tolist() == [truth[p] for p in here]
+    known = table.known(everywhere)
+    assert known.tolist() == [p in truth for p in everywhere]
+    assert table.take(everywhere[known]).tolist() == [truth[p] for p in everywhere[known]]
     assert [None if (row := table.row(p)) is None else row.tolist() for p in everywhere] == [
-        truth.get(p) for p in everywhere
+        *map(truth.get, everywhere)
     ]
 
 
 def test_scores_of_several_requests_come_in_one_message():
-    store, found = RowStore(), {}
-    for name, outputs in (("a", 1), ("b", 1)):
-        found[name] = opened(store, admitted([probe(outputs=outputs)]), name=name)
+    """Two workers may use the same numbers for them."""
+    store = RowStore()
+    a, b, c = (opened(store, admitted([probe()]), name=name) for name in "abc")
     worker = Worker(store)
     worker.send(("a", 0, [1, 2, 3]), ("gone", 5, [8, 8]), ("b", 2, [4]))
+    Worker(store, "other").send(("c", 0, [9]))
     worker.send(("b", 3, [5]), ("a", 3, [6]))
-    assert found["a"].scores.take(np.arange(4)).ravel().tolist() == [1, 2, 3, 6]
-    assert found["b"].scores.take(np.array([2, 3])).ravel().tolist() == [4, 5]
-    assert not found["b"].scores.known(np.array([0, 1])).any()
+    assert a.scores.take(np.arange(4)).ravel().tolist() == [1, 2, 3, 6] and c.scores.row(0) == [9]
+    assert b.scores.take(np.array([2, 3])).ravel().tolist() == [4, 5]
+    assert not b.scores.known(np.array([0, 1])).any()
     worker.reopen("a")
     worker.send(("a", 1, [7, 7]))
-    assert found["a"].scores.take(np.arange(4)).ravel().tolist() == [1, 7, 7, 6], "after a preemption"
-
-
-def test_two_workers_may_use_the_same_numbers():
-    store = RowStore()
-    a, b = (opened(store, admitted([probe()]), name=name) for name in "ab")
-    Worker(store, "w0").send(("a", 0, [1]))
-    Worker(store, "w1").send(("b", 0, [2]))
-    assert (a.scores.row(0), b.scores.row(0)) == ([1], [2])
+    assert a.scores.take(np.arange(4)).ravel().tolist() == [1, 7, 7, 6], "after a preemption"
 
 
 @pytest.mark.parametrize(
@@ -85,12 +78,12 @@ def test_whoever_waits_gets_the_scores_or_hears_why_not():
     pending, worker = opened(store, admitted([probe()])), Worker(store)
     worker.send(("r", 0, [1, 2]))
     pending.await_scores(np.array([0, 1]), 0.0)
-    with pytest.raises(WeirError, match=r"1 of 3 positions did not arrive within 0.05 s \(first missing position 2\)"):
-        pending.await_scores(np.arange(3), 0.05)
-    late = threading.Timer(0.05, lambda: worker.send(("r", 2, [3])))
+    with pytest.raises(WeirError, match=r"1 of 3 positions did not arrive within 0.01 s \(first missing position 2\)"):
+        pending.await_scores(np.arange(3), 0.01)
+    late = threading.Timer(0.01, lambda: worker.send(("r", 2, [3])))
     late.start()
     pending.await_scores(np.arange(3), 30.0)
-    late = threading.Timer(0.05, lambda: worker.send(failures={"r": "it broke"}))
+    late = threading.Timer(0.01, lambda: worker.send(failures={"r": "it broke"}))
     late.start()
     with pytest.raises(WeirError, match="it broke"):
         pending.await_scores(np.arange(4), 30.0)
