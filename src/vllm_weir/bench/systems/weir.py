@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_weir.bench.cases import ABLATED_HOOKS, CAPTURES, CHAT_ROLES, COMPRESSION, INSTRUMENTS
+from vllm_weir.bench.cases import ABLATED_HOOKS, CAPTURES, CHAT_ROLES, COMPRESSION
 from vllm_weir.bench.plan import BatchSize, EngineChoice
 from vllm_weir.bench.systems import instruments
 from vllm_weir.bench.systems.stock import StockSystem
@@ -31,7 +31,7 @@ class WeirSystem(StockSystem):
 
     def start(self, arguments: dict[str, Any]) -> Any:
         llm = super().start(arguments)
-        if {"features", "set_feature"} & set(self.plan.cases):
+        if instruments.FEATURES & set(self.plan.cases):
             instruments.load_autoencoder(llm, self.plan)
         return llm
 
@@ -39,10 +39,10 @@ class WeirSystem(StockSystem):
         import vllm_weir as weir
 
         base = self.base(size)
-        if case in INSTRUMENTS:
+        if case in instruments.ASKED:
             return instruments.params(case, self.plan, base, self.vectors(size.count))
-        if case == "idle":
-            return [base] * size.count
+        if case in ("idle", "sweep"):
+            return [case if case == "sweep" else base] * size.count
         if case == "chat_mix":
             return self._chats(size)
         if case == "ablate_everywhere":
@@ -102,14 +102,19 @@ class WeirSystem(StockSystem):
 
         return [chat(i, CHAT_ROLES[i % len(CHAT_ROLES)]) for i in range(size.count)]
 
+    def generate(self, llm: Any, prompts: list[dict[str, list[int]]], params: list[Any]) -> Sequence[Any]:
+        if params[0] == "sweep":
+            return instruments.sweep(llm, self.plan, *(prompt["prompt_token_ids"] for prompt in prompts[:2]))
+        return super().generate(llm, prompts, params)
+
     def deliver(self, case: str, outputs: Sequence[Any]) -> list[Any]:
         if case == "capture_rp8":
             records = [[acts.compressed(site)[0] for site in acts.sites] for acts in (o.activations for o in outputs)]
             if {(len(r), len(r[0])) for r in records} != {(self.plan.layers, len(outputs[0].activations.positions))}:
                 raise ValueError("records are missing")
             return records
-        if case in INSTRUMENTS:
-            return instruments.delivered(case, outputs)
+        if case in instruments.ASKED:
+            return instruments.delivered(outputs)
         if case not in CAPTURES:
             return []
         delivered = []
@@ -124,12 +129,12 @@ class WeirSystem(StockSystem):
         return delivered
 
     def verify(self, case: str, outputs: Sequence[Any]) -> None:
-        if case in INSTRUMENTS:
+        if case in instruments.ASKED:
             instruments.verify(case, self.plan, outputs)
-        if case not in ("chat_mix", "ablate_everywhere"):
+        if case not in ("chat_mix", "ablate_everywhere", "steer_everywhere"):
             return
         for request, out in enumerate(outputs):
-            role = CHAT_ROLES[request % len(CHAT_ROLES)] if case == "chat_mix" else "ablate"
+            role = CHAT_ROLES[request % len(CHAT_ROLES)] if case == "chat_mix" else "steer"
             if role in ("steer", "ablate", "steer and capture") and not any(out.receipt.steered):
                 raise ValueError(f"request {request} should {role}; its receipt says that nothing was steered")
 
