@@ -76,6 +76,7 @@ SETS = {
 CASES = (*STEP_CASES, *WORKLOADS, "startup")
 OPTIONAL = ("capture_rp8", *INSTRUMENTS, *WORKLOADS)
 """Cases that run only when they are named."""
+DEFAULT_CASES = tuple(case for case in CASES if case not in OPTIONAL)
 TITLES = _STEPS | {case: title for case, (_, _, title) in _SIZED.items()} | {"startup": "start of the engine"}
 
 _READ = ("extract", "mean", "last_mixed", "long", "long_one")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_weir.bench.cases import CASES, OPTIONAL, SETS, SYSTEMS
+from vllm_weir.bench.cases import CASES, DEFAULT_CASES, SETS, SYSTEMS
 from vllm_weir.bench.plan import BenchPlan, WorkloadSizes
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ SMALL_WORKLOADS = WorkloadSizes(
     ablated=4, ablated_tokens=16, crowd=6, cells=12, cell_tokens=6, generated=16,
 )  # fmt: skip
 """For a CPU, and for `--smoke`."""
-DEFAULT_CASES = tuple(case for case in CASES if case not in OPTIONAL)
 NO_PLOTS = "matplotlib is not installed; it comes with vllm-weir's extra named plot"
 
 
