@@ -116,6 +116,7 @@ def bench(
             "prefill": _product(prefill) if prefill else sizes.get("prefill", (4, 64) if small else (64, 1024)),
             "repeats": min(repeats, 2) if smoke else repeats,
             "warmups": min(warmups, 1) if smoke else warmups,
+            "least_seconds": 0.0 if small else 2.0,
             "cuda": cuda,
             "eager": (not cuda) if eager is None else eager,
             "cold": (cuda and not smoke) if cold is None else cold,

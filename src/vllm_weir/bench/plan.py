@@ -152,6 +152,7 @@ class BenchPlan(BaseModel):
         workloads: sizes of the workloads.
         d_sae: features of the autoencoder that is read and whose features are set.
         repeats, warmups: runs of every case, timed and before.
+        least_seconds: short calls are repeated until they have taken so long, up to ten times `repeats`.
         case_seconds: no case takes longer, warm-ups included.
         run_seconds: no case is begun later, and none under way is waited for; rows are compared after that.
         interleave: stock's and Weir's engines live together and take turns.
@@ -182,6 +183,7 @@ class BenchPlan(BaseModel):
     d_sae: int = 32_768
     repeats: int
     warmups: int
+    least_seconds: float = 0.0
     case_seconds: float
     run_seconds: float | None = None
     start_seconds: float = 400.0

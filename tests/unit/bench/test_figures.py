@@ -199,6 +199,9 @@ def test_turns_are_taken_and_all_is_written(monkeypatch: Any, tmp_path: Path) ->
     assert found.systems["vllm-lens"] == {"status": "skipped", "reason": "not installed"}
     assert BenchResult.load(tmp_path / "out.json") == found
     assert all(c.repeats == 3 and c.median_ms == 125.0 for c in found.cases)
+    for least, repeats in ((4.5, 5), (99.0, 30)):
+        found = run_fake(monkeypatch, tmp_path, prefill=None, batches=(1,), least_seconds=least)
+        assert {c.repeats for c in found.cases} == {repeats}
 
 
 EVERY, ENDED = "capture_all_all_layers", "failed: its process ended: x"
