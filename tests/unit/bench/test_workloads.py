@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.machine import module, needs
@@ -17,7 +19,7 @@ from vllm_weir.bench.plan import BatchSize, BenchPlan, EngineChoice
 from vllm_weir.bench.report import as_markdown, columns
 from vllm_weir.bench.result import pool
 from vllm_weir.bench.runner import Bench
-from vllm_weir.bench.systems import BY_NAME
+from vllm_weir.bench.systems import BY_NAME, instruments
 from vllm_weir.bench.systems.stock import StockSystem, chosen_rows, shape
 
 TEXTS = SIZES.of_kind("texts")
@@ -166,6 +168,30 @@ def test_rows_that_a_case_asks_for_of_every_position() -> None:
     assert torch.equal(chosen_rows("extract", rows, 4), rows[:, :4])
     assert chosen_rows("capture_all_all_layers", rows, 4) is rows
     assert shape(list(rows)) == shape(rows) == (2, 5, 3) and shape([rows[0], rows[1, :2]]) == (2, 0)
+
+
+class Rows(dict[int, torch.Tensor]):
+    sites = property(list)
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "count"),
+    [("z_generated", 3, 6), ("project_sampled", 4, 6), ("one_user", 4, 6), ("qkv_one", 8, 3), ("z_all", 8, 6),
+     ("pattern_long", 1, 6), ("attn_mlp_out", 5, 4), ("probes_and_stop", 8, 3), ("gate_each", 8, 1)],
+)  # fmt: skip
+def test_an_instrument_that_lacks_a_row_or_did_not_act_is_refused(case: str, rows: int, count: int) -> None:
+    def check(rows: int, count: int, steered: int = 1) -> None:
+        found = Rows({i: torch.zeros(rows, 2) for i in range(count)})
+        out = SimpleNamespace(
+            prompt_token_ids=[0] * 5, outputs=[SimpleNamespace(token_ids=[0] * 4)], activations=found, scores=found,
+            receipt=SimpleNamespace(steered=[{0: 1}] * steered),
+        )  # fmt: skip
+        instruments.verify(case, workloads(case), [out])
+
+    check(rows, count)
+    for wrong in ((rows - 1, count), (rows, count - 1), *([(rows, count, 0)] if case == "one_user" else [])):
+        with pytest.raises(ValueError, match="request 0"):
+            check(*wrong)
 
 
 def test_what_an_ablation_should_make() -> None:

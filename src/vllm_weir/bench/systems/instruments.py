@@ -88,17 +88,22 @@ def params(case: str, plan: BenchPlan, base: Any, vectors: torch.Tensor) -> list
     ]
 
 
-def delivered(outputs: Sequence[Any]) -> list[Any]:
-    """Return the tensors of every output, which are made when they are asked for."""
-    return [_tensors(out) for out in outputs]
+def delivered(case: str, outputs: Sequence[Any]) -> list[Any]:
+    """Return the tensors of every output, which are made when they are asked for; nothing else is."""
+    return [_tensors(case, out) for out in outputs]
 
 
-def _tensors(out: Any) -> list[torch.Tensor]:
-    activations, features, lens, scores = out.activations, out.features, out.lens, out.scores
-    found = [] if activations is None else [activations[site] for site in activations.sites]
-    for one in (features or {}).values():
-        found += [one.values, one.ids]
-    return [*found, *(likely.logprobs for likely in (lens or {}).values()), *(scores or {}).values()]
+def _tensors(case: str, out: Any) -> list[torch.Tensor]:
+    if case.startswith("set_feature"):
+        return []
+    if case.startswith("features"):
+        return [out.features[SAE].values, out.features[SAE].ids]
+    if case.startswith("lens"):
+        return [likely.logprobs for likely in out.lens.values()]
+    if "probe" in case or case == "gate_each":
+        return list(out.scores.values())
+    activations = out.activations
+    return [activations[site] for site in activations.sites]
 
 
 def verify(case: str, plan: BenchPlan, outputs: Sequence[Any]) -> None:
@@ -112,7 +117,7 @@ def verify(case: str, plan: BenchPlan, outputs: Sequence[Any]) -> None:
         **dict.fromkeys(("set_feature", "set_feature_each"), 0),
         "attn_mlp_out": 2 * few,
     }.get(case, blocks)
-    for request, (out, tensors) in enumerate(zip(outputs, delivered(outputs), strict=True)):
+    for request, (out, tensors) in enumerate(zip(outputs, delivered(case, outputs), strict=True)):
         prompt, generated = len(out.prompt_token_ids), len(out.outputs[0].token_ids)
         rows = {
             **dict.fromkeys(("pattern_last", "pattern_long", "lens_last"), 1),

@@ -80,27 +80,21 @@ class WeirSystem(StockSystem):
         def steer(vector: torch.Tensor, layer: int) -> Any:
             return weir.Add(vector, layers=layer, positions="generated")
 
-        def chat(request: int, role: str | None) -> Any:
-            vector = vectors[request]
-            match role:
-                case "steer":
-                    return weir.params(base, interventions=steer(vector, layer))
-                case "capture":
-                    return weir.params(base, capture=weir.Capture("resid_post", positions="last_prompt"))
-                case "project":
-                    directions = torch.stack([vector, vectors[0]])
-                    return weir.params(
-                        base, capture=weir.Capture("resid_post", positions="sampled", project=directions)
-                    )
-                case "ablate":
-                    return weir.params(base, interventions=weir.Ablate(vectors[0]))
-                case "steer and capture":
-                    capture = weir.Capture("resid_post", positions="sampled")
-                    return weir.params(base, capture=capture, interventions=steer(vector, layer + 1))
-                case _:
-                    return base
+        def chat(vector: torch.Tensor, role: str | None) -> Any:
+            directions = torch.stack([vector, vectors[0]])
+            asked: dict[str | None, dict[str, Any]] = {
+                "steer": {"interventions": steer(vector, layer)},
+                "capture": {"capture": weir.Capture("resid_post", positions="last_prompt")},
+                "project": {"capture": weir.Capture("resid_post", positions="sampled", project=directions)},
+                "ablate": {"interventions": weir.Ablate(vectors[0])},
+                "steer and capture": {
+                    "capture": weir.Capture("resid_post", positions="sampled"),
+                    "interventions": steer(vector, layer + 1),
+                },
+            }
+            return weir.params(base, **asked[role]) if role else base
 
-        return [chat(i, CHAT_ROLES[i % len(CHAT_ROLES)]) for i in range(size.count)]
+        return [chat(vector, CHAT_ROLES[i % len(CHAT_ROLES)]) for i, vector in enumerate(vectors)]
 
     def generate(self, llm: Any, prompts: list[dict[str, list[int]]], params: list[Any]) -> Sequence[Any]:
         if params[0] == "sweep":
@@ -114,19 +108,10 @@ class WeirSystem(StockSystem):
                 raise ValueError("records are missing")
             return records
         if case in instruments.ASKED:
-            return instruments.delivered(outputs)
+            return instruments.delivered(case, outputs)
         if case not in CAPTURES:
             return []
-        delivered = []
-        for request, out in enumerate(outputs):
-            asked = case != "chat_mix" or CHAT_ROLES[request % len(CHAT_ROLES)] in (
-                "capture",
-                "project",
-                "steer and capture",
-            )
-            activations = out.activations if asked else None
-            delivered.append(None if activations is None else [activations[site] for site in activations.sites])
-        return delivered
+        return [[acts[site] for site in acts.sites] if (acts := out.activations) else None for out in outputs]
 
     def verify(self, case: str, outputs: Sequence[Any]) -> None:
         if case in instruments.ASKED:
