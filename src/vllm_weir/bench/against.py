@@ -65,9 +65,9 @@ class Comparison:
 
     def table(self) -> Table:
         """Return the ratios before and now, each with those of its rounds, and those of first calls."""
-        out = Table("case", title="time over stock's in the same run: before, and now")
-        for name in ("goal", "before", "now", "change", "first call before", "now"):
-            out.add_column(name, justify="right")
+        out = Table(title="time over stock's in the same run: before, and now")
+        for name in ("case", "goal", "before", "now", "change", "first call before", "now"):
+            out.add_column(name, justify="left" if name == "case" else "right", overflow="fold")
         for c in self.cases:
             change = c.lacking or f"{100 * c.change:+.1f} %"
             style = "bold red" if c in self.worse or c.lacking else None

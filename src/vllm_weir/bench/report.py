@@ -106,7 +106,7 @@ def as_tables(result: BenchResult) -> list[Table]:
     for names, rows in tables(result):
         out.append(table := Table(*names[:2], title=title))
         for name in names[2:]:
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", overflow="fold")
         for row in rows:
             table.add_row(*("\n".join(filter(None, cell)) for cell in row))
     return out
