@@ -79,7 +79,7 @@ def test_a_build_that_is_slower_fails_against_an_earlier_result(tmp_path):
     # Sizes are the file's. A call has four steps and takes some 50 ms: slowed, a hundred times as long.
     again = ("--against", str(tmp_path / "before.json"), "--cases", "one_user_probes", "--model", "demo")
     again += ("--tolerance", "900", "--repeats", "3", "--warmups", "1")
-    name = "one_user_probes, single 1x16"
+    name = "one_user_probes single 1x16"
     _, said = bench(tmp_path, "same", *again)
     assert "ok: none of 1 cases is worse by more than 900 %" in said and f"│ {name} │" in said
     path = os.pathsep.join((str(ROOT / "tests" / "support" / "slowed"), str(ROOT / "src")))

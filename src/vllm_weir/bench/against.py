@@ -110,7 +110,7 @@ def compare(before: BenchResult, now: BenchResult, plan: BenchPlan, tolerance: f
     names = {"device": "the card", "vllm": "vLLM", "torch": "torch"}
     fields = [(name, getattr(before, field), getattr(now, field)) for field, name in names.items()]
     differs = [f"{name} differs: {a} before, {b} now" for name, a, b in fields if a != b]
-    return Comparison(cases, tolerance, [", ".join(key) for key in old if key not in asked], differs)
+    return Comparison(cases, tolerance, [" ".join(key) for key in old if key not in asked], differs)
 
 
 def refusal(before: BenchResult, plan: BenchPlan, vllm: str) -> str | None:
@@ -137,7 +137,7 @@ def _compared(
         lacking = differing
     else:
         change = new.ratio_to_stock / old.ratio_to_stock - 1
-    return Compared(f"{case}, {label}", GOALS.get(case), old, new, lacking, change)
+    return Compared(f"{case} {label}", GOALS.get(case), old, new, lacking, change)
 
 
 def _settings_that_differ(run: dict[str, Any], plan: BenchPlan) -> str | None:

@@ -40,7 +40,7 @@ def test_a_case_fails_exactly_where_its_ratio_grew_by_more(before: float, now: f
     grown = now / before - 1
     if abs(100 * grown - tolerance) > 1e-6:
         assert found.passed == (100 * grown < tolerance) and [c.name for c in found.worse] == (
-            [] if found.passed else [f"extract, {TEXTS}"]
+            [] if found.passed else [f"extract {TEXTS}"]
         )
     assert found.summary()[-1].startswith(
         "none of 2" if found.passed else f"worse by more than {tolerance:g} %: extract"
@@ -55,17 +55,17 @@ def test_another_card_or_version_is_said_with_the_outcome() -> None:
 
 def test_what_is_missing_on_either_side_is_listed_and_fails_if_it_was_asked_for() -> None:
     before, now = timed(1.0, mean=None), timed(1.0)
-    assert compared(before, now).summary() == [f"not compared: mean, {TEXTS} (no figure before)"]
+    assert compared(before, now).summary() == [f"not compared: mean {TEXTS} (no figure before)"]
     late = timed(1.0, mean=None)
     late.cases.append(summarise(BenchTask(system="weir", case="mean", size=SIZES.of_kind("texts")), [], "late"))
     for gone, why in ((before, "stock or Weir has none"), (late, "late")):
         found = compared(now, gone)
-        assert not found.passed and not found.worse and f"mean, {TEXTS} (no figure now: {why})" in found.summary()[-1]
+        assert not found.passed and not found.worse and f"mean {TEXTS} (no figure now: {why})" in found.summary()[-1]
     fewer = compared(now, now, "extract")
-    assert fewer.passed and fewer.summary()[0] == f"not asked for, so not compared: mean, {TEXTS}"
+    assert fewer.passed and fewer.summary()[0] == f"not asked for, so not compared: mean {TEXTS}"
     wrong = timed(1.0)
     wrong.cases[1].checked = False
-    assert "extract, " in compared(now, wrong).summary()[-1] and not compared(now, wrong).passed
+    assert "extract " in compared(now, wrong).summary()[-1] and not compared(now, wrong).passed
     assert not compared(wrong, now).passed
 
 
@@ -119,7 +119,7 @@ def test_the_command_takes_cases_and_sizes_from_the_file(
     command = ["bench", "--model", "demo", "--against", str(before), "--out", str(tmp_path / "now.json")]
     done = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
     assert done.exit_code == code, done.output
-    said = f"worse by more than 2 %: ablate_everywhere, {size.label} (1.000 before, 1.050 now)"
+    said = f"worse by more than 2 %: ablate_everywhere {size.label} (1.000 before, 1.050 now)"
     assert (said if code else "none of 1 cases is worse") in done.output and "vLLM differs" in done.output
     assert {key[:2] for key in Fake.calls} == set(pair) and all(count in (0, 3) for _, _, count in Fake.calls)
     (now,) = (c for c in BenchResult.load(tmp_path / "now.json").cases if c.system == "weir")
