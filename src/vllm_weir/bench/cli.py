@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from vllm_weir.bench.cases import CASES, OPTIONAL, SYSTEMS, WORKLOADS
+from vllm_weir.bench.cases import CASES, DEFAULT_CASES, SETS, SYSTEMS
 from vllm_weir.bench.plan import BenchPlan, WorkloadSizes
 
 if TYPE_CHECKING:
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, invoke_without_command=True, help="Time and check Weir beside others.")
 console = Console(highlight=False, soft_wrap=True)
 SMALL_WORKLOADS = WorkloadSizes(
-    texts=12, shortest=8, longest=60, long=200, chats=8, system_prompt=64, chat_tokens=16, ablated=4,
-    ablated_tokens=16, generated=16,
+    texts=12, shortest=8, longest=60, long=200, medium=80, short=40, chats=8, system_prompt=64, chat_tokens=16,
+    ablated=4, ablated_tokens=16, crowd=6, cells=12, cell_tokens=6, generated=16,
 )  # fmt: skip
 """For a CPU, and for `--smoke`."""
 NO_PLOTS = "matplotlib is not installed; it comes with vllm-weir's extra named plot"
@@ -30,28 +32,36 @@ NO_PLOTS = "matplotlib is not installed; it comes with vllm-weir's extra named p
 @app.callback()
 def bench(
     context: typer.Context,
-    systems: Annotated[str, typer.Option(help=f"Of {', '.join(SYSTEMS)}; with commas.")] = ",".join(SYSTEMS),
+    systems: Annotated[
+        str | None, typer.Option(help=f"Of {', '.join(SYSTEMS)}; with commas. [all; with --against: stock,weir]")
+    ] = None,
     cases: Annotated[
-        str, typer.Option(help=f"Of {', '.join(CASES)}; 'workloads' for {', '.join(WORKLOADS)}.")
-    ] = ",".join(c for c in CASES if c not in OPTIONAL),
+        str | None,
+        typer.Option(
+            help=f"Of {', '.join(CASES)}; {', '.join(SETS)} name several. [{', '.join(DEFAULT_CASES)}; with --against: "
+            "those of the file]"
+        ),
+    ] = None,
     batches: Annotated[
         str | None, typer.Option(help="Requests at once, with commas, or 'none'. [1,32,256; CPU: 1,4]")
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens each generates. [128; CPU: 16]", min=2)] = None,
     prefill: Annotated[str | None, typer.Option(help="Prompts x tokens, or 'none'. [64x1024; CPU: 4x64]")] = None,
     texts: Annotated[
-        int | None, typer.Option(help="Texts of extract, mean and last_mixed. [1500; CPU: 12]", min=1)
+        int | None, typer.Option(help="Texts of extract, mean and their like. [1500; CPU: 12]", min=1)
     ] = None,
     lengths: Annotated[str | None, typer.Option(help="Tokens of the shortest and longest. [50-600; CPU: 8-60]")] = None,
-    blocks: Annotated[int, typer.Option(help="Blocks that extract reads.", min=1)] = 4,
+    blocks: Annotated[int | None, typer.Option(help="Blocks that extract reads. [4]", min=1)] = None,
     long: Annotated[
         int | None, typer.Option(help="Tokens of the prompt of long and long_one. [32000; CPU: 200]", min=2)
     ] = None,
     chats: Annotated[int | None, typer.Option(help="Chats of chat_mix. [128; CPU: 8]", min=8)] = None,
     system_prompt: Annotated[int | None, typer.Option(help="Tokens that these share. [2000; CPU: 64]", min=1)] = None,
-    ablated: Annotated[int | None, typer.Option(help="Requests of ablate_everywhere. [64; CPU: 4]", min=1)] = None,
+    ablated: Annotated[
+        int | None, typer.Option(help="Requests of ablate_everywhere and instruments. [64; CPU: 4]", min=1)
+    ] = None,
     d_sae: Annotated[
-        int | None, typer.Option(help="Features of the autoencoder that is read. [16384; CPU: 512]", min=32)
+        int | None, typer.Option(help="Features of the autoencoder that is read. [32768; CPU: 512]", min=32)
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each case.", min=1)] = 5,
     warmups: Annotated[int, typer.Option(help="Runs before those.", min=0)] = 2,
@@ -59,6 +69,11 @@ def bench(
     out: Annotated[Path, typer.Option(help="The result, JSON.")] = Path("bench/results/latest.json"),
     markdown: Annotated[Path | None, typer.Option(help="A Markdown table of it. [beside it]")] = None,
     chart: Annotated[Path | None, typer.Option(help="A chart: NAME.svg and NAME.png. [beside it]")] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="An earlier result: fail where a ratio to stock is worse. Sizes not named are the file's."),
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="By how many percent it may be worse.", min=0)] = 2.0,
     weir_config: Annotated[str, typer.Option(help='additional_config["weir"], JSON.')] = "{}",
     case_seconds: Annotated[float, typer.Option(help="No case takes longer.", min=1)] = 120.0,
     run_seconds: Annotated[float | None, typer.Option(help="What is not done by then is named.", min=1)] = None,
@@ -75,23 +90,33 @@ def bench(
 ) -> None:
     """Time stock vLLM, Weir and others on the same prompts, with checked rows; JSON, table and chart.
 
-    Exit code 1 if a check failed or a system could not start; what is not installed is skipped: the file says why.
+    Exit code 1 if a check failed, a system could not start, or a case is slower than the result of --against says; what
+    is not installed is skipped: the file says why.
     """
     if context.invoked_subcommand is not None:
         return
     _check_chart(chart)
     cuda = _has_gpu()
     small = smoke or not cuda
+    before = _results([against])[0] if against is not None else None
+    sizes = before.runs[0] if before is not None and before.runs else {}
+    if before is not None:
+        of_file = {c.case for c in before.cases if c.system == "weir"}
+        systems, cases = systems or "stock,weir", cases or ",".join(c for c in CASES if c in of_file)
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as work:
-        settings = model_fields(model or ("demo" if small else "llama-8b"), Path(work), cuda) | {
-            "systems": _names(systems, SYSTEMS, "--systems"),
-            "cases": _names(cases.replace("workloads", ",".join(WORKLOADS)), CASES, "--cases"),
-            "batches": _ints(batches or ("1,4" if small else "1,32,256"), "--batches"),
-            "tokens": tokens or (16 if small else 128),
-            "d_sae": d_sae or (512 if small else 16_384),
-            "prefill": _product(prefill or ("4x64" if small else "64x1024")),
+        settings = model_fields(model or ("demo" if small else "llama-8b"), Path(work), cuda)
+        settings |= {
+            "systems": _names(systems or ",".join(SYSTEMS), SYSTEMS, "--systems"),
+            "cases": _names(cases or ",".join(DEFAULT_CASES), CASES, "--cases", SETS),
+            "batches": _ints(batches, "--batches")
+            if batches
+            else sizes.get("batches", (1, 4) if small else (1, 32, 256)),
+            "tokens": tokens or sizes.get("tokens", 16 if small else 128),
+            "d_sae": d_sae or sizes.get("d_sae", 512 if small else 32_768),
+            "prefill": _product(prefill) if prefill else sizes.get("prefill", (4, 64) if small else (64, 1024)),
             "repeats": min(repeats, 2) if smoke else repeats,
             "warmups": min(warmups, 1) if smoke else warmups,
+            "least_seconds": 0.0 if small else 2.0,
             "cuda": cuda,
             "eager": (not cuda) if eager is None else eager,
             "cold": (cuda and not smoke) if cold is None else cold,
@@ -99,7 +124,9 @@ def bench(
             "lens_path": lens_path,
             "rivals_path": rivals_path,
             "workloads": _workload_sizes(
-                small,
+                SMALL_WORKLOADS if small else WorkloadSizes(),
+                sizes.get("workloads", {}),
+                settings["layers"],
                 texts=texts,
                 blocks=blocks,
                 long=long,
@@ -114,7 +141,10 @@ def bench(
         }
         settings |= {"startups": startups, "interleave": interleave, "memory_share": memory_share}
         beside = out.with_suffix("") if _can_draw() else None
-        _run(BenchPlan(**settings), out, Path(work), markdown or out.with_suffix(".md"), chart or beside)
+        plan = BenchPlan(**settings)
+        if before is not None:
+            _check_comparable(before, plan)
+        _run(plan, out, Path(work), markdown or out.with_suffix(".md"), chart or beside, before, tolerance)
 
 
 @app.command()
@@ -185,7 +215,15 @@ def _results(files: list[Path]) -> list[BenchResult]:
     return results
 
 
-def _run(plan: BenchPlan, out: Path, work: Path, markdown: Path, chart: Path | None) -> None:
+def _run(
+    plan: BenchPlan,
+    out: Path,
+    work: Path,
+    markdown: Path,
+    chart: Path | None,
+    before: BenchResult | None,
+    tolerance: float,
+) -> None:
     import time
 
     _check_lengths(plan)
@@ -210,8 +248,19 @@ def _run(plan: BenchPlan, out: Path, work: Path, markdown: Path, chart: Path | N
     _show(result, markdown, chart)
     if chart is None:
         console.print(f"[dim]no chart: {NO_PLOTS}[/]", markup=True)
-    failed = any(s["status"] == "failed" for s in result.systems.values())
-    raise typer.Exit(0 if result.passed and not failed else 1)
+    passed = result.passed and not any(s["status"] == "failed" for s in result.systems.values())
+    if before is not None:
+        from vllm_weir.bench.against import compare
+
+        found = compare(before, result, plan, tolerance)
+        console.print(found.table())
+        *remarks, outcome = found.summary()
+        for remark in remarks:
+            console.print(remark, markup=False)
+        console.print("[green]ok:[/]" if found.passed else "[bold red]FAILED:[/]", end=" ")
+        console.print(outcome, markup=False)
+        passed = passed and found.passed
+    raise typer.Exit(0 if passed else 1)
 
 
 def model_fields(name: str, work: Path, cuda: bool) -> dict[str, Any]:
@@ -258,10 +307,22 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _workload_sizes(small: bool, **given: int | None) -> WorkloadSizes:
-    """Return the workloads' sizes: those that were given, else the defaults of this kind of run."""
-    defaults = SMALL_WORKLOADS if small else WorkloadSizes()
-    return defaults.model_copy(update={name: value for name, value in given.items() if value is not None})
+def _workload_sizes(
+    defaults: WorkloadSizes, earlier: dict[str, int], layers: int, **given: int | None
+) -> WorkloadSizes:
+    """Return the workloads' sizes: those that were given, else an earlier result's, else the defaults."""
+    out = defaults.model_copy(update=earlier | {name: value for name, value in given.items() if value is not None})
+    return out.model_copy(update={"cells": min(out.cells, layers * out.cell_tokens)})
+
+
+def _check_comparable(before: BenchResult, plan: BenchPlan) -> None:
+    from vllm_weir.bench.against import refusal
+    from vllm_weir.bench.systems.stock import vllm_version
+
+    if {"stock", "weir"} - set(plan.systems):
+        raise typer.BadParameter("--systems: a comparison needs stock and weir")
+    if (why := refusal(before, plan, vllm_version())) is not None:
+        raise typer.BadParameter(f"--against: the file {why}")
 
 
 def _lengths(text: str | None) -> dict[str, int]:
@@ -289,8 +350,11 @@ def _check_lengths(plan: BenchPlan) -> None:
             )
 
 
-def _names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
+def _names(
+    text: str, known: tuple[str, ...], option: str, sets: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+) -> tuple[str, ...]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    names = [name for part in parts for name in sets.get(part, (part,))]
     for name in names:
         if name not in known:
             raise typer.BadParameter(f"{option}: {name!r} is none of {', '.join(known)}")

@@ -80,12 +80,14 @@ class WorkloadSizes(BaseModel):
     """How large the workloads are.
 
     Attributes:
-        texts: texts of `extract`, `mean` and `last_mixed`, of `shortest` to `longest` tokens.
-        blocks: blocks that `extract` reads, at equal distances.
-        long: tokens of the prompt of `long` and `long_one`.
+        texts: texts of `extract`, `mean` and their like, of `shortest` to `longest` tokens.
+        blocks: blocks that `extract` and `attn_mlp_out` read, at equal distances.
+        long: tokens of the prompt of `long` and `long_one`; `medium` of `pattern_long`, `short` of `lens_prompt`.
         chats: chats of `chat_mix`, of `chat_tokens` tokens each behind a system prompt of `system_prompt`.
-        ablated: requests of `ablate_everywhere`, of `ablated_tokens` tokens.
-        generated: tokens that each chat, and each request of `ablate_everywhere`, generates.
+        ablated: requests of `ablate_everywhere` and of most instruments, of `ablated_tokens` tokens.
+        crowd: requests of `steer_everywhere`, as long.
+        cells: cells of `sweep`: a prompt of `cell_tokens`, at each token of the first blocks.
+        generated: tokens that each chat, and each request of `ablate_everywhere` and its like, generates.
     """
 
     texts: int = 1500
@@ -93,25 +95,33 @@ class WorkloadSizes(BaseModel):
     longest: int = 600
     blocks: int = 4
     long: int = 32_000
+    medium: int = 2048
+    short: int = 512
     chats: int = 128
     system_prompt: int = 2000
     chat_tokens: int = 100
     ablated: int = 64
     ablated_tokens: int = 100
+    crowd: int = 256
+    cells: int = 1280
+    cell_tokens: int = 40
     generated: int = 128
 
     def of_kind(self, kind: SizeKind) -> BatchSize:
         """Return the prompts of one kind of workload."""
         if kind == "texts":
             return BatchSize(kind=kind, count=self.texts, prompt=self.longest, shortest=self.shortest, generated=1)
-        if kind == "long":
-            return BatchSize(kind=kind, count=1, prompt=self.long, generated=1)
+        if kind in ("long", "medium", "short"):
+            return BatchSize(kind=kind, count=1, prompt=getattr(self, kind), generated=1)
+        if kind == "cells":
+            return BatchSize(kind=kind, count=self.cells, prompt=self.cell_tokens, generated=1)
         if kind == "chats":
             length = self.system_prompt + self.chat_tokens
             return BatchSize(
                 kind=kind, count=self.chats, prompt=length, generated=self.generated, shared=self.system_prompt
             )
-        return BatchSize(kind="requests", count=self.ablated, prompt=self.ablated_tokens, generated=self.generated)
+        count = {"requests": self.ablated, "crowd": self.crowd}.get(kind, 1)
+        return BatchSize(kind=kind, count=count, prompt=self.ablated_tokens, generated=self.generated)
 
 
 class EngineChoice(BaseModel):
@@ -140,8 +150,9 @@ class BenchPlan(BaseModel):
         tokens, prompt_tokens: of the decode cases, per request.
         prefill: (prompts, tokens each), or None.
         workloads: sizes of the workloads.
-        d_sae: features of the autoencoder of `features` and `set_feature`.
+        d_sae: features of the autoencoder that is read and whose features are set.
         repeats, warmups: runs of every case, timed and before.
+        least_seconds: short calls are repeated until they have taken so long, up to ten times `repeats`.
         case_seconds: no case takes longer, warm-ups included.
         run_seconds: no case is begun later, and none under way is waited for; rows are compared after that.
         interleave: stock's and Weir's engines live together and take turns.
@@ -169,9 +180,10 @@ class BenchPlan(BaseModel):
     prompt_tokens: int = 16
     prefill: tuple[int, int] | None
     workloads: WorkloadSizes = WorkloadSizes()
-    d_sae: int = 16_384
+    d_sae: int = 32_768
     repeats: int
     warmups: int
+    least_seconds: float = 0.0
     case_seconds: float
     run_seconds: float | None = None
     start_seconds: float = 400.0

@@ -78,65 +78,35 @@ def examine(plan: BenchPlan, files: Sequence[tuple[str, Path]]) -> list[RowCheck
     own = rows_of_all()
     net.net.float()
     truth = rows_of_all() if plan.dtype != "float32" else own
-    checks: dict[tuple[str, str, str], RowCheck] = {}
+    measured: dict[tuple[str, str, str], list[tuple[float, float, float, int]]] = {}
     for system, key in samples:
         case, size, _ = key.split("|")
-        layers = kept[system, f"{key}|layers"].tolist()
-        check = _compare(
-            plan, system, case, size, kept[system, f"{key}|rows"], own[system, key], truth[system, key], layers
-        )
-        earlier = checks.get((system, case, size))
-        checks[system, case, size] = check if earlier is None else _worse(earlier, check)
-    return sorted(checks.values(), key=lambda c: (c.system, CASES.index(c.case), c.size))
+        layers, rows = kept[system, f"{key}|layers"].tolist(), kept[system, f"{key}|rows"]
+        true = truth[system, key]
+        error, of_transformers = distance(rows, true[layers]), distance(own[system, key][layers], true[layers])
+        one = (error, of_transformers, next_block(rows, true, layers), rows.shape[0] * rows.shape[1])
+        measured.setdefault((system, case, size), []).append(one)
+    checks = [_check(plan, *place, *zip(*of_case)) for place, of_case in measured.items()]
+    return sorted(checks, key=lambda c: (c.system, CASES.index(c.case), c.size))
 
 
-def _compare(
+def _check(
     plan: BenchPlan,
     system: str,
     case: str,
     size: str,
-    rows: torch.Tensor,
-    own: torch.Tensor,
-    truth: torch.Tensor,
-    layers: list[int],
+    errors: Sequence[float],
+    of_transformers: Sequence[float],
+    next_blocks: Sequence[float],
+    counts: Sequence[int],
 ) -> RowCheck:
-    """Return the check of one sample.
-
-    Args:
-        plan: of the run.
-        system: whose rows.
-        case: what they were captured for.
-        size: label of the size.
-        rows: delivered, [blocks, n, d].
-        own: of transformers in the engine's dtype, [layers, n, d].
-        truth: of transformers in fp32, [layers, n, d].
-        layers: the blocks that `rows` are of.
-    """
-    of_transformers = distance(own[layers], truth[layers])
-    value = min(distance(rows, truth[layers]), 1e9)
-    bound = 1e-5 if plan.dtype == "float32" else max(1e-3, 3 * of_transformers)
-    return _check(
-        system, case, size, value, bound, rows.shape[0] * rows.shape[1],
-        {"transformers_in_this_dtype": of_transformers, "row_of_next_block": next_block(rows, truth, layers)},
-    )  # fmt: skip
-
-
-def _worse(first: RowCheck, second: RowCheck) -> RowCheck:
-    """Return the check of the samples of both."""
-    detail = {
-        "transformers_in_this_dtype": max(c.detail["transformers_in_this_dtype"] for c in (first, second)),
-        "row_of_next_block": min(c.detail["row_of_next_block"] for c in (first, second)),
-    }
-    value, bound = max(first.value, second.value), max(first.bound, second.bound)
-    return _check(first.system, first.case, first.size, value, bound, first.rows + second.rows, detail)
-
-
-def _check(
-    system: str, case: str, size: str, value: float, bound: float, rows: int, detail: dict[str, float]
-) -> RowCheck:
+    """Return the check of a case's samples: what each is from fp32, transformers' own is, and the next block is."""
+    value, own, following = min(max(errors), 1e9), max(of_transformers), min(next_blocks)
+    bound = 1e-5 if plan.dtype == "float32" else max(1e-3, 3 * own)
     return RowCheck(
         system=system, case=case, size=size, what="1 - cosine to transformers in fp32, worst row", value=value,
-        bound=bound, rows=rows, passed=value <= bound and bound < detail["row_of_next_block"], detail=detail,
+        bound=bound, rows=sum(counts), passed=value <= bound < following,
+        detail={"transformers_in_this_dtype": own, "row_of_next_block": following},
     )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from rich.table import Table
 from vllm_weir.bench.cases import CAPTURES, CASES, SYSTEMS, TITLES, WORKLOADS
 from vllm_weir.bench.result import UNCOMPARED, BenchResult, CaseResult
 
+Cell = tuple[str, str]
+"""A text, and a ratio to stock."""
 WORKLOAD_COLUMNS = ("workload", "system", "s a call", "over stock", "first call, s", "over stock's first")
 
 
@@ -24,38 +26,35 @@ def columns(result: BenchResult) -> list[str]:
     return decode + [x for x in labels if x.startswith("prefill")] + [x for x in labels if x == "start"]
 
 
-def lines(result: BenchResult) -> list[tuple[str, str, dict[str, list[CaseResult]]]]:
-    """Return (case, system, size -> results) of the steps; stock has several results where runs were merged."""
-    out: dict[tuple[str, str], dict[str, list[CaseResult]]] = {}
-    for c in order(c for c in result.cases if c.workload is None):
-        case = "idle" if c.case == "startup" and (c.system != "native") else c.case
-        out.setdefault((case, c.system), {}).setdefault(c.label, []).append(c)
-    return [(case, system, sizes) for (case, system), sizes in out.items()]
-
-
-def workload_lines(result: BenchResult) -> list[tuple[str, ...]]:
-    """Return the cells of the workloads' table, sizes outside, then cases with `idle` first."""
-    out: list[tuple[str, ...]] = []
-    found: dict[tuple[str, str, str], list[CaseResult]] = {}
-    for c in order(c for c in result.cases if c.workload is not None):
-        found.setdefault((c.label, c.case, c.system), []).append(c)
+def tables(result: BenchResult) -> list[tuple[list[str], list[list[Cell]]]]:
+    """Return the columns and the rows of the tables of steps and of workloads, as far as there are any."""
+    steps: dict[tuple[str, str], dict[str, list[CaseResult]]] = {}
+    workloads: dict[tuple[str, str, str], list[CaseResult]] = {}
+    for c in order(result.cases):  # stock has several results where runs were merged
+        if c.workload is not None:
+            workloads.setdefault((c.label, c.case, c.system), []).append(c)
+            continue
+        case = "idle" if c.case == "startup" and c.system != "native" else c.case
+        steps.setdefault((case, c.system), {}).setdefault(c.label, []).append(c)
+    out = []
+    if sizes := columns(result):
+        rows = [
+            [(TITLES[case], ""), (system, ""), *((figure(f := found.get(s, [])), ratio(f)) for s in sizes)]
+            for (case, system), found in steps.items()
+        ]
+        out.append((["case", "system", *map(header, sizes)], rows))
     kinds = list(dict.fromkeys(WORKLOADS.values()))
-    for label, case, system in sorted(found, key=lambda of: kinds.index(of[0].split()[0])):  # type: ignore[arg-type]
-        values = found[label, case, system]
-        name = f"{TITLES[case]} ({label})" if case == "idle" else f"`{case}`: {TITLES[case]}"
-        firsts = [c.first / 1e3 for c in values if c.first is not None]
-        first_ratios = [c.first_ratio for c in values if c.first_ratio is not None and system != "stock"]
-        out.append(
-            (
-                name,
-                system,
-                figure(values),
-                ratio(values),
-                " / ".join(map(_three_digits, firsts)),
-                " / ".join(f"{x:.3f}" for x in first_ratios),
-            )
-        )
+    by_kind = sorted(workloads, key=lambda of: kinds.index(of[0].split()[0]))  # type: ignore[arg-type]
+    if by_kind:
+        out.append((list(WORKLOAD_COLUMNS), [_workload_row(*key, workloads[key]) for key in by_kind]))
     return out
+
+
+def _workload_row(label: str, case: str, system: str, values: list[CaseResult]) -> list[Cell]:
+    name = f"{TITLES[case]} ({label})" if case == "idle" else f"`{case}`: {TITLES[case]}"
+    firsts = " / ".join(_three_digits(c.first / 1e3) for c in values if c.first is not None)
+    ratios = " / ".join(f"{c.first_ratio:.3f}" for c in values if c.first_ratio is not None and system != "stock")
+    return [(name, ""), (system, ""), (figure(values), ""), ("", ratio(values)), (firsts, ""), ("", ratios)]
 
 
 def figure(values: list[CaseResult]) -> str:
@@ -101,44 +100,28 @@ def header(label: str) -> str:
 
 
 def as_tables(result: BenchResult) -> list[Table]:
-    """Return the tables for the terminal: of the steps, and of the workloads."""
-    of_run = f"{result.model} on {result.device}, vLLM {result.vllm}; ratio: over stock of the same run"
-    tables = []
-    sizes = columns(result)
-    if sizes:
-        tables.append(table := Table("case", "system", title=of_run))
-        for label in sizes:
-            table.add_column(header(label), justify="right")
-        for case, system, found in lines(result):
-            cells = ["\n".join(filter(None, [figure(found.get(s, [])), ratio(found.get(s, []))])) for s in sizes]
-            table.add_row(TITLES[case], system, *cells)
-    if of_workloads := workload_lines(result):
-        tables.append(table := Table(*WORKLOAD_COLUMNS, title=of_run))
-        for row in of_workloads:
-            table.add_row(*row)
-    return tables
+    """Return the tables for the terminal."""
+    title = f"{result.model} on {result.device}, vLLM {result.vllm}; ratio: over stock of the same run"
+    out = []
+    for names, rows in tables(result):
+        out.append(table := Table(*names[:2], title=title))
+        for name in names[2:]:
+            table.add_column(name, justify="right", overflow="fold")
+        for row in rows:
+            table.add_row(*("\n".join(filter(None, cell)) for cell in row))
+    return out
 
 
 def as_markdown(result: BenchResult) -> str:
     """Return the tables for the README: medians with the smallest and the largest, ratios in bold, notes below."""
     out = []
-    sizes = columns(result)
-    if sizes:
-        out += [f"| case | system | {' | '.join(header(s) for s in sizes)} |", "|---|---|" + "---:|" * len(sizes)]
-    for case, system, found in lines(result):
-        cells = []
-        for size in sizes:
-            values = found.get(size, [])
-            times = ratio(values)
-            cells.append(figure(values) + (f" **x{times}**" if times else ""))
-        out.append(f"| {TITLES[case]} | {system} | {' | '.join(cells)} |")
-    if of_workloads := workload_lines(result):
-        out += [""] * bool(out) + [f"| {' | '.join(WORKLOAD_COLUMNS)} |", "|---|---|" + "---:|" * 4]
-        for name, system, time, over, first, over_first in of_workloads:
-            bold = [f"**x{text}**" if text else "" for text in (over, over_first)]
-            out.append(f"| {name} | {system} | {time} | {bold[0]} | {first} | {bold[1]} |")
-    out += ["", *_below(result)]
-    return "\n".join(out) + "\n"
+    for names, rows in tables(result):
+        out += [f"| {' | '.join(names)} |", "|---|---|" + "---:|" * (len(names) - 2)]
+        for row in rows:
+            cells = (" ".join(filter(None, [text, times and f"**x{times}**"])) for text, times in row)
+            out.append(f"| {' | '.join(cells)} |")
+        out.append("")
+    return "\n".join([*out, *_below(result)]) + "\n"
 
 
 def _below(result: BenchResult) -> list[str]:
@@ -146,7 +129,7 @@ def _below(result: BenchResult) -> list[str]:
     spread = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}" if repeats else "no"
     out = [
         f"{result.model}; {result.device}; vLLM {result.vllm}, torch {result.torch}. Medians of {spread} calls "
-        "(smallest-largest); bold: over stock vLLM's median in the same run, above 1 is slower.",
+        "(smallest-largest); bold: over stock vLLM's in the same run, above 1 is slower.",
     ]
     if most := max((len(c.ratios) for c in result.cases), default=0):
         out[0] += f" Where {most} or fewer runs were made one, it is the median of theirs (smallest-largest)."

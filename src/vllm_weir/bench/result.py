@@ -25,7 +25,9 @@ class CaseResult(BaseModel):
         min, max: of the repeats, in the same unit.
         first: of the first call of this case in its engine, in the same unit; None where it was not measured.
         first_ratio: its time over that of stock's first call of the same size in the same run.
-        ratio_to_stock: time over stock's in the same run; above 1 is slower than stock, for `ktok_s` too.
+        rounds: time over stock's in each round of calls in which both took their turn.
+        ratio_to_stock: the median of `rounds`, or of the calls over stock's median where these are not as many; above
+            1 is slower than stock, for `ktok_s` too.
         ratios: of several runs that `pool` made one of, each run's own; `ratio_to_stock` is their median.
         checked: whether what was delivered agreed with the reference; None if there is nothing to compare.
     """
@@ -41,6 +43,7 @@ class CaseResult(BaseModel):
     max: float | None = None
     repeats: int = 0
     ratio_to_stock: float | None = None
+    rounds: list[float] = []
     ratios: list[float] = []
     first: float | None = None
     first_ratio: float | None = None
@@ -78,7 +81,7 @@ class CaseResult(BaseModel):
         unit = "ktok_s" if self.prefill is not None else "median_ms"
         out: dict[str, Any] = {"case": self.case, "system": self.system, **size, unit: self.median}
         out |= {"min": self.min, "max": self.max, "repeats": self.repeats, "ratio_to_stock": self.ratio_to_stock}
-        out |= {"ratios": self.ratios} if self.ratios else {}
+        out |= {name: found for name in ("rounds", "ratios") if (found := getattr(self, name))}
         out |= {} if self.first is None else {"first": self.first, "first_ratio": self.first_ratio}
         out |= {"samples": self.samples, "checked": self.checked, "run": self.run}
         return out | ({"note": self.note} if self.note else {})
@@ -160,13 +163,15 @@ def _with_samples(case: CaseResult, samples: Sequence[float]) -> CaseResult:
 
 
 def set_ratios(cases: Iterable[CaseResult]) -> None:
-    """Fill `ratio_to_stock` and `first_ratio` from the same run's stock: its start, or its `idle` at that size."""
+    """Fill the ratios from the same run's stock: its start, or its `idle` at that size."""
     cases = [c for c in cases if not c.ratios]
     stock = {(c.run, c.case, c.label): c for c in cases if c.system == "stock"}
     for c in cases:
-        base = stock.get((c.run, "startup" if c.case == "startup" else "idle", c.label))
-        c.ratio_to_stock = _slowness(c, c.median, base.median if base else None)
-        c.first_ratio = _slowness(c, c.first, base.first if base else None)
+        base = stock.get((c.run, "startup" if c.case == "startup" else "idle", c.label), CaseResult(case="", system=""))
+        pairs = zip(c.samples, base.samples) if len(c.samples) == len(base.samples) else ()
+        c.rounds = [ratio for ours, theirs in pairs if (ratio := _slowness(c, ours, theirs))]
+        c.ratio_to_stock = statistics.median(c.rounds) if c.rounds else _slowness(c, c.median, base.median)
+        c.first_ratio = _slowness(c, c.first, base.first)
 
 
 def _slowness(case: CaseResult, figure: float | None, base: float | None) -> float | None:
@@ -235,7 +240,8 @@ def _pooled(same: Sequence[CaseResult]) -> CaseResult:
     notes = [case.note for case in same if case.note]
     if 0 < len(medians) < len(same):
         notes.insert(0, f"no figure in {len(same) - len(medians)} of {len(same)} runs")
-    figures: dict[str, Any] = {"ratios": ratios, "ratio_to_stock": statistics.median(ratios) if ratios else None}
+    figures: dict[str, Any] = {"ratio_to_stock": statistics.median(ratios) if ratios else None}
+    figures |= {"ratios": ratios, "rounds": []}
     if medians:
         figures["ktok_s" if same[0].prefill is not None else "median_ms"] = statistics.median(medians)
     firsts = [(case.first, case.first_ratio) for case in same]

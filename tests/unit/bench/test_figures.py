@@ -11,47 +11,17 @@ import torch
 from typer.testing import CliRunner
 
 from tests.support.machine import module, needs
-from vllm_weir.bench import cli, deadlines, reference, runner
+from tests.unit.bench.fakes import DECODE, PREFILL, Fake, by_key, decode, plan, result, run_fake
+from vllm_weir.bench import cli, deadlines, runner
 from vllm_weir.bench.chart import draw_chart
-from vllm_weir.bench.plan import BatchSize, BenchPlan, BenchTask
+from vllm_weir.bench.plan import BenchTask
 from vllm_weir.bench.process import WorkerExited, WorkerTimeout
 from vllm_weir.bench.report import as_markdown
-from vllm_weir.bench.result import (
-    BenchResult,
-    CaseResult,
-    RowCheck,
-    mark_checks,
-    merge,
-    pool,
-    set_ratios,
-    startup,
-    summarise,
-)
+from vllm_weir.bench.result import BenchResult, RowCheck, mark_checks, merge, pool, set_ratios, startup, summarise
 from vllm_weir.bench.weights import draw, fill_engine, fill_reference
 from vllm_weir.cli.main import app
 
-DECODE = BatchSize(kind="decode", count=32, prompt=16, generated=128)
-PREFILL = BatchSize(kind="prefill", count=64, prompt=1024, generated=1)
-
-
-def plan(**more: Any) -> BenchPlan:
-    given = dict(
-        model="m", model_name="m", dummy=False, layers=6, width=8, vocab=100, cuda=False, dtype="float32", eager=True,
-        max_model_len=512, systems=("stock", "weir"), cases=("idle", "capture_all_all_layers"), batches=(1, 4),
-        tokens=8, prefill=(2, 32), repeats=3, warmups=1, case_seconds=100,
-    )  # fmt: skip
-    return BenchPlan(**(given | more))
-
-
-def result(cases: list[CaseResult], **more: Any) -> BenchResult:
-    for case in cases:
-        case.run = 0
-    set_ratios(cases)
-    return BenchResult(**dict(device="D", vllm="1", torch="2", model="M", runs=[{}], cases=cases) | more)
-
-
-def decode(system: str, case: str, *ms: float, note: str | None = None) -> CaseResult:
-    return summarise(BenchTask(system=system, case=case, size=DECODE), ms, note)
+WIDE = {"COLUMNS": "400"}
 
 
 def test_a_figure_is_the_whole_call_by_its_tokens() -> None:
@@ -80,26 +50,30 @@ def test_ratios_are_slowness_for_both_units() -> None:
     cases += [startup("stock", [10.0]), startup("native", [15.0]), decode("native", "idle")]
     set_ratios(cases)
     assert [c.ratio_to_stock for c in cases] == pytest.approx([1.0, 1.25, 1.0, 1.25, 1.0, 1.5, None])
+    # Of the same round, where there are as many; the machine has become twice as slow.
+    cases = [
+        decode("stock", "idle", 4.0, 8.0, 8.0),
+        decode("weir", "idle", 4.4, 8.8, 9.6),
+        decode("weir", "steer_one", 6.0),
+    ]
+    set_ratios(cases)
+    assert cases[1].rounds == pytest.approx([1.1, 1.1, 1.2]) and cases[1].ratio_to_stock == pytest.approx(1.1)
+    assert cases[2].rounds == [] and cases[2].ratio_to_stock == 0.75
 
 
-def test_merging_keeps_each_run_its_own_stock() -> None:
+def test_merging_keeps_each_run_its_own_stock_and_counts_on() -> None:
     one = result([decode("stock", "idle", 4.0), decode("weir", "idle", 4.4), decode("vllm-lens", "idle", note="late")])
     two = result([decode("stock", "idle", 5.0), decode("vllm-lens", "idle", 20.0)])
     both = merge([one, two])
-    assert {(c.system, c.run): c.ratio_to_stock for c in both.cases} == pytest.approx(
-        {("stock", 0): 1.0, ("weir", 0): 1.1, ("stock", 1): 1.0, ("vllm-lens", 1): 4.0}
-    )
-    set_ratios(both.cases)
-    assert sorted(c.ratio_to_stock for c in both.cases) == pytest.approx([1.0, 1.0, 1.1, 4.0])
+    wanted = {("stock", 0): 1.0, ("weir", 0): 1.1, ("stock", 1): 1.0, ("vllm-lens", 1): 4.0}
+    for _ in range(2):
+        assert {(c.system, c.run): c.ratio_to_stock for c in both.cases} == pytest.approx(wanted)
+        set_ratios(both.cases)
+    three = merge([both, one])
+    assert [(c.run, c.median_ms) for c in three.cases if c.system == "stock"] == [(0, 4.0), (1, 5.0), (2, 4.0)]
+    assert [c.run for c in three.cases if c.system == "weir"] == [2]
     with pytest.raises(ValueError, match="device differs"):
         merge([one, result([], device="E")])
-
-
-def test_merging_twice_counts_runs_on() -> None:
-    files = [result([decode("stock", "idle", float(n)), decode("weir", "idle", 8.0)]) for n in (1, 2, 4)]
-    both = merge([merge(files[:2]), files[2]])
-    assert [(c.run, c.median_ms) for c in both.cases if c.system == "stock"] == [(0, 1.0), (1, 2.0), (2, 4.0)]
-    assert [(c.run, c.ratio_to_stock) for c in both.cases if c.system == "weir"] == [(2, 2.0)]
 
 
 def test_runs_made_one_have_the_median_of_their_ratios() -> None:
@@ -140,69 +114,43 @@ def test_runs_without_a_figure_are_not_left_out_in_silence() -> None:
     assert found["capture_rp8"].median is None and found["capture_rp8"].note == "out of memory"
 
 
-def test_a_failed_check_of_any_run_marks_what_they_were_made_into() -> None:
+def test_a_failed_check_marks_its_case_and_what_its_run_was_made_into() -> None:
     runs = [result([decode("stock", "idle", 4.0), decode("weir", "steer_one", 4.0)]) for _ in range(2)]
     sound = RowCheck(system="weir", case="steer_one", size="batch 32", what="w", value=0, bound=1, rows=3, passed=True)
     runs[0].checks, runs[1].checks = [sound], [sound.model_copy(update={"value": 2.0, "passed": False})]
     assert {c.case: c.checked for c in pool(runs[:1]).cases} == {"idle": None, "steer_one": True}
     assert {c.case: c.checked for c in pool(runs).cases} == {"idle": None, "steer_one": False}
-
-
-def test_a_failed_check_marks_its_case() -> None:
-    found = result([decode("stock", "idle", 4.0), decode("weir", "capture_all_all_layers", 4.0)])
-    check = RowCheck(
-        system="weir",
-        case="capture_all_all_layers",
-        size="batch 32",
-        what="rows",
-        value=0.5,
-        bound=0.1,
-        rows=3,
-        passed=False,
-    )
-    found.checks = [check]
+    found = runs[1]
     mark_checks(found)
     mark_checks(found)
-    assert not found.passed and found.cases[1].checked is False
-    assert found.cases[1].note == "WRONG ROWS: rows: 5.00e-01 > 1.0e-01" and found.cases[0].checked is None
-    assert "WRONG" in as_markdown(found)
+    assert not found.passed and found.cases[1].note == "WRONG ROWS: w: 2.00e+00 > 1.0e+00"
+    assert found.cases[0].checked is None and "WRONG" in as_markdown(found)
 
 
 @needs(module("matplotlib"))
 def test_markdown_and_chart(tmp_path: Path) -> None:
-    cases = [decode("stock", "idle", 4.0, 4.2), decode("weir", "idle", 4.1), startup("stock", [50.0])]
-    cases += [decode("vllm-lens", "capture_all_all_layers", note="did not finish within 60 s")]
-    found = result(cases, systems={"native": {"status": "skipped", "reason": "no CUDA device"}})
-    text = as_markdown(found)
-    assert "| nothing asked | stock | 4.1 (4-4.2) | 50 (50-50) |" in text
-    assert "| nothing asked | weir | 4.1 (4.1-4.1) **x1.000** |" in text
-    assert "| capture every token, all blocks | vllm-lens | did not finish |" in text
-    assert "native was skipped: no CUDA device" in text and "did not finish within 60 s" in text
-    files = draw_chart(found, tmp_path / "chart")
-    assert [f.suffix for f in files] == [".svg", ".png"] and all(f.stat().st_size > 2000 for f in files)
-
-
-@needs(module("matplotlib"))
-def test_a_chart_has_room_for_what_is_faster_and_hollow_dots_for_what_was_not_compared(tmp_path: Path) -> None:
+    """A chart has room for what is faster, and hollow dots for what was not compared."""
     import matplotlib.pyplot as plt
 
+    cases = [decode("stock", "idle", 4.0, 4.2), decode("weir", "idle", 4.1)]
+    cases += [startup("stock", [60.0]), startup("weir", [30.0])]
+    cases += [decode("vllm-lens", "capture_all_all_layers", note="did not finish within 60 s")]
+    cases += [decode("weir", "steer_one", 8.2, note="stopped; rows not compared")]
+    found = result(cases, systems={"native": {"status": "skipped", "reason": "no CUDA device"}})
+    text = as_markdown(found)
+    assert "| nothing asked | stock | 4.1 (4-4.2) | 60 (60-60) |" in text
+    assert "| nothing asked | weir | 4.1 (4.1-4.1) **x1.000** | 30 (30-30) **x0.500** |" in text
+    assert "| capture every token, all blocks | vllm-lens | did not finish |" in text
+    assert "native was skipped: no CUDA device" in text and "did not finish within 60 s" in text
     drawn: list[Any] = []
-    cases = [decode("stock", "idle", 4.0), startup("stock", [60.0]), startup("weir", [30.0])]
-    cases += [decode("weir", "steer_one", 8.0, note="stopped; rows not compared"), decode("weir", "idle", 4.0)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plt, "close", drawn.append)
-        draw_chart(result(cases), tmp_path / "chart")
+        files = draw_chart(found, tmp_path / "chart")
+    assert [f.suffix for f in files] == [".svg", ".png"] and all(f.stat().st_size > 2000 for f in files)
     batch, start = drawn[0].axes
-    dots = {line.get_xdata()[0]: line.get_markerfacecolor() for line in batch.lines if line.get_marker() == "o"}
+    dots = {round(x.get_xdata()[0], 3): x.get_markerfacecolor() for x in batch.lines if x.get_marker() == "o"}
     assert dots[2.0] == "white" != dots[1.0]
     assert start.get_xlim()[0] < 0.5 == start.lines[1].get_xdata()[0]
-
-
-def test_a_report_of_what_is_no_result_names_the_file(tmp_path: Path) -> None:
-    (tmp_path / "odd.json").write_text('{"cases": 3}')
-    for name in ("missing.json", "odd.json"):
-        done = CliRunner().invoke(app, ["bench", "report", str(tmp_path / name)], env={"COLUMNS": "400"})
-        assert done.exit_code == 2 and name in done.stderr and "no result file" in done.stderr
 
 
 def test_report_and_pool_commands(tmp_path: Path) -> None:
@@ -217,129 +165,105 @@ def test_report_and_pool_commands(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "pool", *paths, "--out", one, "--cases", "idle"])
     assert done.exit_code == 0, done.output
     assert [c.ratios for c in BenchResult.load(Path(one)).cases] == [[1.0, 1.0], pytest.approx([1.5, 1.2])]
-    for bad in (["pool", one, paths[0]], ["pool", *paths, "--cases", "idel"]):
-        done = CliRunner().invoke(app, ["bench", *bad, "--out", one], env={"COLUMNS": "400"})
-        assert done.exit_code == 2 and ("one run, not 2" in done.stderr or "idel" in done.stderr)
+    (tmp_path / "odd.json").write_text('{"cases": 3}')
+    for bad, why in (
+        (["pool", one, paths[0]], "one run, not 2"), (["pool", *paths, "--cases", "idel"], "idel"),
+        (["report", "missing.json"], "missing.json is no result file"),
+        (["report", str(tmp_path / "odd.json")], "odd.json is no result file"),
+    ):  # fmt: skip
+        done = CliRunner().invoke(app, ["bench", *bad, "--out", one], env=WIDE)
+        assert done.exit_code == 2 and why in done.stderr
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        ["--systems", "stok"],
-        ["--prefill", "64"],
-        ["--batches", "a"],
-        ["--batches", "0"],
-        ["--batches", "-1,4"],
-        ["--batches", ","],
-        ["--prefill", "0x10"],
-        ["--prefill", "4x-5"],
-        ["--systems", ","],
-        ["--cases", ","],
-        ["--model", "/none/such"],
-        ["--weir-config", "[]"],
-        ["--tokens", "600"],
-        ["--model", "llama-8b"],
-    ],
+BAD = (
+    "--systems stok;--systems ,;--cases ,;--batches a;--batches 0;--batches -1,4;--batches ,;--prefill 64;"
+    "--prefill 0x10;--prefill 4x-5;--tokens 600;--weir-config [];--model /none/such;--model llama-8b;--lengths 600;"
+    "--lengths 9-3;--lengths 8-5000;--long 5000;--system-prompt 5000"
 )
-def test_bad_options_name_themselves(bad: list[str], monkeypatch: Any) -> None:
+
+
+@pytest.mark.parametrize("bad", BAD.split(";"))
+def test_bad_options_name_themselves(bad: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(cli, "_has_gpu", lambda: False)
-    done = CliRunner().invoke(app, ["bench", *([] if "--model" in bad else ["--model", "demo"]), *bad])
-    assert done.exit_code == 2 and bad[0] in done.stderr
-
-
-def test_prompts_are_the_same_everywhere_and_all_different() -> None:
-    size = plan().sizes()[1]
-    assert plan().prompts(size) == plan(systems=("native",)).prompts(size)
-    assert len({tuple(p) for p in plan().prompts(size)}) == size.count
-
-
-class Fake:
-    """Answers like a worker; `script` gives seconds, an exception, or an error by (system, case, count)."""
-
-    calls: list[tuple[str, str, int]] = []  # noqa: RUF012
-    script: dict[tuple[str, str, int], Any] = {}  # noqa: RUF012
-
-    def __init__(self, system: str, plan: BenchPlan, workdir: Path) -> None:
-        self.system = system
-
-    def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
-        if do == "hello":
-            missing = "not installed" if self.system == "vllm-lens" else None
-            return {"missing": missing, "version": "1"}
-        if do == "start":
-            about = {"device": "D", "vllm": "1", "torch": "2", "python": "3"}
-            return {"seconds": 10.0, "arguments": {"model": "m"}, "about": about}
-        if do == "fill":
-            return {}
-        count = 0 if do == "steer_check" else what["size"]["count"]
-        key = (self.system, what["case"], count)
-        self.calls.append(key)
-        answer = self.script.get(key, 1.0 if count else {"worst": 0.0, "cosine": 1.0, "rows": 1, "layers": 1})
-        if isinstance(answer, Exception):
-            raise answer
-        return answer if isinstance(answer, dict) else {"seconds": answer}
-
-    def last_error(self) -> str:
-        return "ValueError: too long"
-
-    def close(self, patience: float = 0) -> None:
-        pass
-
-
-def run_fake(monkeypatch: Any, tmp_path: Path, script: dict, **more: Any) -> BenchResult:
-    monkeypatch.setattr(runner, "WorkerProcess", Fake)
-    monkeypatch.setattr(reference, "compare", lambda *_: [])
-    Fake.calls, Fake.script = [], script
-    return runner.Bench(plan(**more), tmp_path / "out.json", tmp_path, lambda _: None).run()
+    option, value = bad.split()
+    of_workloads = ["--cases", "workloads"] if option in ("--lengths", "--long", "--system-prompt") else []
+    command = ["bench", "--model", "demo", *of_workloads, option, value]  # the last one counts
+    done = CliRunner().invoke(app, command, env=WIDE)
+    assert done.exit_code == 2 and option in done.stderr
 
 
 def test_turns_are_taken_and_all_is_written(monkeypatch: Any, tmp_path: Path) -> None:
-    found = run_fake(monkeypatch, tmp_path, {}, systems=("stock", "weir", "vllm-lens"), prefill=None, batches=(1,))
+    found = run_fake(monkeypatch, tmp_path, systems=("stock", "weir", "vllm-lens"), prefill=None, batches=(1,))
     turn = [("stock", "idle", 1), ("weir", "idle", 1), ("weir", "capture_all_all_layers", 1)]
     assert Fake.calls == turn + 3 * turn
     assert found.systems["vllm-lens"] == {"status": "skipped", "reason": "not installed"}
     assert BenchResult.load(tmp_path / "out.json") == found
     assert all(c.repeats == 3 and c.median_ms == 125.0 for c in found.cases)
+    for least, repeats in ((4.5, 5), (99.0, 30)):
+        found = run_fake(monkeypatch, tmp_path, prefill=None, batches=(1,), least_seconds=least)
+        assert {c.repeats for c in found.cases} == {repeats}
 
 
-def test_a_late_case_costs_its_larger_batches_and_nothing_else(monkeypatch: Any, tmp_path: Path) -> None:
-    script = {("weir", "capture_all_all_layers", 1): WorkerTimeout("late")}
-    found = run_fake(monkeypatch, tmp_path, script)
-    by = {(c.system, c.case, c.label): c for c in found.cases}
-    late = [by["weir", "capture_all_all_layers", f"batch {n}"] for n in (1, 4)]
-    assert late[0].median is None
-    assert late[0].note == "did not finish: the limit is 100 s a case; logged: ValueError: too long"
-    assert late[1].note == f"not tried: batch 1 {late[0].note}"
-    assert by["weir", "idle", "batch 4"].repeats == 3
-    assert by["weir", "capture_all_all_layers", "prefill 2x32"].repeats == 3
+EVERY, ENDED = "capture_all_all_layers", "failed: its process ended: x"
+LATE = "did not finish: the limit is 100 s a case; logged: ValueError: too long"
 
 
-def test_a_slow_case_stops_at_the_limit(monkeypatch: Any, tmp_path: Path) -> None:
-    script = {("weir", "idle", 1): 30.0, ("weir", "idle", 4): 60.0}
-    found = run_fake(monkeypatch, tmp_path, script, cases=("idle",))
-    by = {(c.system, c.case, c.label): c for c in found.cases}
-    assert by["weir", "idle", "batch 1"].repeats == 2
-    assert by["weir", "idle", "batch 1"].note == "stopped after 2 repeats: the limit is 100 s a case"
-    assert by["weir", "idle", "batch 4"].note == "one run took 60.0 s: the limit is 100 s a case"
+@pytest.mark.parametrize(
+    ("script", "more", "wanted"),
+    [
+        # A late case costs its larger batches and nothing else.
+        ({("weir", EVERY, 1): WorkerTimeout("late")}, {"cases": ("idle", EVERY)},
+         {("weir", EVERY, "batch 1"): (0, LATE), ("weir", EVERY, "batch 4"): (0, f"not tried: batch 1 {LATE}"),
+          ("weir", "idle", "batch 4"): (3, None), ("weir", EVERY, "prefill 2x32"): (3, "rows not compared")}),
+        # A slow case stops at the limit.
+        ({("weir", "idle", 1): 30.0, ("weir", "idle", 4): 60.0}, {},
+         {("weir", "idle", "batch 1"): (2, "stopped after 2 repeats: the limit is 100 s a case"),
+          ("weir", "idle", "batch 4"): (0, "one run took 60.0 s: the limit is 100 s a case")}),
+        # An engine that ends is started again, unless there is no time for it: a start takes 10 s.
+        ({("weir", "idle", 1): WorkerExited("its process ended: x"), ("stock", "idle", 4): {"error": "ValueError: y"}},
+         {}, {("weir", "idle", "batch 1"): (0, ENDED), ("weir", "idle", "batch 4"): (3, None),
+              ("stock", "idle", "batch 4"): (0, "failed: ValueError: y")}),
+        ({("weir", "idle", 1): WorkerExited("its process ended: x")}, {"run_seconds": 9.0},
+         {("weir", "idle", "batch 1"): (0, ENDED), ("stock", "idle", "batch 4"): (3, None),
+          ("weir", "idle", "batch 4"): (0, "not run: its engine ended before and did not come back")}),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_is_said_and_costs_nothing_else(
+    script: Any, more: dict[str, Any], wanted: dict[Any, Any], monkeypatch: Any, tmp_path: Path
+) -> None:
+    by = by_key(run_fake(monkeypatch, tmp_path, script, **({"cases": ("idle",)} | more)))
+    assert {key: (by[key].repeats, by[key].note) for key in wanted} == wanted
+    assert all((by[key].ratio_to_stock is None) == (not by[key].repeats) for key in wanted if key[2] == "batch 1")
 
 
-def test_a_run_ends_at_its_limit_and_names_what_is_left(monkeypatch: Any, tmp_path: Path) -> None:
-    """Rows that came in time are compared all the same."""
-    now, compared = [0.0], []
+def clocked(monkeypatch: Any, ask: Any) -> tuple[list[float], type[Fake]]:
+    """A clock, and a system whose `ask(seconds, do, count)` returns what a command takes and what it raises, if any."""
+    now = [0.0]
     monkeypatch.setattr(deadlines.time, "monotonic", lambda: now[0])
 
     class Timed(Fake):
         def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
-            now[0] += min(seconds, 10.0) if do in ("start", "run") else 0.0
-            if do == "run" and seconds < 10.0:
-                raise WorkerTimeout("late")
-            return super().ask(seconds, do, **what) | ({"seconds": 10.0} if do == "run" else {})
+            taken, error = ask(seconds, do, what["size"]["count"] if do == "run" else 0)
+            now[0] += taken
+            if error is not None:
+                raise error
+            return super().ask(seconds, do, **what) | ({"seconds": taken} if do == "run" else {})
 
-    monkeypatch.setattr(runner, "WorkerProcess", Timed)
-    monkeypatch.setattr(reference, "compare", lambda plan, samples, workdir: compared.extend(samples) or [])
-    systems = ("stock", "weir", "native")
-    given = plan(run_seconds=285, prefill=None, batches=(1, 4, 8), systems=systems, interleave=False)
-    found = runner.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
+    return now, Timed
+
+
+def test_a_run_ends_at_its_limit_and_names_what_is_left(monkeypatch: Any, tmp_path: Path) -> None:
+    """Rows that came in time are compared all the same."""
+
+    def ask(seconds: float, do: str, count: int) -> Any:
+        late = WorkerTimeout("late") if do == "run" and seconds < 10.0 else None
+        return min(seconds, 10.0) if do in ("start", "run") else 0.0, late
+
+    (now, kind), compared = clocked(monkeypatch, ask), []
+    found = run_fake(
+        monkeypatch, tmp_path, kind=kind, compare=lambda plan, samples, workdir: compared.extend(samples) or [],
+        run_seconds=285, prefill=None, batches=(1, 4, 8), systems=("stock", "weir", "native"), interleave=False,
+    )  # fmt: skip
     by = {(c.system, c.case, c.batch): c for c in found.cases}
     # A start and 12 runs of stock's, another and 12 of weir's: 260 s.
     assert by["stock", "idle", 8].repeats == by["weir", "idle", 8].repeats == 3
@@ -351,85 +275,52 @@ def test_a_run_ends_at_its_limit_and_names_what_is_left(monkeypatch: Any, tmp_pa
     assert now == [285.0] and len(compared) == 1 and found.runs[0]["run_seconds"] == 285
 
 
-def test_an_engine_that_ends_is_not_started_again_where_there_is_no_time(monkeypatch: Any, tmp_path: Path) -> None:
-    script = {("weir", "idle", 1): WorkerExited("its process ended: x")}
-    found = run_fake(monkeypatch, tmp_path, script, cases=("idle",), run_seconds=9.0)  # a start takes 10
-    by = {(c.system, c.case, c.label): c for c in found.cases}
-    assert by["weir", "idle", "batch 1"].note == "failed: its process ended: x"
-    assert by["weir", "idle", "batch 4"].note == "not run: its engine ended before and did not come back"
-    assert by["stock", "idle", "batch 4"].repeats == 3
-
-
-def test_an_engine_that_ends_is_started_again_and_said(monkeypatch: Any, tmp_path: Path) -> None:
-    script = {
-        ("weir", "idle", 1): WorkerExited("its process ended: x"),
-        ("stock", "idle", 4): {"error": "ValueError: y"},
-    }
-    found = run_fake(monkeypatch, tmp_path, script, cases=("idle",))
-    by = {(c.system, c.case, c.label): c for c in found.cases}
-    assert by["weir", "idle", "batch 1"].note == "failed: its process ended: x"
-    assert by["weir", "idle", "batch 4"].repeats == 3 and by["weir", "idle", "batch 4"].ratio_to_stock is None
-    assert by["stock", "idle", "batch 4"].note == "failed: ValueError: y"
-
-
 def test_steering_is_compared_before_what_may_end_the_engine(monkeypatch: Any, tmp_path: Path) -> None:
     script = {("weir", "steer_one", 4): WorkerExited("its process ended: x")}
-    cases = ("steer_one", "capture_all_all_layers")
-    found = run_fake(monkeypatch, tmp_path, script, cases=cases, systems=("stock", "weir"), interleave=False)
+    found = run_fake(monkeypatch, tmp_path, script, cases=("steer_one", EVERY), interleave=False)
     weirs = [key for key in Fake.calls if key[0] == "weir"]
     assert weirs[0] == ("weir", "steer_one", 0) and weirs.count(weirs[0]) == 1
-    by = {(c.system, c.case, c.label): c for c in found.cases}
+    by = by_key(found)
     assert by["weir", "steer_one", "batch 1"].checked and by["weir", "steer_one", "prefill 2x32"].checked
     assert by["weir", "steer_one", "batch 4"].checked is None and len(found.checks) == 2
 
 
 def test_steering_that_was_not_compared_says_so_and_is_not_called_wrong(monkeypatch: Any, tmp_path: Path) -> None:
-    script = {("weir", "steer_one", 0): WorkerTimeout("no answer within 100 s")}
-    found = run_fake(monkeypatch, tmp_path, script, cases=("steer_one",))
+    late, error = WorkerTimeout("no answer within 100 s"), {"error": "ValueError: y"}
+    found, wrong = (
+        run_fake(monkeypatch, tmp_path, {("weir", "steer_one", 0): answer}, cases=("steer_one",))
+        for answer in (late, error)
+    )
     steered = [c for c in found.cases if c.case == "steer_one"]
     assert {(c.note, c.checked, c.repeats) for c in steered} == {("rows not compared", None, 3)}
-    assert found.passed and "WRONG" not in as_markdown(found)
-    assert as_markdown(found).count(" not compared**") == 3
-    script = {("weir", "steer_one", 0): {"error": "ValueError: y"}}
-    wrong = run_fake(monkeypatch, tmp_path, script, cases=("steer_one",))
+    assert found.passed and "WRONG" not in as_markdown(found) and as_markdown(found).count(" not compared**") == 3
     assert not wrong.passed and as_markdown(wrong).count(" WRONG**") == 3
 
 
-def test_a_limit_that_ended_a_case_is_named_whatever_was_left_of_the_other(monkeypatch: Any, tmp_path: Path) -> None:
-    """A case that took all of its time is late, though less is left of the run by then."""
-    now = [0.0]
-    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now[0])
+@pytest.mark.parametrize(
+    ("limit", "call", "first", "first_note", "second_note", "end"),
+    [
+        # A case that took all of its time is late, though less is left of the run by then.
+        (150, 200.0, WorkerTimeout("late"), "did not finish: the limit is 100 s a case",
+         "not tried: batch 1 did not finish", 110.0),
+        # A new engine's start is taken from what a run may take.
+        (90, 50.0, WorkerExited("ended"), "failed: ended", "not measured, did not finish", 90.0),
+    ],
+)  # fmt: skip
+def test_which_limit_ended_a_case_is_said(
+    limit: float, call: float, first: Exception, first_note: str, second_note: str, end: float, monkeypatch: Any,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    def ask(seconds: float, do: str, count: int) -> Any:
+        taken = {"start": 10.0, "run": min(seconds, call)}.get(do, 0.0)
+        return taken, None if do != "run" else first if count == 1 else WorkerTimeout("late")
 
-    class Slow(Fake):
-        def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
-            now[0] += {"start": 10.0, "run": min(seconds, 200.0)}.get(do, 0.0)
-            if do == "run" and what["size"]["count"] == 1:
-                raise WorkerTimeout("late")
-            return super().ask(seconds, do, **what)
-
-    monkeypatch.setattr(runner, "WorkerProcess", Slow)
-    given = plan(run_seconds=150, prefill=None, batches=(1, 4), systems=("stock",), cases=("idle",))
-    found = runner.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
-    first, second = found.cases
-    assert (first.note or "").startswith("did not finish: the limit is 100 s a case")
-    assert (second.note or "").startswith("not tried: batch 1 did not finish") and now == [110.0]
-
-
-def test_a_new_engines_start_is_taken_from_what_a_run_may_take(monkeypatch: Any, tmp_path: Path) -> None:
-    now = [0.0]
-    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now[0])
-
-    class Ending(Fake):
-        def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
-            now[0] += {"start": 10.0, "run": min(seconds, 50.0)}.get(do, 0.0)
-            if do == "run":
-                raise WorkerExited("ended") if what["size"]["count"] == 1 else WorkerTimeout("late")
-            return super().ask(seconds, do, **what)
-
-    monkeypatch.setattr(runner, "WorkerProcess", Ending)
-    given = plan(run_seconds=90, prefill=None, batches=(1, 4), systems=("stock",), cases=("idle",))
-    found = runner.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
-    assert now == [90.0] and (found.cases[1].note or "").startswith("not measured, did not finish")
+    now, kind = clocked(monkeypatch, ask)
+    more: dict[str, Any] = dict(run_seconds=limit, prefill=None, batches=(1, 4), systems=("stock",), cases=("idle",))
+    found = run_fake(monkeypatch, tmp_path, kind=kind, **more)
+    for case, note in zip(found.cases, (first_note, second_note), strict=True):
+        assert (case.note or "").startswith(note)
+    assert now == [end]
 
 
 def test_steering_is_right_or_the_check_fails() -> None:
@@ -480,17 +371,10 @@ def test_engine_and_reference_draw_the_same_weights() -> None:
     assert not torch.equal(draw("a", (4, 4), device, torch.float32), draw("b", (4, 4), device, torch.float32))
 
 
-def test_wrong_rows_are_far() -> None:
-    truth = torch.randn(4, 3, 64)
-    assert reference.distance(truth, truth) < 1e-12
-    assert reference.distance(truth.roll(1, 0), truth) > 0.5
-    assert reference.distance(torch.full_like(truth, float("nan")), truth) == float("inf")
-
-
 def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(cli, "_can_draw", lambda: False)
     result([decode("stock", "idle", 4.0)]).save(tmp_path / "one.json")
     for asked in (["--model", "demo"], ["report", str(tmp_path / "one.json")]):
-        done = CliRunner().invoke(app, ["bench", *asked, "--chart", str(tmp_path / "c")], env={"COLUMNS": "400"})
+        done = CliRunner().invoke(app, ["bench", *asked, "--chart", str(tmp_path / "c")], env=WIDE)
         assert done.exit_code == 2 and "matplotlib is not installed" in done.output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one.json"]

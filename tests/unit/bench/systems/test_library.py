@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.bench.test_figures import plan
+from tests.unit.bench.fakes import plan
 from vllm_weir.bench.plan import BenchPlan
 from vllm_weir.bench.systems.interp_engine import LLM_DEFAULTS, InterpEngineSystem
 from vllm_weir.bench.systems.library import LibrarySystem
