@@ -23,8 +23,7 @@ from tests.support.machine import engine_processes, needs
 from vllm_weir import SteeringVector
 from vllm_weir.integrations.inspect_ai import server_body
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes)]
-SHARES_SERVER = True
+pytestmark = [pytest.mark.engine("server"), pytest.mark.timeout(900), needs(engine_processes)]
 INPUT = [ChatMessageUser(content=MESSAGES[0]["content"])]
 
 
@@ -53,10 +52,10 @@ def check(output, name: str, told: dict, offline: Path, key: str = "activations"
     assert bits(output.metadata[key]) == bits(weir.Activations.load(offline / f"{name}.safetensors"))
 
 
-@pytest.mark.parametrize("inline_bytes", [8 << 20, 0])
 @pytest.mark.parametrize("name", [name for name in cases() if name != "adapter"])
-def test_weirs_keys_give_the_bytes_of_the_offline_engine(model, told, offline_answers, name, inline_bytes):
-    output = ask(model, weir=cases()[name] | {"response": {"inline_bytes": inline_bytes}})
+def test_weirs_keys_give_the_bytes_of_the_offline_engine(model, told, offline_answers, name):
+    response = {"inline_bytes": 0 if name in ("capture", "steer") else 8 << 20}
+    output = ask(model, weir=cases()[name] | {"response": response})
     check(output, name, told, offline_answers, "scores" if name == "scores" else "activations")
     assert ("scores" in output.metadata) == (name == "scores")
 

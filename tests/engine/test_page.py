@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 from pathlib import Path
@@ -10,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import vllm_weir as weir
-from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
+from tests.engine.serving import API_KEY, SAE, post, rows_of
 from tests.support import machine
 from vllm_weir.schema.vectors import Vector
 
-pytestmark = [pytest.mark.engine, machine.needs(machine.chromium, machine.engine_processes)]
-CLOSE_OTHERS = True
+pytestmark = [
+    pytest.mark.engine("server"),
+    pytest.mark.timeout(900),
+    machine.needs(machine.chromium, machine.engine_processes),
+]
 LAYER = 2
 HAPPY = 100
 """The shipped autoencoder's feature of happy stories."""
@@ -26,29 +27,22 @@ SCREENSHOTS = os.environ.get("WEIR_SCREENSHOTS")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    log = tmp_path_factory.mktemp("page") / "server.log"
-    sae = ("--weir-sae", f"mood={weir.demo_sae()}")
-    with running(log, WEIR, *sae, env={"WEIR_ADMIN_KEY": ADMIN_KEY}, forked=True) as client:
-        mood = rows(client, "Tom was happy.", "-2:", tmp_path_factory) - rows(
-            client, "Tom was sad.", "-2:", tmp_path_factory
-        )
-        odd = np.random.default_rng(5).standard_normal(len(mood)).astype(np.float32)
-        for name, vector in (("happy", mood), ("odd", odd)):
-            body = {"vector": Vector.parse(vector, "vector").to_json()}
-            headers = {"X-Weir-Admin-Key": ADMIN_KEY}
-            client.put(f"/v1/vectors/{name}", json=body, headers=headers).raise_for_status()
-        yield client
+def server(weir_server, tmp_path_factory):
+    """The shared server with two vectors: a mood, and any other direction."""
+    http, folder = weir_server.http, tmp_path_factory.mktemp("page")
+    mood = rows(http, "Tom was happy.", "-2:", folder) - rows(http, "Tom was sad.", "-2:", folder)
+    odd = np.random.default_rng(5).standard_normal(len(mood)).astype(np.float32)
+    for name, vector in (("happy", mood), ("odd", odd)):
+        body = {"vector": Vector.parse(vector, "vector").to_json()}
+        weir_server.admin("PUT", f"/v1/vectors/{name}", json=body).raise_for_status()
+    return http
 
 
-def rows(client, text: str, positions: str, tmp_path_factory) -> np.ndarray:
+def rows(client, text: str, positions: str, folder: Path) -> np.ndarray:
     """[d_model]: the mean of a text's rows after block LAYER."""
     capture = [{"hook": "resid_post", "layers": [LAYER], "positions": positions, "reduce": "mean"}]
-    body = {"model": "demo", "prompt": text, "max_tokens": 1, "weir": {"v": 1, "capture": capture}}
-    answer = client.post("/v1/completions", json=body).raise_for_status().json()
-    path = tmp_path_factory.mktemp("rows") / "rows.safetensors"
-    path.write_bytes(base64.b64decode(answer["choices"][0]["weir"]["activations"]["b64"]))
-    return weir.Activations.load(path)["resid_post", LAYER][0].numpy().copy()
+    (choice,) = post(client, prompt=text, max_tokens=1, weir={"v": 1, "capture": capture})["choices"]
+    return rows_of(client, choice, folder)["resid_post", LAYER][0].numpy().copy()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +65,7 @@ def page(browser, server):
     page.dispatch_event("#key", "change")
     page.wait_for_selector("#model:has-text('demo,')")
     page.wait_for_selector("#probe option[value=happy]", state="attached")
-    page.wait_for_selector("#sae option[value=mood]", state="attached")
+    page.wait_for_selector(f"#sae option[value={SAE}]", state="attached")
     yield page
     assert not problems
     page.close()
@@ -188,10 +182,8 @@ def test_a_click_shows_heads_and_neurons(page, server, tmp_path):
     ids = answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]
     capture = [{"hook": hook, "layers": [LAYER], "positions": [len(ids) - 1]} for hook in ("pattern", "mlp_post")]
     body = {"model": "demo", "prompt": ids, "max_tokens": 1, "weir": {"v": 1, "capture": capture}}
-    found = server.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["weir"]["activations"]
-    path = tmp_path / "rows.safetensors"
-    path.write_bytes(base64.b64decode(found["b64"]))
-    acts = weir.Activations.load(path)
+    (choice,) = server.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+    acts = rows_of(server, choice, tmp_path)
     pattern, neurons = acts["pattern", LAYER][0].float(), acts["mlp_post", LAYER][0].float()
     assert len(cells) == pattern.numel() and pattern.shape[1] == len(ids)
     # The two requests may share cached tokens, so they round apart.
@@ -305,7 +297,7 @@ def test_features_that_there_are_not(page, server):
     assert page.input_value("#text") == TEXT
 
 
-def test_a_vector_from_two_texts(page, server, tmp_path_factory):
+def test_a_vector_from_two_texts(page, server, tmp_path):
     page.fill("#new-name", "dogs")
     page.fill("#new-plus", "a dog and a dog")
     page.fill("#new-minus", "the cat on the hill")
@@ -315,8 +307,8 @@ def test_a_vector_from_two_texts(page, server, tmp_path_factory):
     assert page.inner_text("#error") == ""
     assert page.input_value("#probe") == "dogs"
     tokens = say(page, TEXT)
-    apart = rows(server, "a dog and a dog", "prompt", tmp_path_factory)
-    apart -= rows(server, "the cat on the hill", "prompt", tmp_path_factory)
+    apart = rows(server, "a dog and a dog", "prompt", tmp_path)
+    apart -= rows(server, "the cat on the hill", "prompt", tmp_path)
     vector = Vector.parse(apart / np.linalg.norm(apart), "vector").to_json()
     capture = {"hook": "resid_post", "layers": [int(page.input_value("#probe-layer"))], "positions": "sampled"}
     choice = asked(server, user(TEXT), capture=[capture | {"project": vector}])

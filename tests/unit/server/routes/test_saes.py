@@ -7,38 +7,18 @@ import functools
 import json
 
 import pytest
-import torch
 from fastapi.testclient import TestClient
 
 import vllm_weir as weir
 from tests.support.sae_reference import weights
-from tests.unit.admin_app import KEY, D, app_of, serving
+from tests.unit.admin_app import ADMIN, D, Workers, app_of, serving
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.schema.instructions import FEATURE
 from vllm_weir.server import saes
 from vllm_weir.server.errors import StateNotSaved
-from vllm_weir.worker.saes import WorkerSAEs
 
-ADMIN = {"X-Weir-Admin-Key": KEY}
 FEATURES = 12
-
-
-class Workers:
-    """An engine client with two workers, each with room for two autoencoders."""
-
-    def __init__(self, limit):
-        self.workers = [WorkerSAEs(torch.device("cpu"), limit) for _ in range(2)]
-        self.calls = []
-
-    async def collective_rpc(self, method, args=()):
-        self.calls.append(method)
-        name = method.removeprefix("weir_").removesuffix("_sae")
-        return [getattr(worker, name)(*args) for worker in self.workers]
-
-    @property
-    def loaded(self):
-        return [len(worker) for worker in self.workers]
 
 
 def make(path, seed=0, architecture="jumprelu", site=("resid_post", 1), d_in=D, **options):
@@ -273,13 +253,6 @@ def test_a_state_that_cannot_be_saved_leaves_nothing_on_the_workers(pair, tmp_pa
     assert workers.loaded == [0, 0] and not list(servers[0].directory.path.glob("saes/*"))
     monkeypatch.setattr(servers[0].names, "_publish", publish)
     assert one.put("/v1/saes/a", json={"path": str(tmp_path / "one")}).status_code == 200
-
-
-def test_it_takes_the_admin_key(pair, tmp_path):
-    (one, _), _, workers = pair
-    for method, more in (("PUT", {"json": {"path": str(tmp_path / "one")}}), ("DELETE", {})):
-        assert one.request(method, "/v1/saes/a", headers={"X-Weir-Admin-Key": "wrong"}, **more).status_code == 403
-    assert workers.calls == [] and one.get("/v1/saes", headers={"X-Weir-Admin-Key": ""}).status_code == 200
 
 
 def test_options_are_loaded_once_by_however_many_processes(pair, sae, tmp_path):
