@@ -164,30 +164,22 @@ def test_rows_that_are_marked(weir_server, client, offline):
             own.mark(done.id)
 
 
-def test_several_prompts_and_n(client, tmp_path):
-    asked = dict(prompt=PROMPTS, n=2, temperature=1.0, seed=3, return_token_ids=True, weir=ASKED)
-    got, streamed = post(client, **asked)["choices"], events(client, **asked)
-    assert [c["index"] for c in got] == list(range(6))
-    for choice in got:
-        ids = choice["prompt_token_ids"] + choice["token_ids"]
+@pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, PROMPTS), (CHAT, PROMPTS[0])], ids=["prompts", "chat"])
+def test_several_prompts_and_n(client, tmp_path, path, prompt):
+    """Each choice has its own rows, in the last event of its stream."""
+    asked = dict(path=path, prompt=prompt, n=2, temperature=1.0, seed=3, return_token_ids=True, weir=ASKED)
+    got, streamed = post(client, **asked), events(client, **asked)
+    assert [c["index"] for c in got["choices"]] == list(range(2 if path == CHAT else 6))
+    assert got["usage"]["completion_tokens"] == G * len(got["choices"])
+    for choice in got["choices"]:
+        ids = (choice if path == COMPLETIONS else got)["prompt_token_ids"] + choice["token_ids"]
         assert choice["weir"]["receipt"]["captured"]["resid_post.0"] == len(ids) - 1
         parts = choices(streamed, choice["index"])
-        assert parts[0]["prompt_token_ids"] + [t for c in parts for t in c["token_ids"]] == ids
-        for one in (choice, parts[-1]):
-            assert rows_of(client, one, tmp_path).token_ids_of("resid_post", 3).tolist() == ids[:-1]
-
-
-def test_chat(client, tmp_path):
-    asked = dict(path=CHAT, n=2, temperature=1.0, seed=1, weir=ASKED)
-    got, chunks = post(client, **asked), events(client, **asked)
-    prompt, generated = got["usage"]["prompt_tokens"], got["usage"]["completion_tokens"]
-    assert generated == 2 * G
-    for choice in got["choices"]:
-        parts = choices(chunks, choice["index"])
+        assert [t for c in parts for t in c.get("token_ids") or ()] == choice["token_ids"]
         assert ["weir" in c for c in parts] == [False] * (len(parts) - 1) + [True]
         assert parts[-1]["finish_reason"] == "length"
         for one in (choice, parts[-1]):
-            assert rows_of(client, one, tmp_path).count(("resid_post", 0)) == prompt + G - 1
+            assert rows_of(client, one, tmp_path).token_ids_of("resid_post", 3).tolist() == ids[:-1]
 
 
 def test_scores(client, offline):

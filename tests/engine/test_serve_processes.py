@@ -55,7 +55,7 @@ def fresh(client):
 @pytest.mark.thorough
 def test_two_processes_share_results_and_serve_loras(tmp_path, lora, folder):
     log = tmp_path / "log"
-    env = {"WEIR_SERVE_DIRECTORY": str(tmp_path), "VLLM_LOGGING_LEVEL": "INFO"}
+    env = {"WEIR_SERVE_DIRECTORY": str(tmp_path), "VLLM_LOGGING_LEVEL": "INFO"} | forking()
     more = ["--api-server-count", "2", *LORA, "--lora-modules", f"tiny={lora}"]
     with running(log, WEIR, *more, env=env) as client:
         assert len(list(tmp_path.glob("weir-serve-*"))) == 1
@@ -80,8 +80,8 @@ def test_two_processes_share_results_and_serve_loras(tmp_path, lora, folder):
 
 
 def test_plain_vllm_honours_keys_and_says_what_it_lacks(tmp_path, lora, folder):
-    env = {"WEIR_SERVE_INLINE_BYTES": "20000", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} | forking()
-    with running(tmp_path / "log", PLAIN, *LORA, env=env) as client:
+    env = {"WEIR_SERVE_INLINE_BYTES": "20000", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with running(tmp_path / "log", PLAIN, *LORA, env=env, forked=True) as client:
         assert client.get("/v1/weir/info").status_code == 404
         (small,) = post(client, weir=BY_REFERENCE)["choices"]
         assert len(rows_of(client, small, folder)[SITE]) == small["weir"]["receipt"]["captured"]["resid_post.2"]

@@ -299,7 +299,6 @@ def test_a_server_is_bounded(tmp_path):
         many = {"b64": base64.b64encode(bytes(4 * D * 90)).decode(), "dtype": "float32", "shape": [90, D]}
         assert client.put("/v1/vectors/a", json=many).status_code == 200
         refused(client.put("/v1/vectors/a", content=b" " * 4097, headers={"Content-Type": JSON}), 413)
-        refused(client.put("/v1/vectors/a", content=(b" " * 1000 for _ in range(5))), 413)
     with serving(tmp_path, 1, vector_bytes=1024) as (server,):
         client = TestClient(app_of(server), headers=ADMIN)
         refused(client.put("/v1/vectors/a", json=many), 400, "name")

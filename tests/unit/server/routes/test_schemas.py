@@ -49,7 +49,7 @@ def test_answers_are_as_declared(routes, mode):
         operation = found.ok()
         calls = []
 
-        @examples(settings().max_examples // 3, *HealthCheck)
+        @examples(settings().max_examples // 5, *HealthCheck)
         @given(case=operation.as_strategy(generation_mode=mode), headers=st.sampled_from(HEADERS))
         def answered(case, headers):
             response = case.call(headers=headers)
