@@ -115,7 +115,7 @@ def main(out: Path) -> None:
     from tests.support.engines import close_all, get_llm
 
     arguments = dict(block_size=32, enable_lora=True, max_lora_rank=8)
-    llm = get_llm(weir.demo_model(), in_process=False, **arguments)
+    llm = get_llm(weir.demo_model(), **arguments)
     adapter = LoRARequest(ADAPTER, 1, str(out / "adapter"))
     told = {}
 

@@ -22,6 +22,8 @@ LAYER = 2
 HAPPY = 100
 """The shipped autoencoder's feature of happy stories."""
 TEXT = "Tell me a story about a dog."
+APART = 1e-4
+"""How far scores of two requests may be apart, of the largest: they may share cached tokens, and then round apart."""
 SCREENSHOTS = os.environ.get("WEIR_SCREENSHOTS")
 """Where the pictures for the docs go; without it they are made in the test's own directory."""
 
@@ -58,6 +60,7 @@ def browser():
 @pytest.fixture
 def page(browser, server):
     page = browser.new_page(viewport={"width": 1180, "height": 760}, color_scheme="light")
+    page.set_default_timeout(240_000)
     problems: list[str] = []
     page.on("pageerror", lambda e: problems.append(str(e)))
     page.goto(f"{str(server.base_url).rstrip('/')}/weir")
@@ -75,7 +78,7 @@ def say(page, text: str, nth: int = 1) -> list[dict]:
     """Send a message; the reply's tokens, once it is there in whole."""
     page.fill("#text", text)
     page.press("#text", "Enter")
-    page.wait_for_selector(f".note >> nth={nth - 1}", timeout=60_000)
+    page.wait_for_selector(f".note >> nth={nth - 1}")
     return page.eval_on_selector_all(
         "#messages li:last-child .token",
         "spans => spans.map(s => ({text: s.textContent, score: Number(s.dataset.score)}))",
@@ -112,7 +115,7 @@ def test_tokens_have_the_colour_of_their_score(page, server, tmp_path):
     expected, choice = scores_of(server)
     assert "".join(t["text"] for t in tokens) == choice["message"]["content"]
     got = np.array([t["score"] for t in tokens])
-    assert np.abs(got - expected[:, LAYER]).max() <= 1e-5 * np.abs(expected).max()
+    assert np.abs(got - expected[:, LAYER]).max() <= APART * np.abs(expected).max()
     assert painted(page, expected[:, LAYER])
     assert not painted(page, expected[:, 0])
     picture(page, "page", tmp_path)
@@ -158,7 +161,7 @@ def test_a_click_shows_blocks_by_tokens(page, server, tmp_path):
     shown = min(len(tokens), 3 + 17)
     assert len(cells) == shown * expected.shape[1]
     for token, layer, score in cells:
-        assert abs(score - expected[token, layer]) <= 1e-5 * np.abs(expected).max()
+        assert abs(score - expected[token, layer]) <= APART * np.abs(expected).max()
     assert page.inner_text("#map-title") == "Scores of odd by block and token"
     picture(page, "page_heat_map", tmp_path)
 
@@ -315,7 +318,7 @@ def test_a_vector_from_two_texts(page, server, tmp_path):
     ((_, expected),) = choice["weir"]["scores"]["sites"].items()
     expected = np.array(expected)[:, 0]
     got = np.array([t["score"] for t in tokens])
-    assert np.abs(got - expected).max() <= 1e-4 * np.abs(expected).max()
+    assert np.abs(got - expected).max() <= APART * np.abs(expected).max()
 
 
 def test_a_new_chat_ends_the_reply_that_is_under_way(page):

@@ -25,6 +25,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.thorough, pytest.mark.timeout(1200
 CLOSE_OTHERS = True
 
 LAYER, G, BOUND = 3, 4, 1e-5
+CLOSE = 1e-3
+"""How far logprobs of the same request may be apart, which are differences of logits ten times their size; what is
+steered here differs by a hundred times as much."""
 V = np.random.default_rng(0).normal(size=D).astype(np.float32)
 PROMPT = PROMPTS[0]
 CAPTURE = {"hook": "resid_post", "layers": [LAYER], "positions": "all"}
@@ -157,7 +160,7 @@ def test_steering_of_every_request(server, tmp_path):
         found = server.complete()
         assert "weir" not in found and found["text"] == wanted["text"]
         ours, theirs = (c["logprobs"]["token_logprobs"] for c in (found, wanted))
-        assert np.abs(np.array(ours) - theirs).max() < 1e-4
+        assert np.abs(np.array(ours) - theirs).max() < CLOSE
     assert np.abs(server.rows(tmp_path)[0] - rows[0] - 1.5 * V).max() < BOUND * np.abs(rows).max()
     active = server.done("GET", "/v1/steering")["active_layers"]
     assert active[str(LAYER)]["resid_post"]["norm"] == pytest.approx(1.5 * np.linalg.norm(V), rel=1e-5)
@@ -165,7 +168,7 @@ def test_steering_of_every_request(server, tmp_path):
     server.done("POST", "/v1/steering/clear")
     for _ in range(4):
         found = server.complete()["logprobs"]["token_logprobs"]
-        assert np.abs(np.array(found) - plain["logprobs"]["token_logprobs"]).max() < 1e-4
+        assert np.abs(np.array(found) - plain["logprobs"]["token_logprobs"]).max() < CLOSE
 
 
 def test_a_mark_finds_its_rows_in_whichever_process_they_are(server):
@@ -209,7 +212,8 @@ def test_named_probes_score_on_both_engines(server):
     def off(k: float) -> float:
         found = server.complete({"probes": ["mood"], "capture": [products]})["weir"]["scores"]
         assert found["mood"]["positions"] == found["positions"] and len(found["positions"]) > G
-        return np.abs(np.array(found["mood"]["values"]) - k * np.array(found["sites"][name]) - 0.5).max()
+        wanted = k * np.array(found["sites"][name])
+        return np.abs(np.array(found["mood"]["values"]) - wanted - 0.5).max() / np.abs(wanted).max()
 
     for k in (1.0, -2.0, 3.0):
         fields = {"kind": "linear", "weight": (k * weight).tolist(), "bias": 0.5, "layer": LAYER}

@@ -46,7 +46,7 @@ def run(tmp_path, script: str):
     (tmp_path / "package.json").write_text('{"type": "module"}')
     (tmp_path / "test.js").write_text(DOCUMENT + script)
     done = subprocess.run(
-        [machine.node_program(), "test.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [machine.node_program(), "test.js"], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -224,7 +224,7 @@ def test_what_a_killed_server_left_is_removed(tmp_path):
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     for key in (11, 12):
-        subprocess.run([sys.executable, "-c", code.replace("KEY", str(key))], check=False, timeout=60)
+        subprocess.run([sys.executable, "-c", code.replace("KEY", str(key))], check=False, timeout=600)
     assert [p.name[-2:] for p in tmp_path.iterdir()] == ["12"], "the second one has removed the first"
     assert (next(tmp_path.iterdir()) / "spool" / "old").exists()
     home = SharedDirectory(12, str(tmp_path))  # the same number again: nothing of the other server is in it
