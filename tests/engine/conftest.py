@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
+from tests.engine.serving import Server, SharedServer
 from tests.support.engines import close_all
 from tests.support.named import named_llm
 from tests.support.zygote import ROOT, zygote
-
-
-class Served(NamedTuple):
-    """A running server."""
-
-    url: str
-    model: str
-    api_key: str
-    admin_key: str
 
 
 @pytest.fixture(scope="session")
@@ -45,20 +37,20 @@ def close_engines():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_engine_left_over(request: pytest.FixtureRequest, shared_server: ExitStack):
-    """A file that starts processes of its own asks for memory back first."""
+def no_engine_left_over(request: pytest.FixtureRequest, shared_server: SharedServer):
+    """A file that starts processes of its own asks for memory back first; the shared server lives in its group."""
     if getattr(request.module, "CLOSE_OTHERS", False):
         close_all()
-    if not getattr(request.module, "SHARES_SERVER", False):
+    if not any("server" in mark.args for mark in request.node.iter_markers("engine")):
         shared_server.close()
     yield
 
 
 @pytest.fixture(scope="session")
-def shared_server() -> Iterator[ExitStack]:
-    """Holds the server of the files with SHARES_SERVER, which stand together; others find it gone."""
-    with ExitStack() as stack:
-        yield stack
+def shared_server() -> Iterator[SharedServer]:
+    server = SharedServer()
+    with contextlib.closing(server):
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -74,14 +66,10 @@ def offline_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-@pytest.fixture(scope="session")
-def weir_server(offline_answers: Path, shared_server: ExitStack, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """`weir serve` of the shipped model in float32; it can load adapters. For files with SHARES_SERVER."""
-    from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
-
+@pytest.fixture(scope="module")
+def weir_server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The shared server, for files marked `engine("server")`; a file finds it as it was at the start."""
     close_all()
-    log = tmp_path_factory.mktemp("server") / "log"
-    more = ("--weir-admin-key", ADMIN_KEY, "--enable-lora", "--max-lora-rank", "8")
-    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    http = shared_server.enter_context(running(log, WEIR, *more, env=env, forked=True))
-    return Served(str(http.base_url).rstrip("/"), "demo", API_KEY, ADMIN_KEY)
+    server = shared_server.get(tmp_path_factory.mktemp("server"))
+    yield server
+    server.restore()

@@ -10,12 +10,18 @@ from typing import Any
 import torch
 
 import vllm_weir as weir
+from tests.support.sae_reference import weights
 
 D = 256
 MAX_TOKENS = 6
 ADAPTER = "tiny"
 # Shorter than a block of the KV cache with all that is generated: every way then computes the same steps.
 MESSAGES = [{"role": "user", "content": "Tom went to the garden. Tom was happy."}]
+PROMPTS = ["Anna walked to the harbor in the morning .", "Tom was sad", "The lesson"]
+CAPTURE = [
+    {"hook": "resid_post", "layers": [0, 3], "positions": "all"},
+    {"hook": "mlp_out", "layers": [2], "positions": "prompt"},
+]
 
 
 def vector(seed: int, n: int = 1) -> torch.Tensor:
@@ -60,6 +66,21 @@ def cases() -> dict[str, dict[str, Any]]:
     }
 
 
+def prompt_cases() -> dict[str, dict[str, Any]]:
+    """name -> capture and interventions of what is asked of each of `PROMPTS`; saved as NAME-0, NAME-1, ..."""
+    projection = {"hook": "resid_post", "layers": [1, 4], "positions": "all", "project": vector(1, 3).tolist()}
+    return {
+        "rows": dict(capture=CAPTURE),
+        "steered": dict(capture=CAPTURE, interventions=[weir.Add([0.5] * D, 3, scale=2.0)]),
+        "projected": dict(capture=[projection]),
+    }
+
+
+def other_sae() -> weir.SAE:
+    """A TopK autoencoder of another block than the shipped one's."""
+    return weir.SAE.from_tensors("topk", ("resid_post", 1), k=7, **weights("topk", 3, D, 64))
+
+
 LENS = dict(output_residual_stream=[1, 3])
 
 
@@ -94,12 +115,15 @@ def main(out: Path) -> None:
     from tests.support.engines import close_all, get_llm
 
     arguments = dict(block_size=32, enable_lora=True, max_lora_rank=8)
-    llm = get_llm(weir.demo_model(), in_process=False, **arguments)
+    llm = get_llm(weir.demo_model(), **arguments)
     adapter = LoRARequest(ADAPTER, 1, str(out / "adapter"))
     told = {}
 
-    def run(name: str, params: Any, adapted: bool = False) -> None:
-        (found,) = llm.chat(MESSAGES, params, lora_request=adapter if adapted else None, use_tqdm=False)
+    def run(name: str, params: Any, adapted: bool = False, prompt: str | None = None) -> None:
+        if prompt is not None:
+            (found,) = llm.generate([prompt], params, use_tqdm=False)
+        else:
+            (found,) = llm.chat(MESSAGES, params, lora_request=adapter if adapted else None, use_tqdm=False)
         if found.activations.sites:
             found.activations.save(out / f"{name}.safetensors")
         told[name] = {
@@ -115,6 +139,10 @@ def main(out: Path) -> None:
     for name, case in cases().items():
         weir_objects = {k: v for k, v in case.items() if k != "model"}
         run(name, weir.params(plain, **weir_objects), "model" in case)
+    forced = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
+    for name, case in prompt_cases().items():
+        for k, prompt in enumerate(PROMPTS):
+            run(f"{name}-{k}", weir.params(forced, **case), prompt=prompt)
     lens = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, extra_args=LENS)
     run("lens", lens)
     both = weir.params(plain, capture=weir.Capture(layers=[2, 3]))

@@ -10,8 +10,8 @@ WHY = "a test says so"
 
 
 class Held:
-    """Answers PATH: views and requests of this API-server process, what its workers hold, results kept; without a run
-    of the garbage collector. FAIL: the next request will have failed."""
+    """Answers PATH: views and requests of this API-server process, what its workers hold for requests, results kept;
+    without a run of the garbage collector. FAIL: the next request will have failed."""
 
     def __init__(self, app):
         self.app = app
@@ -31,7 +31,7 @@ class Held:
             {
                 "store": len(server.frontend.store),
                 "requests": len(engine.output_processor.request_states),
-                "workers": sum(n for held in usage for n in held.values()),
+                "workers": sum(n for held in usage for what, n in held.items() if what != "sae_bytes"),
                 "spool": len(server.spool),
             }
         )(scope, receive, send)

@@ -1,23 +1,31 @@
-"""A server of the shipped model for tests, in a process of its own."""
+"""Servers of the shipped model for tests, in processes of their own, and requests to them."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 import vllm_weir as weir
+from tests.engine.serve_cases import PROMPTS, D, other_sae
+from tests.engine.serve_probe import PATH as HELD
+from tests.engine.serve_probe import WHY
 from tests.support.measure import eventually
 from tests.support.ports import free_port
 from tests.support.zygote import ROOT, Child, zygote
 
 API_KEY, ADMIN_KEY = "read-me", "change-me"
+ADMIN = {"X-Weir-Admin-Key": ADMIN_KEY}
 ARGS = [
     *("--served-model-name", "demo", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"),
     *("--block-size", "32", "--seed", "0", "--kv-cache-memory-bytes", "67108864"),
@@ -25,6 +33,11 @@ ARGS = [
 ]
 WEIR = [sys.executable, "-m", "vllm_weir.cli.main", "serve"]
 PLAIN = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+LORA = ["--enable-lora", "--max-lora-rank", "8"]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PATHS = [COMPLETIONS, CHAT]
+SAE = "mood"
+"""The name of the shipped autoencoder on the shared server."""
 
 
 @contextlib.contextmanager
@@ -76,3 +89,155 @@ def _answers(client: httpx.Client, process: subprocess.Popen | Child, log: Path)
     with contextlib.suppress(httpx.TransportError):
         return client.get("/health").status_code == 200
     return False
+
+
+class Server:
+    """The server that most files share.
+
+    Attributes:
+        http: a client with the API key.
+        folder: where it keeps results and writes what requests archive.
+        left: how many results by reference tests have left to expire.
+    """
+
+    model, api_key, admin_key = "demo", API_KEY, ADMIN_KEY
+
+    def __init__(self, http: httpx.Client, folder: Path) -> None:
+        self.http, self.folder, self.left, self._logged = http, folder, 0, 0
+        self.url = str(http.base_url).rstrip("/")
+        self._begin = self.state()
+
+    def client(self, cls: Any = weir.Client, **options: Any) -> Any:
+        return cls(self.url, self.api_key, self.admin_key, **options)
+
+    def admin(self, method: str, path: str, **more: Any) -> httpx.Response:
+        return self.http.request(method, path, headers=ADMIN, **more)
+
+    def held(self) -> dict[str, int]:
+        return self.http.get(HELD).raise_for_status().json()
+
+    def check_nothing_held(self) -> None:
+        """Nothing of any request is left but the results that are known to be."""
+        eventually(self.held, {"store": 0, "requests": 0, "workers": 0, "spool": self.left}, 10)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels."""
+        families = text_string_to_metric_families(self.http.get("/metrics").raise_for_status().text)
+        samples = (s for family in families for s in family.samples if s.name == name)
+        return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+    def state(self) -> dict[str, list[str]]:
+        """What every request may use by name, or undergoes."""
+
+        def read(path: str) -> Any:
+            return self.http.get(f"/v1/{path}").raise_for_status().json()
+
+        return {
+            **{kind: [one["name"] for one in read(kind)[kind]] for kind in ("vectors", "probes", "saes")},
+            "modules": read("steering/modules")["modules"],
+            "steering": read("steering")["interventions"],
+            "adapters": [one["id"] for one in read("models")["data"] if one.get("parent")],
+        }
+
+    def restore(self) -> None:
+        """Have it as it was at the start; nothing of any request is left."""
+        self.left = self.held()["spool"]
+        self.check_nothing_held()
+        self.admin("POST", "/v1/steering/clear").raise_for_status()
+        found = self.state()
+        for name in found["modules"]:
+            self.admin("POST", "/v1/steering/modules/unregister", json={"name": name})
+        for kind in ("probes", "vectors", "saes"):
+            for name in set(found[kind]) - set(self._begin[kind]):
+                self.admin("DELETE", f"/v1/{kind}/{name}").raise_for_status()
+        for name in found["adapters"]:
+            self.admin("POST", "/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
+        assert self.state() == self._begin
+        told = (self.folder / "log").read_text()[self._logged :]
+        self._logged += len(told)
+        # vLLM logs the streams that a test has failed, and the adapters that it could not load.
+        assert told.count("Traceback") == told.count(WHY) or "No adapter found" in told, told[-4000:]
+
+
+class SharedServer:
+    """Starts the server that most files share when it is first asked for; it can be closed in between."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._server: Server | None = None
+
+    def get(self, folder: Path) -> Server:
+        """Return the server, which works in `folder` if it has to be started."""
+        if self._server is None:
+            self._server = self._stack.enter_context(_shared(folder))
+        return self._server
+
+    def close(self) -> None:
+        self._server = None
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def _shared(folder: Path) -> Iterator[Server]:
+    """A server with adapters, an admin key, a sink, small limits, and room for two autoencoders."""
+    room = weir.SAE.load(weir.demo_sae()).nbytes + other_sae().nbytes
+    limits = {"BODY_BYTES": 4 << 20, "ROWS": 5000, "DIRECTORY": folder}
+    env = {f"WEIR_SERVE_{name}": str(value) for name, value in limits.items()}
+    env |= {"WEIR_SAE_BYTES": str(room), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    sinks = {"archive": {"filesystem": {"url": str(folder / "archive")}}}
+    more = [*LORA, "--weir-admin-key", ADMIN_KEY, "--weir-sae", f"{SAE}={weir.demo_sae()}"]
+    more += ["--middleware", "tests.engine.serve_probe.Held"]
+    more += ["--additional-config", json.dumps({"weir": {"sinks": sinks}})]
+    with running(folder / "log", WEIR, *more, env=env, forked=True) as http:
+        yield Server(http, folder)
+    assert not list(folder.glob("weir-serve-*")), "the server leaves its directory behind"
+    assert ADMIN_KEY not in (folder / "log").read_text()
+
+
+def body(path: str = COMPLETIONS, prompt: Any = PROMPTS[0], **more: Any) -> dict[str, Any]:
+    """The fields of a request: greedy, and of a length that is known."""
+    asked = {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
+    return {"model": "demo", "max_tokens": 6, "temperature": 0, "ignore_eos": True} | asked | more
+
+
+def post(client: httpx.Client, path: str = COMPLETIONS, code: int = 200, **more: Any) -> Any:
+    # httpx's own JSON has no escapes, so no half of a surrogate pair.
+    content, headers = json.dumps(body(path, **more)), {"Content-Type": "application/json"}
+    answer = client.post(path, content=content, headers=headers)
+    assert answer.status_code == code, answer.text[:2000]
+    return answer.json()
+
+
+def events(client: httpx.Client, path: str = COMPLETIONS, **more: Any) -> list[dict]:
+    """What comes of a stream."""
+    with client.stream("POST", path, json=body(path, stream=True, **more)) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines), lines
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def choices(chunks: Sequence[dict], index: int = 0) -> list[dict]:
+    """What comes of a stream for one choice."""
+    return [c for chunk in chunks for c in chunk.get("choices", ()) if c["index"] == index]
+
+
+def rows_of(client: httpx.Client, choice: dict, folder: Path) -> weir.Activations:
+    """The rows of a choice, inline or fetched and freed; they are mapped from a file in `folder`."""
+    told = choice["weir"]["activations"]
+    if "b64" in told:
+        data = base64.b64decode(told["b64"])
+        assert len(data) == told["bytes"]
+    else:
+        data = client.get(told["url"]).raise_for_status().content
+        assert told["bytes"] <= len(data) and 0 < told["expires_in"] <= 600
+        assert client.delete(told["url"]).status_code == 204
+    path = folder / f"rows-{len(list(folder.iterdir()))}.safetensors"
+    path.write_bytes(data)
+    found = weir.Activations.load(path)
+    assert [f"{s.hook}.{s.layer}" for s in found.sites] == told["sites"] and told["format"] == "safetensors"
+    return found
+
+
+def add(layer: int = 3, **more: Any) -> dict[str, Any]:
+    """An intervention in wire form that changes what is generated."""
+    return {"op": "add", "vector": [0.5] * D, "layers": [layer], "scale": 2.0} | more

@@ -68,6 +68,7 @@ def test_one_graph_serves_every_block_and_a_second_start_loads_it(root, cache):
     check_steering(llm, SteeredOracle(directory(root)))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("own_backend")
 def test_what_was_compiled_with_other_taps_is_not_loaded(root, cache, monkeypatch):
     truth = oracle(directory(root))

@@ -20,18 +20,13 @@ from vllm_weir.client.payload import Asked, weir_object
 from vllm_weir.client.response_fields import activations_of
 from vllm_weir.client.results import Choice
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes)]
-SHARES_SERVER = True
+pytestmark = [pytest.mark.engine("server"), pytest.mark.timeout(900), needs(engine_processes)]
 SAME = dict(max_tokens=MAX_TOKENS, temperature=0)
-
-
-def connect(server, cls=weir.Client, **options):
-    return cls(server.url, server.api_key, server.admin_key, **options)
 
 
 @pytest.fixture(scope="module")
 def client(weir_server, offline_answers):
-    with connect(weir_server) as made:
+    with weir_server.client() as made:
         made.load_adapter(ADAPTER, offline_answers / "adapter")
         yield made
 
@@ -57,15 +52,15 @@ def check(choice: Choice, prompt_token_ids: list[int] | None, name: str, offline
 @pytest.mark.parametrize("name", list(cases()))
 def test_every_way_gives_the_bytes_that_the_offline_engine_gives(client, weir_server, offline_answers, tmp_path, name):
     case = cases()[name]
-    inline, fetched = (client.chat(MESSAGES, **SAME, **case, inline_bytes=n) for n in (8 << 20, 0))
+    inline = client.chat(MESSAGES, **SAME, **case, inline_bytes=8 << 20)
     kept = client.chat(MESSAGES, **SAME, **case, inline_bytes=0, save_to=tmp_path)
     *_, last = client.stream(MESSAGES, **SAME, **case)
-    for out in (inline, fetched, kept, last.result):
+    for out in (inline, kept, last.result):
         check(out.choices[0], out.prompt_token_ids, name, offline_answers)
     assert name == "scores" or kept.choices[0].path.parent == tmp_path
 
     async def both():
-        async with connect(weir_server, weir.AsyncClient) as other:
+        async with weir_server.client(weir.AsyncClient) as other:
             one = await other.chat(MESSAGES, **SAME, **case, inline_bytes=0)
             many = [chunk async for chunk in other.stream(MESSAGES, **SAME, **case)]
             return one, many[-1].result
@@ -158,7 +153,7 @@ class _Cut(httpx.SyncByteStream):
 
 def test_a_download_goes_on_after_the_line_was_cut(client, weir_server, offline_answers):
     transport = Cutting(after=20_000, times=3)
-    with connect(weir_server, transport=transport) as cut:
+    with weir_server.client(transport=transport) as cut:
         out = cut.chat(MESSAGES, **SAME, **cases()["capture"], inline_bytes=0)
     check(out.choices[0], out.prompt_token_ids, "capture", offline_answers)
     assert transport.asked == [None, "bytes=20000-", "bytes=40000-", "bytes=60000-"]
@@ -166,24 +161,19 @@ def test_a_download_goes_on_after_the_line_was_cut(client, weir_server, offline_
 
 def test_results_are_freed_when_they_are_fetched(weir_server):
     seen = []
-    with connect(weir_server) as client:
+    with weir_server.client() as client:
         client._http.event_hooks["request"] = [lambda request: seen.append((request.method, request.url.path))]
         client.generate("Tom", max_tokens=2, capture=weir.Capture(), inline_bytes=0)
     places = [path for method, path in seen if method == "DELETE"]
     assert len(places) == 1 and places[0].startswith("/v1/activations/")
-    headers = {"Authorization": f"Bearer {weir_server.api_key}"}
-    assert httpx.get(weir_server.url + places[0], headers=headers).status_code == 404
+    assert weir_server.http.get(places[0]).status_code == 404
 
 
 def test_the_servers_refusals_are_typed_and_name_the_field(client, weir_server):
     for wrong, field in (
         (dict(capture=weir.Capture(layers=99)), "capture[0].layers"),
-        (dict(interventions=weir.Add([1.0], layers=1)), "interventions[0].vector"),
-        (dict(interventions=weir.Add("nobody", layers=1)), "interventions[0].vector"),
         (dict(interventions=weir.Add("deep", per_layer=True)), "interventions[0].vector"),
         (dict(interventions=weir.Add(vector(3, 7), layers=1, positions="prompt")), "interventions[0].positions"),
-        (dict(interventions={"op": "add", "vector": vector(3, 2).tolist()}), "interventions[0].positions"),
-        (dict(capture=weir.Capture(sink={"filesystem": {"url": "/tmp/x"}})), "capture[0].sink"),
     ):
         for ask in (client.generate, lambda *a, **k: list(client.stream(*a, **k))):
             with pytest.raises(weir.WeirError) as e:
@@ -195,9 +185,3 @@ def test_the_servers_refusals_are_typed_and_name_the_field(client, weir_server):
         stranger.generate("Tom", model="demo")
     with weir.Client("http://127.0.0.1:9", retries=0) as nobody, pytest.raises(weir.ServerError, match="ConnectError"):
         nobody.info()
-
-
-def test_info(client):
-    info = client.info()
-    assert (info["num_layers"], info["d_model"], info["dtype"]) == (6, 256, "float32")
-    assert {s["hook"] for s in info["sites"] if s["served"]} >= {"resid_pre", "resid_mid", "resid_post"}

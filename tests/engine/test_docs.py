@@ -32,8 +32,7 @@ from tests.unit.server.routes.test_admin import gguf
 from vllm_weir.cli.main import app
 from vllm_weir.extraction.engine import VllmEngine
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-SHARES_SERVER = True
+pytestmark = [pytest.mark.engine("server"), pytest.mark.timeout(900)]
 CHEAP = ("convert", "inspect", "version")
 """Subcommands of `weir` that are run as they stand."""
 HERE = "http://localhost:8000"

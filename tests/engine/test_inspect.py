@@ -23,8 +23,7 @@ from tests.support.machine import engine_processes, needs
 from vllm_weir import SteeringVector
 from vllm_weir.integrations.inspect_ai import server_body
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes)]
-SHARES_SERVER = True
+pytestmark = [pytest.mark.engine("server"), pytest.mark.timeout(900), needs(engine_processes)]
 INPUT = [ChatMessageUser(content=MESSAGES[0]["content"])]
 
 
@@ -53,10 +52,10 @@ def check(output, name: str, told: dict, offline: Path, key: str = "activations"
     assert bits(output.metadata[key]) == bits(weir.Activations.load(offline / f"{name}.safetensors"))
 
 
-@pytest.mark.parametrize("inline_bytes", [8 << 20, 0])
 @pytest.mark.parametrize("name", [name for name in cases() if name != "adapter"])
-def test_weirs_keys_give_the_bytes_of_the_offline_engine(model, told, offline_answers, name, inline_bytes):
-    output = ask(model, weir=cases()[name] | {"response": {"inline_bytes": inline_bytes}})
+def test_weirs_keys_give_the_bytes_of_the_offline_engine(model, told, offline_answers, name):
+    response = {"inline_bytes": 0 if name in ("capture", "steer") else 8 << 20}
+    output = ask(model, weir=cases()[name] | {"response": response})
     check(output, name, told, offline_answers, "scores" if name == "scores" else "activations")
     assert ("scores" in output.metadata) == (name == "scores")
 
@@ -105,35 +104,30 @@ def test_vllm_lens_first_example(model, told, offline_answers):
 def test_vllm_lens_second_example(model, told, offline_answers):
     """Steering with an activation oracle: as in vllm-lens's README; ``SteeringVector`` comes from vllm_weir."""
     given = lens_vector()
-    act_vector, injection_layer, special_pos = given.activations, given.layer_indices[0], given.position_indices[0]
-    steering_coefficient, lora_path = given.scale, str(offline_answers / "adapter")
+    steering = SteeringVector(
+        activations=given.activations,
+        layer_indices=[given.layer_indices[0]],
+        scale=given.scale,
+        norm_match=True,
+        position_indices=[given.position_indices[0]],
+    )
     messages = [ChatMessageUser(content=MESSAGES[0]["content"])]
     oracle_config = GenerateConfig(
         temperature=0.0,
         max_tokens=MAX_TOKENS,
         extra_body={
-            "extra_args": {
-                "apply_steering_vectors": [
-                    SteeringVector(
-                        activations=act_vector,
-                        layer_indices=[injection_layer],
-                        scale=steering_coefficient,
-                        norm_match=True,
-                        position_indices=[special_pos],
-                    )
-                ],
-            },
+            "extra_args": {"apply_steering_vectors": [steering]},
             "lora_request": {
                 "lora_name": ADAPTER,
                 "lora_int_id": 1,
-                "lora_path": lora_path,
+                "lora_path": str(offline_answers / "adapter"),
             },
             "chat_template_kwargs": {"enable_thinking": False},
         },
     )
     response = asyncio.run(model.generate(messages, config=oracle_config))
     assert response.completion == told["oracle"]["text"]
-    assert response.metadata["receipt"].steered == ({weir.Site("resid_post", injection_layer): 1},)
+    assert response.metadata["receipt"].steered == ({weir.Site("resid_post", given.layer_indices[0]): 1},)
     oracle_config.extra_body["weir"] = {"capture": [weir.Capture(layers=[2, 3])]}
     again = asyncio.run(model.generate(messages, config=oracle_config))
     check(again, "oracle", told, offline_answers)

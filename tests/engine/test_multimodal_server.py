@@ -15,7 +15,12 @@ from tests.conformance.multimodal.recipes import RECIPES
 from tests.engine.serving import API_KEY, ARGS, WEIR, running
 from tests.support.machine import engine_processes, module, needs
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes, module("torchvision"))]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.thorough,
+    pytest.mark.timeout(900),
+    needs(engine_processes, module("torchvision")),
+]
 CLOSE_OTHERS = True
 BOUND = 1e-5
 LLAVA = RECIPES["LlavaForConditionalGeneration"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 
@@ -12,11 +11,11 @@ import torch
 
 import vllm_weir as weir
 from tests.engine.common import directory, oracle, sampling
-from tests.engine.serving import WEIR, running
+from tests.engine.serving import CHAT, WEIR, rows_of, running
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import rel_err
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes)]
+pytestmark = [pytest.mark.engine, pytest.mark.thorough, pytest.mark.timeout(900), needs(engine_processes)]
 CLOSE_OTHERS = True
 BOUND = 1e-5
 G = 9
@@ -84,37 +83,48 @@ def body(ids, stream: bool = False):
     }
 
 
-def check(root, tmp_path, ids, weir_object) -> None:
+def check(root, server, tmp_path, ids, choice) -> None:
     """Rows and scores at every position but the last token's."""
-    path = tmp_path / "rows.safetensors"
-    path.write_bytes(base64.b64decode(weir_object["activations"]["b64"]))
     rows, _ = oracle(directory(root)).points.points(ids[:-1])
-    assert rel_err(weir.Activations.load(path)["resid_post", 1], rows["resid_post", 1]) <= BOUND
-    assert weir_object["receipt"]["generated_tokens"] == G
+    found = rows_of(server, choice, tmp_path)
+    assert rel_err(found["resid_post", 1], rows["resid_post", 1]) <= BOUND
+    assert choice["weir"]["receipt"]["generated_tokens"] == G
+    assert len(values_of(choice)) == len(ids) - 1
+    check_scores(root, ids, values_of(choice))
 
 
-def scores_of(root, ids) -> np.ndarray:
+def values_of(choice) -> np.ndarray:
+    return np.asarray(choice["weir"]["scores"]["p"]["values"]).reshape(-1)
+
+
+def scores_of(root, ids) -> tuple[np.ndarray, np.ndarray]:
+    """The scores, and the sums of magnitudes that they are computed from."""
     rows, _ = oracle(directory(root)).points.points(ids[:-1])
-    return (rows["resid_post", 2] @ vector()).numpy()
+    x, v = rows["resid_post", 2].double(), vector().double()
+    return (x @ v).numpy(), (x.abs() @ v.abs()).numpy()
+
+
+def check_scores(root, ids, found) -> None:
+    """The first of the scores are these."""
+    wanted, size = (of_all[: len(found)] for of_all in scores_of(root, ids))
+    assert (np.abs(found - wanted) <= BOUND * size).all()
 
 
 def test_whole_answers(root, server, thinker, tmp_path):
     ids = thinker[1]
-    answer = server.post("/v1/chat/completions", json=body(ids)).raise_for_status().json()["choices"][0]
+    answer = server.post(CHAT, json=body(ids)).raise_for_status().json()["choices"][0]
     message = answer["message"]
     assert message["reasoning"].split() == [f"w{ids[2]}", f"w{ids[3]}"]
     (call,) = message["tool_calls"]
     assert call["function"]["name"] == "w20" and json.loads(call["function"]["arguments"]) == {"x": 1}
-    check(root, tmp_path, ids, answer["weir"])
-    scores = np.asarray(answer["weir"]["scores"]["p"]["values"]).reshape(-1)
-    assert np.abs(scores - scores_of(root, ids)).max() <= BOUND * np.abs(scores).max()
+    check(root, server, tmp_path, ids, answer)
 
 
 def test_streams(root, server, thinker, tmp_path):
     """Tokens that a parser holds back, or swallows, have their scores in a later event."""
     ids = thinker[1]
     thought, called, scores, last = "", "", [], None
-    with server.stream("POST", "/v1/chat/completions", json=body(ids, stream=True)) as events:
+    with server.stream("POST", CHAT, json=body(ids, stream=True)) as events:
         for line in events.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -125,24 +135,22 @@ def test_streams(root, server, thinker, tmp_path):
             for call in choice["delta"].get("tool_calls") or ():
                 called += call["function"].get("name") or ""
             if "weir" in choice:
-                last = choice["weir"]
+                last = choice
                 if choice.get("finish_reason") is None:
-                    scores += np.asarray(last["scores"]["p"]["values"]).reshape(-1).tolist()
+                    scores += values_of(choice).tolist()
     assert thought.split() == [f"w{ids[2]}", f"w{ids[3]}"] and called == "w20"
-    check(root, tmp_path, ids, last)
-    wanted = scores_of(root, ids)
-    whole = np.asarray(last["scores"]["p"]["values"]).reshape(-1)
-    assert np.abs(whole - wanted).max() <= BOUND * np.abs(wanted).max()
-    assert len(scores) > 2 and np.abs(np.asarray(scores) - wanted[: len(scores)]).max() <= BOUND * np.abs(wanted).max()
+    check(root, server, tmp_path, ids, last)
+    assert scores
+    check_scores(root, ids, np.asarray(scores))
 
 
 def test_stops_while_it_thinks(root, server, thinker):
     """A rule ends the answer where its token's score says so, whatever the parser made of it."""
     ids = thinker[1]
-    wanted = scores_of(root, ids)
+    wanted, _ = scores_of(root, ids)
     where = int(np.argmax(wanted[2:6]))  # of the generated tokens, the first whose score is above the threshold
     asked = body(ids)
     asked["weir"]["stop_when"] = [f"p > {wanted[2 + where] - 1e-4}"]
     del asked["weir"]["capture"]
-    answer = server.post("/v1/chat/completions", json=asked).raise_for_status().json()
+    answer = server.post(CHAT, json=asked).raise_for_status().json()
     assert answer["usage"]["completion_tokens"] == where + 1

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
@@ -24,8 +26,10 @@ from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.routes import activations, marks, probes, saes, steering, vectors
 from vllm_weir.server.routes.body_limit import BodyLimit
 from vllm_weir.server.state import ServerState
+from vllm_weir.worker.saes import WorkerSAEs
 
 D, LAYERS, KEY = 8, 4, "admin-key"
+ADMIN = {"X-Weir-Admin-Key": KEY}
 FACTS = EngineCapabilities(served(LAYERS, {Site("resid_mid", 2)}), LAYERS, D, "float32", 1 << 20)
 HEADS, NEURONS = (4, 2), (3 * D,)
 SHAPES = {Site(hook, layer): HEADS for hook in ("q", "q_rot", "z") for layer in range(LAYERS)}
@@ -54,11 +58,36 @@ class Server(ServerState):
         return self.frontend.engine.require_capabilities()
 
 
+class Workers:
+    """An engine client with two workers, each with room for so many bytes of autoencoders."""
+
+    def __init__(self, limit: int) -> None:
+        self.workers = [WorkerSAEs(torch.device("cpu"), limit) for _ in range(2)]
+        self.calls: list[str] = []
+
+    async def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
+        self.calls.append(method)
+        name = method.removeprefix("weir_").removesuffix("_sae")
+        return [getattr(worker, name)(*args) for worker in self.workers]
+
+    @property
+    def loaded(self) -> list[int]:
+        return [len(worker) for worker in self.workers]
+
+
+@cache
+def _routes() -> list[Any]:
+    """The routes, which ask their app for its server: they are the same for all apps, and take long to make."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    for module in (activations, marks, probes, saes, steering, vectors):
+        app.include_router(module.router())
+    return list(app.router.routes)
+
+
 def app_of(server: ServerState) -> FastAPI:
     """The routes, with errors answered as vLLM's server answers them."""
     app = FastAPI()
-    for module in (activations, marks, probes, saes, steering, vectors):
-        app.include_router(module.router())
+    app.router.routes.extend(_routes())
     app.add_middleware(BodyLimit, max_bytes=server.limits.body_bytes)
     app.add_exception_handler(WeirError, weir_error)
     app.add_exception_handler(

@@ -109,7 +109,7 @@ def test_gauges_follow_the_workers_while_requests_live(frontend, monkeypatch, tm
         (tmp_path / f"{'0' * 32}.safetensors").write_bytes(bytes(100))
         spool.sweep()
         names = [(n, {"engine": e}) for n in FILL_AND_WAIT for e in "01"] + [("weir_spool_bytes", {})]
-        await becomes(lambda: [value(registry, n, **labels) for n, labels in names], [0.5, 0.125, 3, 0, 100], 5)
+        await becomes(lambda: [value(registry, n, **labels) for n, labels in names], [0.5, 0.125, 3, 0, 100], 60)
         assert not task.done()
         del tracker
         await asyncio.wait_for(task, 60)
@@ -128,14 +128,14 @@ def test_requests_that_are_held_back_are_told(frontend, monkeypatch):
     registry = CollectorRegistry()
 
     async def held(number):
-        await becomes(lambda: value(registry, "weir_requests_held"), number, 5)
+        await becomes(lambda: value(registry, "weir_requests_held"), number, 60)
 
     async def live():
         meter, pacing = ServerMetrics(frontend, "m", registry=registry), frontend.pacing
         assert value(registry, "weir_requests_held") == 0
         pacing.pace, pacing.live = 1e-6, ("plain",)
         asked = [asyncio.create_task(pacing.wait_to_enter()) for _ in range(BURST + 3)]
-        await becomes(lambda: all(one.done() for one in asked[:BURST]), True, 5)
+        await becomes(lambda: all(one.done() for one in asked[:BURST]), True, 60)
         meter.admitted()
         await held(3)
         asked[-1].cancel()

@@ -52,14 +52,10 @@ def test_a_score_is_in_the_buckets_above_it(meter, registry, edges):
     assert value(registry, "weir_probe_sequences_total") == 2
 
 
-def test_outputs_are_apart(meter, registry):
-    scores = np.array([[0.1, 0.9], [0.2, 0.8], [0.3, 0.7]], np.float32)
-    meter.observe(watch("p", (0.5,)), scores)
-    assert buckets(registry, output="0") == {0.5: 3, float("inf"): 3}
-    assert buckets(registry, output="1") == {0.5: 0, float("inf"): 3}
-
-
-def test_probes_have_buckets_of_their_own(meter, registry):
+def test_probes_and_outputs_have_buckets_of_their_own(meter, registry):
+    meter.observe(watch("two", (0.5,)), np.array([[0.1, 0.9], [0.2, 0.8], [0.3, 0.7]], np.float32))
+    assert buckets(registry, "two", output="0") == {0.5: 3, float("inf"): 3}
+    assert buckets(registry, "two", output="1") == {0.5: 0, float("inf"): 3}
     meter.observe(watch("p", (0.5,)), np.array([[0.1], [0.9]]))
     meter.observe(watch("q", (0.0, 2.0)), np.array([[1.0]]))
     assert buckets(registry) == {0.5: 1, float("inf"): 2}
@@ -69,22 +65,19 @@ def test_probes_have_buckets_of_their_own(meter, registry):
 
 
 def test_an_alert_is_a_sequence_with_a_score_above_the_threshold(meter, registry):
+    """Its counter is there from the start: a rate of alerts must not lack what it counts until one is raised."""
     one = watch("p", SHARES, alerts=(0.9,))
     meter.show([one, watch("quiet", SHARES)])
     assert value(registry, "weir_probe_alerts_total") == value(registry, "weir_probe_sequences_total") == 0
+    assert value(registry, "weir_probe_alerts_total", "quiet") is None
+    for name, alerts in (("unshown", (0.9,)), ("quiet", ())):
+        meter.observe(watch(name, SHARES, alerts=alerts), np.array([[0.1]]))
+    assert value(registry, "weir_probe_alerts_total", "unshown") == 0
     assert value(registry, "weir_probe_alerts_total", "quiet") is None
     for scores in ([0.1, 0.95, 0.99], [0.9, 0.2], [0.3], [0.91], [np.nan, 0.2], [np.inf]):
         meter.observe(one, np.array(scores)[:, None])
     assert value(registry, "weir_probe_alerts_total") == 3
     assert value(registry, "weir_probe_sequences_total") == 6
-
-
-def test_the_first_sequence_shows_the_counter_of_alerts(meter, registry):
-    """Without `show`: a rate of alerts must not lack what it counts until one is raised."""
-    meter.observe(watch("p", SHARES, alerts=(0.9,)), np.array([[0.1]]))
-    meter.observe(watch("quiet", SHARES), np.array([[0.1]]))
-    assert value(registry, "weir_probe_alerts_total") == 0
-    assert value(registry, "weir_probe_alerts_total", "quiet") is None
 
 
 def test_each_output_has_a_threshold_of_its_own(meter, registry):
@@ -101,10 +94,10 @@ def test_only_finite_scores_are_in_the_histogram(meter, registry):
     assert value(registry, "weir_probe_score_sum", output="0") == 0.25
 
 
-@pytest.mark.parametrize(("activation", "edges"), [("none", LOGITS), ("sigmoid", SHARES)])
-def test_buckets_suit_the_activation(meter, registry, activation, edges):
-    meter.observe(watch("p", (), activation=activation), np.array([[0.5]]))
-    assert list(buckets(registry)) == [*edges, float("inf")]
+def test_buckets_suit_the_activation(meter, registry):
+    for activation, edges in (("none", LOGITS), ("sigmoid", SHARES)):
+        meter.observe(watch(activation, (), activation=activation), np.array([[0.5]]))
+        assert list(buckets(registry, activation)) == [*edges, float("inf")]
 
 
 def test_without_rows_nothing_is_counted(meter, registry):

@@ -1,4 +1,4 @@
-"""What a request body asks of Weir, and what of it is refused."""
+"""What a request body asks of Weir; what is refused is in `test_refusals`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import zstandard
 
 from vllm_weir.cli.serve import all_plugins, prepare
 from vllm_weir.errors import WeirError
+from vllm_weir.schema.compat import vllm_lens
 from vllm_weir.schema.compat.vllm_lens import lens_interventions
 from vllm_weir.schema.keys import asks
 from vllm_weir.server.lens_response import encode
@@ -24,12 +25,6 @@ WISH = {"v": 1, "capture": [{"hook": "resid_post", "layers": [1]}]}
 
 def parse(xargs=None, body=None, limits=LIMITS):
     return WeirRequest.parse(xargs, body, limits)
-
-
-def refused(field, xargs=None, body=None):
-    with pytest.raises(WeirError) as e:
-        parse(xargs, body)
-    assert e.value.field == field
 
 
 def test_every_place_says_the_same():
@@ -52,70 +47,17 @@ def test_the_response_options_are_taken_off_and_capped():
     assert parse(None, {"weir": WISH | {"response": {"inline_bytes": 0}}}).inline_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("response", "field"),
-    [
-        ({"xyz": 1}, "weir.response.xyz"),
-        (5, "weir.response"),
-        ({"inline_bytes": -1}, "weir.response.inline_bytes"),
-        ({"inline_bytes": True}, "weir.response.inline_bytes"),
-        ({"inline_bytes": 1.5}, "weir.response.inline_bytes"),
-        ({"stream": 1}, "weir.response.stream"),
-    ],
-)
-def test_bad_response_options(response, field):
-    refused(field, None, {"weir": WISH | {"response": response}})
-
-
-@pytest.mark.parametrize(
-    ("xargs", "body", "field"),
-    [
-        (None, {"extra_body": {"weir": {"v": 1}}}, "extra_body.weir"),
-        (None, {"extra_body": {"steering_name": "m"}}, "extra_body.steering_name"),
-        (None, {"output_residual_stream": [1]}, "output_residual_stream"),
-        (None, {"apply_steering_vectors": []}, "apply_steering_vectors"),
-        ({"steering_name": "m"}, None, "vllm_xargs.steering_name"),
-        ({"steering_vectors": "{}"}, {}, "vllm_xargs.steering_vectors"),
-    ],
-)
-def test_keys_where_nobody_reads_them_are_refused(xargs, body, field):
-    assert asks(xargs, body)
-    with pytest.raises(WeirError) as caught:
-        WeirRequest.parse(xargs, body, ServerLimits())
-    said = "extra_body is" if field.startswith("extra_body") else "belongs"
-    assert caught.value.field == field and said in caught.value.message
-
-
 def test_other_keys_there_are_not_weirs():
     assert not asks({"mine": 1}, {"extra_body": {"mine": 1}}) and not asks(None, {"extra_body": "x", "weir": None})
 
 
-def test_twice_is_refused():
-    refused("weir", {"weir": json.dumps(WISH)}, {"weir": WISH})
-    refused(
-        "output_residual_stream", {"output_residual_stream": "[1]"}, {"extra_args": {"output_residual_stream": [1]}}
-    )
-
-
-@pytest.mark.parametrize("weir_object", ["{", "[1]", 5, [1], "9" * 5000, "[" * 100_000])
-def test_garbage(weir_object):
-    refused("weir", None, {"weir": weir_object})
-
-
-def test_a_key_that_is_said_twice_is_refused():
+def test_lens_text_with_a_key_that_comes_twice_is_refused():
     """Of JSON text the first was ignored without a word."""
-    twice = '{"v": 1, "capture": [{"hook": "resid_post"}], "capture": []}'
-    for xargs, body in (({"weir": twice}, None), (None, {"weir": twice}), (None, {"extra_args": {"weir": twice}})):
-        refused("weir", xargs, body)
     with pytest.raises(WeirError, match="comes twice"):
         lens_interventions('[{"activations": [[1.0]], "layer_indices": [0], "scale": 1, "scale": 2}]')
 
 
-def test_no_path_of_a_client_becomes_a_sink():
-    own = {"filesystem": {"path": "/etc"}}
-    refused("capture[1].sink", None, {"weir": WISH | {"capture": [WISH["capture"][0], {"sink": own}]}})
-    refused("capture[0].sink", None, {"weir": WISH | {"capture": {"sink": own}}})
-    refused("capture[0].sink", {"weir": json.dumps(WISH | {"capture": [{"sink": own}]})})
+def test_a_client_names_a_sink_of_the_operator():
     assert parse(None, {"weir": WISH | {"capture": [{"sink": "archive"}]}}) is not None
 
 
@@ -123,12 +65,6 @@ def test_no_path_of_a_client_becomes_a_sink():
 def test_what_vllm_makes_of_true_is_still_every_block(value, means):
     ask = parse({"output_residual_stream": value})
     assert ask.extra_args == {"output_residual_stream": means} and ask.lens and not ask.own
-
-
-def test_code_and_lone_numbers_are_refused():
-    refused("output_residual_stream", {"output_residual_stream": 7})
-    refused("apply_hooks", {"apply_hooks": "[]"})
-    refused("apply_hooks", None, {"extra_args": {"apply_hooks": []}})
 
 
 def lens_json(tensor, **more):
@@ -150,8 +86,9 @@ def test_lens_tensors_travel_both_ways(dtype):
         assert np.array_equal(np.ravel(move.vector.array), row.float().numpy())
 
 
-def test_a_bomb_is_not_inflated():
-    bomb = base64.b64encode(zstandard.ZstdCompressor().compress(bytes(1 << 30))).decode()
+def test_a_bomb_is_not_inflated(monkeypatch):
+    monkeypatch.setattr(vllm_lens, "MAX_ELEMENTS", 1 << 10)
+    bomb = base64.b64encode(zstandard.ZstdCompressor().compress(bytes(1 << 20))).decode()
     with pytest.raises(WeirError) as e:
         lens_interventions(lens_json(torch.zeros(1, 8), data=bomb))
     assert e.value.field == "apply_steering_vectors[0].activations.data"

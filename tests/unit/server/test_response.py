@@ -65,6 +65,28 @@ class View(SimpleNamespace):
         pass
 
 
+def failing(message="3 rows did not arrive", field=""):
+    """Something that raises."""
+
+    def fail(*_):
+        raise WeirError(message, field)
+
+    return fail
+
+
+def rewritten(made, *data):
+    """What becomes of a stream's chunks."""
+
+    async def go():
+        return [c async for c in made.rewrite(chunks(*data))]
+
+    return asyncio.run(go())
+
+
+def told_of(event):
+    return json.loads(event[6:])
+
+
 @pytest.fixture
 def server(tmp_path):
     made = ServerState(None, SimpleNamespace(serve=lambda rows: None, observer=None, pacing=Pacing()), ServerLimits())
@@ -78,6 +100,9 @@ def reply(server, view, inline=0, **more):
     return made
 
 
+DONE = "data: [DONE]\n\n"
+
+
 async def chunks(*data):
     for d in data:
         yield d if isinstance(d, str) else f"data: {json.dumps(d)}\n\n"
@@ -88,16 +113,10 @@ def chunk(reason=None, **more):
 
 
 def test_only_the_last_chunk_of_a_choice_changes(server):
-    async def go():
-        source = chunks(chunk(), chunk("stop"), {"choices": [], "usage": {}}, "data: [DONE]\n\n")
-        return [c async for c in reply(server, View(), 1 << 20).rewrite(source)]
-
-    out = asyncio.run(go())
-    assert out[0] == f"data: {json.dumps(chunk())}\n\n" and out[2:] == [
-        'data: {"choices": [], "usage": {}}\n\n',
-        "data: [DONE]\n\n",
-    ]
-    choice = json.loads(out[1][6:])["choices"][0]
+    more = ['data: {"choices": [], "usage": {}}\n\n', DONE]
+    out = rewritten(reply(server, View(), 1 << 20), chunk(), chunk("stop"), *more)
+    assert out[0] == f"data: {json.dumps(chunk())}\n\n" and out[2:] == more
+    choice = told_of(out[1])["choices"][0]
     assert choice["weir"]["activations"]["sites"] == ["resid_post.0"] and choice["text"] == "é"
     assert len(server.spool) == 0
 
@@ -106,19 +125,15 @@ def test_scores_come_with_their_token_and_not_before_it(server, monkeypatch):
     """The chunk that opens a chat had those of the first token, whose own chunk then had none."""
     monkeypatch.setattr(module, "projects", lambda _: True)
     monkeypatch.setattr(module, "new_values", lambda view, start, _: {"scores": {"positions": [start]}})
-
-    async def go():
-        opening = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
-        token = {"choices": [{"index": 0, "delta": {"content": "é"}, "finish_reason": None}]}
-        return [json.loads(c[6:]) async for c in reply(server, View(), stream=True).rewrite(chunks(opening, token))]
-
-    opening, token = asyncio.run(go())
+    deltas = ({"role": "assistant", "content": ""}, {"content": "é"})
+    sent = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    opening, token = map(told_of, rewritten(reply(server, View(), stream=True), *sent))
     assert "weir" not in opening["choices"][0] and token["choices"][0]["weir"] == {"scores": {"positions": [0]}}
 
 
 def test_an_id_that_nobody_gets_is_freed_and_one_that_went_out_stays(server):
     async def go(take):
-        stream = reply(server, View()).rewrite(chunks(chunk(), chunk("stop"), "data: [DONE]\n\n"))
+        stream = reply(server, View()).rewrite(chunks(chunk(), chunk("stop"), DONE))
         for _ in range(take):
             await anext(stream)
         await stream.aclose()
@@ -150,18 +165,9 @@ def test_rows_that_come_too_late_are_freed(server):
 
 
 def test_lost_rows_are_said_on_the_choice_of_a_stream(server):
-    view = View()
-
-    def lost():
-        raise WeirError("3 rows did not arrive")
-
-    view.activations = lost
-
-    async def go():
-        return [c async for c in reply(server, view).rewrite(chunks(chunk("stop")))]
-
-    (out,) = asyncio.run(go())
-    assert json.loads(out[6:])["choices"][0]["weir"] == {"error": "3 rows did not arrive"}
+    view = View(activations=failing())
+    (out,) = rewritten(reply(server, view), chunk("stop"))
+    assert told_of(out)["choices"][0]["weir"] == {"error": "3 rows did not arrive"}
     with pytest.raises(WeirError):
         asyncio.run(reply(server, view).weir_objects())
 
@@ -170,43 +176,32 @@ def test_scores_that_are_lost_end_the_stream_with_an_error(server, monkeypatch):
     """It was cut without a word; and what failed was not counted."""
     told = []
     server.frontend.observer = SimpleNamespace(failed=lambda: told.append("failed"))
-
-    def lost(*_):
-        raise WeirError("3 rows did not arrive")
-
     monkeypatch.setattr(module, "projects", lambda _: True)
-    monkeypatch.setattr(module, "new_values", lost)
+    monkeypatch.setattr(module, "new_values", failing())
 
     async def go():
-        source = chunks(chunk(), chunk(), chunk("stop"), "data: [DONE]\n\n")
+        source = chunks(chunk(), chunk(), chunk("stop"), DONE)
         return [c async for c in reply(server, View(), stream=True).rewrite(source)], [c async for c in source]
 
     (event, done), left = asyncio.run(go())
-    error = json.loads(event[6:])["error"]
-    assert error == {"message": "3 rows did not arrive", "type": "InternalServerError", "param": None, "code": 500}
-    assert done == "data: [DONE]\n\n" and not left and told == ["failed"]
+    error = {"message": "3 rows did not arrive", "type": "InternalServerError", "param": None, "code": 500}
+    assert told_of(event)["error"] == error
+    assert done == DONE and not left and told == ["failed"]
 
 
 def test_an_error_event_names_the_field(server):
-    made = reply(server, View())
+    made, named = reply(server, View()), {"message": "no", "param": "capture[0].hook"}
     made.failure = WeirError("no", "capture[0].hook")
-
-    async def go():
-        return [c async for c in made.rewrite(chunks({"error": {"message": "no", "param": None}}))]
-
-    assert json.loads(asyncio.run(go())[0][6:])["error"]["param"] == "capture[0].hook"
-    made.failed = True  # as vLLM 0.26 words it, it is the client's
-    assert json.loads(asyncio.run(go())[0][6:])["error"] == {
-        "message": "no", "param": "capture[0].hook", "type": "InternalServerError", "code": 500
-    }  # fmt: skip
+    for failed, more in ((False, {}), (True, {"type": "InternalServerError", "code": 500})):
+        made.failed = failed  # as vLLM 0.26 words it, it is the client's
+        (event,) = rewritten(made, {"error": {"message": "no", "param": None}})
+        assert told_of(event)["error"] == named | more
 
 
 def test_too_much_for_vllm_lens_is_refused(server, monkeypatch):
-    view = View()
     held = acts()
     held._lens_layers = (0,)
-    view.activations = lambda: held
-    made = reply(server, view, lens=True)
+    made = reply(server, View(activations=lambda: held), lens=True)
     server.limits = ServerLimits(lens_bytes=10)
     with pytest.raises(WeirError, match="WEIR_SERVE_LENS_BYTES") as e:
         asyncio.run(made.weir_objects())
@@ -231,10 +226,9 @@ def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):
 
     async def results():
         for prompt in range(2):
-            view = View()
             held = acts()
             held._lens_layers = (0,)
-            view.activations = lambda held=held: held
+            view = View(activations=lambda held=held: held)
             yield prompt, SimpleNamespace(outputs=[SimpleNamespace(index=0, _weir_view=view)])
 
     async def vllm_s(self, request, result_generator, num_prompts):
@@ -262,14 +256,13 @@ def test_a_receipt_alone_is_answered_without_a_thread_if_nothing_is_to_be_waited
     ran, run = [], ServerState.run
     monkeypatch.setattr(ServerState, "run", lambda *args: ran.append(1) or run(*args))
 
-    async def go():
-        made = reply(server, view)
-        if not streamed:
-            return (await made.weir_objects())[0]
-        (only,) = [c async for c in made.rewrite(chunks(chunk("stop")))]
-        return json.loads(only[6:])["choices"][0]["weir"]
-
-    assert asyncio.run(go())["receipt"] == {"complete": True} and len(ran) == threads
+    made = reply(server, view)
+    if streamed:
+        (only,) = rewritten(made, chunk("stop"))
+        found = told_of(only)["choices"][0]["weir"]
+    else:
+        found = asyncio.run(made.weir_objects())[0]
+    assert found["receipt"] == {"complete": True} and len(ran) == threads
 
 
 def test_one_answer_at_a_time_is_made_and_none_waits_for_rows_of_another(server, monkeypatch):
@@ -429,26 +422,12 @@ def test_without_routes_rows_go_inline_up_to_the_bound(server):
 
 def test_what_was_kept_for_an_answer_that_fails_is_freed(server, monkeypatch):
     """Of several choices, one after another of which rows were kept; and where vllm-lens's field is too large."""
-    lost = View()
-
-    def activations():
-        raise WeirError("3 rows did not arrive")
-
-    lost.activations = activations
     made = reply(server, View())
-    made.add_view(1, lost)
+    made.add_view(1, View(activations=failing()))
     with pytest.raises(WeirError, match="did not arrive"):
         asyncio.run(made.weir_objects())
     assert len(server.spool) == 0
-
-    def large(*_):
-        raise WeirError("too much", "output_residual_stream")
-
-    monkeypatch.setattr(module, "activations_field", large)
-
-    async def go():
-        return [c async for c in reply(server, View(), lens=True).rewrite(chunks(chunk("stop")))]
-
-    (out,) = asyncio.run(go())
-    assert "too much" in json.loads(out[6:])["choices"][0]["weir"]["error"]
+    monkeypatch.setattr(module, "activations_field", failing("too much", "output_residual_stream"))
+    (out,) = rewritten(reply(server, View(), lens=True), chunk("stop"))
+    assert "too much" in told_of(out)["choices"][0]["weir"]["error"]
     assert len(server.spool) == 0

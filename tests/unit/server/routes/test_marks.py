@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -49,3 +50,23 @@ def test_a_process_that_does_not_answer_is_the_server_s_fault(tmp_path):
 
     answer = told(tmp_path, ask)
     assert answer.status_code == 500 and "send it again" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "field"),
+    [
+        ({"id": "cmpl-nobody"}, 404, "id"),
+        ({"id": "cmpl-nobody", "metadata": {"x": float("nan")}}, 400, "metadata"),
+        ({"id": "cmpl-nobody", "metadata": {"x": "y" * (65 << 10)}}, 400, "metadata"),
+        ({"id": ""}, 400, None),
+        ({"metadata": {}}, 400, None),
+        ({"id": "x", "sink": "/tmp"}, 400, None),
+        ({"id": "x", "metadata": []}, 400, None),
+    ],
+)
+def test_marks_that_are_refused(tmp_path, asked, code, field):
+    with serving(tmp_path) as (server,):
+        client = TestClient(app_of(server))
+        got = client.post("/v1/marks", content=json.dumps(asked), headers={"Content-Type": "application/json"})
+    assert got.status_code == code, got.text
+    assert field is None or got.json()["error"]["param"] == field

@@ -28,7 +28,7 @@ async def doubled(question):
     return {"twice": question["x"] * 2}
 
 
-def within(tmp_path, *answers, ask, seconds=5.0):
+def within(tmp_path, *answers, ask, seconds=60.0):
     """What the first of some processes is told by all others."""
     folder = tmp_path / ("long" * 40)
     folder.mkdir(exist_ok=True)

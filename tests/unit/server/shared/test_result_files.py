@@ -162,6 +162,7 @@ def test_names_and_rows_that_cannot_be_written_are_errors_that_say_so(tmp_path):
         with pytest.raises(WeirError, match="cannot write"):
             acts().save(path)
     assert sorted(found.name for found in tmp_path.iterdir()) == ["file", "loop"]
+    assert Activations.load(Activations({}, {}, {}).save(tmp_path / "none")).sites == []
     wide = Activations({site: torch.zeros(2, 8).double()}, {site: at.int()}, {site: at})
     back = Activations.load(wide.save(tmp_path / ("é" * 100)))
     assert back[site].dtype == torch.float64 and back.positions.equal(at)
@@ -184,14 +185,6 @@ def test_a_receipt_as_a_dict_is_nobody_else_s():
     assert receipt.compression["fields"] == {"scale": "f4"} and receipt.sinks == {"x": "queued"}
 
 
-def test_files_of_no_rows_and_of_no_sites_are_read_again(tmp_path):
-    site = Site("resid_post", 0)
-    none = torch.zeros(0, dtype=torch.int64)
-    for rows in (Activations({site: torch.zeros(0, 8)}, {site: none}, {site: none}), Activations({}, {}, {})):
-        back = Activations.load(rows.save(tmp_path / "x"))
-        assert back.sites == rows.sites and [back[s].shape for s in back] == [rows[s].shape for s in rows]
-
-
 def test_it_expires(spool):
     key = spool.put(acts(), SIZE)
     file = spool.open(key)
@@ -206,12 +199,10 @@ def test_it_expires(spool):
     assert len(spool) == 0
 
 
-@pytest.mark.parametrize(
-    "key", ["", "../" + "a" * 29, "a" * 31, "a" * 33, "A" * 32, "g" * 32, "a" * 32 + "\n", "٣" * 32, "/etc/passwd"]
-)
-def test_only_ids_name_files(spool, key):
+def test_only_ids_name_files(spool):
     (spool.directory.parent / "secret").write_text("x")
-    assert spool.open(key) is None and not spool.delete(key)
+    wrong = ("", "../" + "a" * 29, "a" * 31, "a" * 33, "A" * 32, "g" * 32, "a" * 32 + "\n", "٣" * 32, "/etc/passwd")
+    assert all(spool.open(key) is None and not spool.delete(key) for key in wrong)
 
 
 def test_processes_share_a_directory_and_the_last_removes_it(tmp_path):
@@ -233,7 +224,7 @@ def test_what_a_killed_server_left_is_removed(tmp_path):
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     for key in (11, 12):
-        subprocess.run([sys.executable, "-c", code.replace("KEY", str(key))], check=False, timeout=60)
+        subprocess.run([sys.executable, "-c", code.replace("KEY", str(key))], check=False, timeout=600)
     assert [p.name[-2:] for p in tmp_path.iterdir()] == ["12"], "the second one has removed the first"
     assert (next(tmp_path.iterdir()) / "spool" / "old").exists()
     home = SharedDirectory(12, str(tmp_path))  # the same number again: nothing of the other server is in it

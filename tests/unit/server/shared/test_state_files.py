@@ -160,7 +160,7 @@ def _watch(folder: str, start, stop, errors) -> None:
 
 def test_processes_lose_no_change_and_see_no_torn_one(tmp_path):
     """Three processes change the state at once, two watch: the parts of each state fit each other."""
-    context, times = multiprocessing.get_context("spawn"), 40
+    context, times = multiprocessing.get_context("fork"), 40  # to import what this process has takes seconds
     start, stop, errors = context.Barrier(5), context.Event(), context.Queue()
     writers = [context.Process(target=_count, args=(str(tmp_path), n, times, start)) for n in "abc"]
     watchers = [context.Process(target=_watch, args=(str(tmp_path), start, stop, errors)) for _ in range(2)]
@@ -193,7 +193,7 @@ def test_an_unchanged_state_costs_one_stat(tmp_path, monkeypatch):
 def test_changes_within_one_tick_of_the_clock_are_told_apart(tmp_path):
     """Same size, and soon the same inode: only the generation differs."""
     ours, other = SharedState(tmp_path), SharedState(tmp_path)
-    for k in range(200):
+    for k in range(60):
         other.change(with_always(float(k % 10)))
         assert ours.read().always[0].vector.array[0] == k % 10
 
