@@ -326,6 +326,16 @@ def test_trap_12_layers_that_do_not_exist_are_refused_wherever_they_are_named(as
     assert "layer" in caught.value.field or caught.value.field.startswith("output_residual_stream")
 
 
+def test_trap_12_numbers_that_are_none_are_refused():
+    names = {"add": "vector", "replace": "values", "clamp": "direction", "ablate": "directions"}
+    for op, name in names.items():
+        for bad in (float("nan"), float("inf"), 1e39):
+            item = {"op": op, name: [bad, *ROW[1:]], "layers": [1]} | ({"value": 1.0} if op == "clamp" else {})
+            with pytest.raises(WeirError, match="NaN or Inf") as caught:
+                admit({"weir": {"v": 1, "interventions": [item]}}, FACTS)
+            assert caught.value.field == f"interventions[0].{name}"
+
+
 def test_trap_12_what_does_not_fit_the_tables_fails_and_does_not_run_unsteered():
     bench = Bench(programs=1)
     bench.join("fits", [weir.Add(torch.ones(D), 1)], 2)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_weir.config.settings import Settings
 from vllm_weir.patches import cuda_graph_sets
 from vllm_weir.patches.cuda_graph_sets import MAX_SETS, GraphSets, LiveGraph
 from vllm_weir.schema.engine_spec import EngineSpec
@@ -456,6 +457,11 @@ def test_the_op_asks_the_switch_of_its_own_engine():
     assert acts(other, numbers[1])
     one.turn(0)
     assert not acts(one, numbers[0])
+
+
+def test_live_graphs_are_captured_lazily_unless_asked_for_at_start_up():
+    assert Settings.load({}, {}).graphs == "lazy"
+    assert Settings.load({}, {"WEIR_GRAPHS": "eager"}).graphs == "eager"
 
 
 def test_only_the_taps_asked_for_act():
