@@ -110,14 +110,6 @@ def test_a_list_of_prompts_keeps_its_order_among_neighbours(client):
         assert out.receipt.steered == ({weir.Site("resid_post", 1): len(out.activations.positions)},)
 
 
-def test_n_sequences_each_have_their_rows(client):
-    out = client.generate("Tom was", n=3, temperature=1.0, seed=5, max_tokens=5, capture=weir.Capture(layers=3))
-    assert len({tuple(c.token_ids) for c in out.choices}) > 1
-    for choice in out.choices:
-        ids = out.prompt_token_ids + choice.token_ids[:-1]
-        assert choice.activations.token_ids.tolist() == ids
-
-
 class Cutting(httpx.HTTPTransport):
     """Breaks every download of activations after some bytes, until it has done so `times` times."""
 

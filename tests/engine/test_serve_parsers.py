@@ -15,7 +15,7 @@ from tests.engine.serving import CHAT, WEIR, rows_of, running
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import rel_err
 
-pytestmark = [pytest.mark.engine, pytest.mark.thorough, pytest.mark.timeout(900), needs(engine_processes)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes)]
 CLOSE_OTHERS = True
 BOUND = 1e-5
 G = 9
