@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tests.support.check import expected_positions
 from tests.support.measure import eventually, rel_err
 from tests.support.models import make_model
 from tests.support.oracle import Oracle
+from tests.support.references import reference
 
 BOUND = 1e-5
 SELECTORS: list[Any] = [
@@ -32,9 +32,8 @@ INSIDE = ("attn_out", "resid_mid", "mlp_out")
 LENGTHS = (64, 33, 17, 1, 2, 100, 64, 50, 8, 3)
 
 
-@lru_cache(maxsize=8)
 def oracle(model_dir: Path) -> Oracle:
-    return Oracle(model_dir)
+    return reference(model_dir)
 
 
 def directory(root: Path, family: str = "llama", shape: str = "a") -> Path:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.engines import close_all
+from tests.support.models import temporary_root
 from tests.support.named import named_llm
 from tests.support.zygote import ROOT, zygote
 
@@ -26,9 +27,9 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tiny models live."""
-    return tmp_path_factory.mktemp("models")
+def root() -> Path:
+    """Where the tiny models live: the same place for all tests of a process, so that they share engines."""
+    return temporary_root()
 
 
 @pytest.fixture
