@@ -14,6 +14,9 @@ import pytest
 from tests.support.engines import close_all
 from tests.support.models import temporary_root
 from tests.support.named import named_llm
+from tests.support.probe_reference import GatedOracle
+from tests.support.references import reference
+from tests.support.remembered import REFERENCES
 from tests.support.zygote import ROOT, zygote
 
 
@@ -34,14 +37,29 @@ def root() -> Path:
 
 @pytest.fixture
 def llm(request: pytest.FixtureRequest, root: Path) -> Any:
-    """The engine that the test, or its file, names in its mark `engine`."""
-    return named_llm(request.node.get_closest_marker("engine").args[0], root)
+    """The engine that the test, or its file, names in its mark `engine`; nothing is in its prefix cache."""
+    llm = named_llm(request.node.get_closest_marker("engine").args[0], root)
+    llm.reset_prefix_cache()
+    return llm
+
+
+@pytest.fixture
+def truth(llm: Any) -> GatedOracle:
+    """The reference of that engine's model."""
+    return reference(Path(llm.llm_engine.model_config.model))
+
+
+@pytest.fixture
+def engine(llm: Any, truth: GatedOracle) -> tuple[Any, GatedOracle]:
+    """Both."""
+    return llm, truth
 
 
 @pytest.fixture(scope="session", autouse=True)
 def close_engines():
     yield
     close_all()
+    REFERENCES.clear()
     gc.unfreeze()  # what `quick_start` froze: libraries complain of objects that outlive the interpreter
 
 

@@ -41,18 +41,19 @@ class SteeredOracle(Oracle):
         """
         hooks = {item.hook for item in interventions} | {hook for hook, _ in sites or ()}
         inside = sites is None or bool(hooks & set(INNER))
+        mlp = "mlp_out" in hooks
         digests = [_digest(item) for item in interventions] if doses is None else [None]
         if None in digests:
-            return self._steered(list(token_ids), prompt_len, interventions, doses, inside)
-        key = (self._key, "steered", tuple(token_ids), prompt_len, tuple(digests))
+            return self._steered(list(token_ids), prompt_len, interventions, doses, inside, mlp)
+        key = (self._key, "steered", tuple(token_ids), prompt_len, tuple(digests), mlp)
         found = REFERENCES.get((*key, True)) or REFERENCES.get((*key, inside))
         if found is None:
-            found = self._steered(list(token_ids), prompt_len, interventions, None, inside)
+            found = self._steered(list(token_ids), prompt_len, interventions, None, inside, mlp)
             REFERENCES.put((*key, inside), found, [*found[0].values(), found[1]])
         return dict(found[0]), found[1]
 
     def _steered(
-        self, ids: list[int], prompt_len: int, interventions: Sequence[Any], doses: Any, inside: bool
+        self, ids: list[int], prompt_len: int, interventions: Sequence[Any], doses: Any, inside: bool, mlp: bool
     ) -> tuple[dict[Site, torch.Tensor], torch.Tensor]:
         found: dict[Site, torch.Tensor] = {}
         # As many rows as tokens: everything given here has gone through the model.
@@ -98,7 +99,7 @@ class SteeredOracle(Oracle):
             for layer, block in enumerate(self.blocks):
                 stack.callback(block.register_forward_pre_hook(before(layer), with_kwargs=True).remove)
                 stack.callback(block.register_forward_hook(after("resid_post", layer)).remove)
-                if any(item.hook == "mlp_out" for item in interventions):  # what the MLP adds, as in a Llama
+                if mlp:  # what it returns is what it adds, as in a Llama
                     stack.callback(block.mlp.register_forward_hook(after("mlp_out", layer)).remove)
             if watched is not None:
                 edit = lambda hook, layer, rows: changed(hook, layer, rows, _apply_to_part)
@@ -261,6 +262,16 @@ def usage(llm: Any) -> dict[str, int]:
 def idle(llm: Any) -> bool:
     """Whether nothing is left of any request."""
     return not any(usage(llm).values())
+
+
+def logprobs(out: Any) -> tuple[list[int], list[dict[int, float]]]:
+    """Tokens and every logprob of a plain output.
+
+    They are the same to the bit in another batch only if its steps had the same shapes: give it the same prompts, and
+    empty the prefix cache before.
+    """
+    one = out.outputs[0]
+    return list(one.token_ids), [{t: p.logprob for t, p in step.items()} for step in one.logprobs]
 
 
 def vectors(seed: int) -> Any:
