@@ -31,7 +31,13 @@ IDS = [(3 * j + j * j) % 500 + 5 for j in range(17)]
 pytestmark = pytest.mark.conformance
 
 
-@pytest.fixture(scope="module", params=KINDS)
+FAST = ("LlamaForCausalLM", "Gemma4ForCausalLM:shared-keys", "FalconForCausalLM", "NemotronHForCausalLM")
+"""One of each kind of block; the others are for `make test-all`."""
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(a, marks=() if a in FAST else pytest.mark.thorough) for a in KINDS]
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Oracle]:
     """An architecture and its reference."""
     where: Path = tmp_path_factory.mktemp("oracle") / request.param

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
-from tests.support.engines import get_llm
+from tests.engine.common import assert_nothing_is_held, prompts, sampling
 from tests.support.sae_reference import weights
 from vllm_weir.errors import WeirError
 from vllm_weir.util.top import top_values
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("small")
 D = 128
 SAES = {
     "mid": ("jumprelu", ("resid_post", 1), 256),
@@ -25,13 +24,14 @@ SAES = {
 
 
 @pytest.fixture
-def llm(root):
-    llm = get_llm(directory(root), block_size=32, max_num_batched_tokens=64, max_num_seqs=16)
+def llm(llm):
     loaded = {info.name for info in weir.saes(llm)}
     for name, sae in autoencoders(llm).items():
         if name not in loaded:
             weir.load_sae(llm, name, sae)
-    return llm
+    yield llm
+    for info in weir.saes(llm):
+        weir.unload_sae(llm, info.name)
 
 
 def autoencoders(llm):

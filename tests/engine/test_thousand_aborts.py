@@ -38,7 +38,7 @@ from vllm_weir.frontend.sinks.mark_buffer import MAX_ENDED
 from vllm_weir.patches.cuda_graph_sets import MAX_REMEMBERED
 from vllm_weir.schema.selectors import MOST_STEPS, _shared
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine
 ABORTS = {"plain": 1000, "ngram": 240}
 LIVE = 24
 """Requests that are under way at a time."""
@@ -74,7 +74,7 @@ class Ledger(Consumer):
         Ledger.open_names.discard(request.name)
 
 
-@pytest.fixture(params=["plain", "ngram"])
+@pytest.fixture(params=["plain", pytest.param("ngram", marks=pytest.mark.thorough)])
 def llm(root, request, monkeypatch):
     monkeypatch.setitem(consumers._SHIPPED, "ledger", f"{__name__}:Ledger")
     model_dir = directory(root)
