@@ -12,6 +12,7 @@ import torch
 
 import vllm_weir as weir
 from tests.engine.common import asking, directory, prompts, same_rows, sampling, verify
+from tests.support.steered import generated
 from tests.support.zygote import ROOT, zygote
 from vllm_weir.worker.tap import op
 
@@ -105,7 +106,7 @@ def test_a_module_that_was_replaced_has_no_tap_and_says_so(llm, path):
     try:
         for params in (captured, steered):
             with pytest.raises(weir.WeirError, match=f"{path} of the model was replaced"):
-                llm.generate(prompts([5]), params, use_tqdm=False)
+                generated(llm, prompts([5]), params)
         (plain,) = llm.generate(prompts([5]), sampling(3), use_tqdm=False)
     finally:
         llm.apply_model(lambda model: put(model, before))

@@ -89,10 +89,10 @@ def test_beside_plain_requests_and_steering(llm, truth):
         outs = llm.generate(prompts([12] * 4), [plain, mean, score, base], use_tqdm=False)
         again = llm.generate(prompts([12] * 4)[:3], [plain] * 3, use_tqdm=False)
         rows = [o.activations["resid_post", 1] for o in again]
-        mean, score = (out.activations["resid_post", 1] for out in outs[1:3])
-        assert (mean - rows[1].mean(0, keepdim=True)).abs().max() <= 1e-5 * rows[1].abs().max()
+        reduced, scored = (out.activations["resid_post", 1] for out in outs[1:3])
+        assert (reduced - rows[1].mean(0, keepdim=True)).abs().max() <= 1e-5 * rows[1].abs().max()
         # A sum of products is held to the products' sizes.
-        assert ((score - rows[2] @ v[:, None]).abs() <= 1e-5 * rows[2].norm(dim=1, keepdim=True) * v.norm()).all()
+        assert ((scored - rows[2] @ v[:, None]).abs() <= 1e-5 * rows[2].norm(dim=1, keepdim=True) * v.norm()).all()
         assert outs[3].outputs[0].token_ids == truth.greedy(tokens(12, 3), 6) and outs[3].activations is None
 
 

@@ -15,6 +15,7 @@ from tests.support.steered import (
     check,
     chunks,
     directory,
+    generated,
     idle,
     prompt,
     sampling,
@@ -241,7 +242,7 @@ def test_words_of_steering_that_never_come_fail_the_request(engine, monkeypatch)
         send = Notifier.send
         patch.setattr(Notifier, "send", lambda self, parcel: send(self, dataclasses.replace(parcel, steered={})))
         with pytest.raises(weir.WeirError, match="confirmed"):
-            llm.generate(prompt(9), steered, use_tqdm=False)
+            generated(llm, prompt(9), steered)
     after(llm, oracle, steered)
 
 
@@ -291,7 +292,7 @@ def test_a_request_that_cannot_be_done_fails(engine, monkeypatch, failing):
         with monkeypatch.context() as patch:
             patch.setattr(*failing, nobody_answers)
             with pytest.raises(weir.WeirError, match="nobody answers"):
-                llm.generate([prompt(9, k) for k in range(texts)], [*asked[:1], fresh, *asked[1:]], use_tqdm=False)
+                generated(llm, [prompt(9, k) for k in range(texts)], [*asked[:1], fresh, *asked[1:]])
         after(llm, oracle, fresh)
 
 
@@ -308,7 +309,7 @@ def test_what_a_failed_request_left_in_the_prefix_cache_is_not_shared(engine, mo
             send = Notifier.send
             patch.setattr(Notifier, "send", lambda self, parcel: send(self, dataclasses.replace(parcel, steered={})))
         with pytest.raises(weir.WeirError):
-            llm.generate(prompt(70), fresh, use_tqdm=False)
+            generated(llm, prompt(70), fresh)
     (again,) = llm.generate(prompt(70), fresh, use_tqdm=False)
     assert again.num_cached_tokens == 0 and again.receipt.steered == ({("resid_post", 1): 72},)
     (shares,) = llm.generate(prompt(70), fresh, use_tqdm=False)

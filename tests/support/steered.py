@@ -274,6 +274,14 @@ def logprobs(out: Any) -> tuple[list[int], list[dict[int, float]]]:
     return list(one.token_ids), [{t: p.logprob for t, p in step.items()} for step in one.logprobs]
 
 
+def generated(llm: Any, prompts: Any, params: Any) -> list[Any]:
+    """Outputs that are complete: a worker's failure may come after the last token, and is raised here."""
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    for out in outs:
+        out.receipt  # noqa: B018 - a property that waits
+    return outs
+
+
 def vectors(seed: int) -> Any:
     """A function of shape -> random tensor."""
     generator = torch.Generator().manual_seed(seed)
