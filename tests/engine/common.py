@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from tests.support.check import expected_positions
-from tests.support.measure import eventually, rel_err
+from tests.support.measure import eventually, rel_err, rounding
 from tests.support.models import make_model
 from tests.support.oracle import Oracle
 from tests.support.references import reference
 
-BOUND = 1e-5
+BOUND = rounding()
+"""On max|d| / max|reference| of rows."""
 SELECTORS: list[Any] = [
     "all",
     "prompt",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given
 
 import vllm_weir as weir
-from tests.engine.common import asking, frontend, prompts, reached, sampling, scheduler, verify
+from tests.engine.common import BOUND, asking, frontend, prompts, reached, sampling, scheduler, verify
 from tests.support.properties import examples
 from tests.unit.request_strategies import any_extra_args, sensible_captures
 
@@ -34,7 +34,7 @@ def check_refused_or_honoured(llm, truth, seen, extra_args):
         at = acts.positions_of(*site)
         assert at.tolist() == sorted(set(at.tolist()))
         rows = acts[site].float()
-        bound = 1e-5 if acts[site].dtype.itemsize == 4 else 1e-2
+        bound = BOUND if acts[site].dtype.itemsize == 4 else 1e-2
         if len(at) and acts.is_compressed:  # how near they come is tests/engine/test_compress.py's to say
             assert rows.isfinite().all() and len(acts.compressed(site)[0]) == len(at)
         elif len(at):

@@ -13,7 +13,7 @@ from tests.conformance.inside import INNER
 from tests.engine.common import BOUND, assert_nothing_is_held, directory, ids_of, prompts, sampling, tokens, verify
 from tests.support.check import expected_positions
 from tests.support.engines import get_llm
-from tests.support.measure import rel_err
+from tests.support.measure import close_products, rel_err
 from tests.support.models import INNER_LACKS, INNER_MODELS, NO_NEURONS
 from tests.support.references import reference
 from tests.support.steered import SteeredOracle, check, chunks, logprobs, prompt, vectors
@@ -228,10 +228,7 @@ def test_reductions_and_products_with_directions(case):
                 assert out.receipt.captured[site] == 1
         theirs = case.rows(scored)
         for hook, those in directions.items():
-            got, rows = scored.activations[hook, 1], theirs[hook, 1].flatten(1).double()
-            # A sum of products is held to the products' sizes: it may be near zero itself.
-            room = BOUND * rows.norm(dim=1, keepdim=True) * those.norm(dim=1)
-            assert got.shape == (28, 3) and ((got.double() - rows @ those.double().T).abs() <= room).all(), hook
+            assert close_products(scored.activations[hook, 1], theirs[hook, 1].flatten(1), those), hook
 
 
 def refused(case: Case, asked: str, make: Any, field: str) -> None:

@@ -15,11 +15,11 @@ from tests.engine.common import assert_nothing_is_held, directory, ids_of, sampl
 from tests.engine.test_points import DENSE
 from tests.support.engines import get_llm
 from tests.support.machine import inductor, needs
-from tests.support.measure import rel_err
+from tests.support.measure import rel_err, rounding
 from tests.support.named import ENGINES
 
 pytestmark = pytest.mark.engine
-BOUND = 1e-5
+BOUND = rounding()
 UNGATED = ("gpt2", "opt")
 """Families whose MLP has no gate."""
 FAMILIES = {  # what a model does to the embeddings that it is given

@@ -9,7 +9,7 @@ import torch
 
 import vllm_weir as weir
 from tests.support.check import expected_positions
-from tests.support.measure import rel_err
+from tests.support.measure import rel_err, rounding
 from tests.support.steered import (
     _apply,
     check,
@@ -110,7 +110,7 @@ def test_before_and_after_differ_by_the_intervention(engine, hook):
         at = expected_positions(positions, 20, 5)
         others = [p for p in range(24) if p not in at]
         assert torch.equal(h[others], changed[others]), name
-        assert rel_err(changed[at], _apply(of_layer(case[0], 1, [1]), h[at])) <= 1e-6, name
+        assert rel_err(changed[at], _apply(of_layer(case[0], 1, [1]), h[at])) <= rounding(1, 128), name
         changing += not torch.equal(changed[at], h[at])
     assert changing >= len(cases) - 3  # a bound may hold already
 
@@ -250,7 +250,7 @@ def test_one_sampling_params_steers_ten_times_and_stays_as_it_was(engine):
     for out in outs:
         check(out, case, oracle)
         assert list(out.outputs[0].token_ids) == list(outs[0].outputs[0].token_ids)
-        assert rel_err(out.activations["resid_post", 3], outs[0].activations["resid_post", 3]) <= 1e-5
+        assert rel_err(out.activations["resid_post", 3], outs[0].activations["resid_post", 3]) <= rounding()
         assert sum(n for sites in out.receipt.steered for n in sites.values()) + sum(out.receipt.shared) == 20 + 5 + 5
     (plain,) = llm.generate(lists, sampling(6), use_tqdm=False)
     assert list(plain.outputs[0].token_ids) == oracle.greedy(tokens(20, 7), 6)

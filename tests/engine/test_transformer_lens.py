@@ -17,10 +17,10 @@ import vllm_weir as weir
 from tests.conformance.zoo import ZOO, build
 from tests.engine.common import directory, sampling, tokens
 from tests.support.engines import get_llm
-from tests.support.measure import rel_err
+from tests.support.measure import rel_err, rounding
 
 pytestmark = pytest.mark.engine
-BOUND = 1e-5
+BOUND = rounding()
 
 
 class Parts(NamedTuple):

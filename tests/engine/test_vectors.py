@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from tests.support.measure import rel_err
+from tests.support.measure import rel_err, rounding
 from tests.support.steered import directory, prompt, sampling, tokens, truth, vectors
 from vllm_weir.schema.gguf import write_gguf
 
 pytestmark = pytest.mark.engine("steering")
-BOUND = 1e-5
+BOUND = rounding()
 LENGTH, SCALE = 24, 1.5
 
 

@@ -72,31 +72,53 @@ def rel_err(a: torch.Tensor, b: torch.Tensor) -> float:
 UNIT = 2.0**-24
 """What float32 rounds a number by, of its size."""
 SAFETY = 8
-"""Six products a block instead of one (a factor of 2.4 in the root), and the largest of many logits instead of their
+"""Six products a block instead of one (a factor of 2.4 in the root), and the largest of many numbers instead of their
 root mean square (3.3)."""
 
 
-def logit_bound(logits: Any, depth: int = 4, width: int = 192) -> float:
-    """How far a logit, or a difference of logits, may be from another computation of it in float32.
+def rounding(depth: int = 5, width: int = 512) -> float:
+    """How far two computations in float32 may be from each other, of the size of what is summed.
 
     A sum of `width` products rounds by about `UNIT * sqrt(width)` of the root sum of their squares, and `depth` blocks
-    round independently of each other: together `UNIT * sqrt(depth * width)` of the size of the logits. Kernels sum in
-    orders of their own, so that no two processors round alike.
+    round independently of each other: together `UNIT * sqrt(depth * width)`. Kernels sum in orders of their own, so
+    that no two processors round alike.
+
+    Args:
+        depth: how many blocks the model has; 1 for a single operation. The default is that of the tiny models.
+        width: the longest sum: the stream's or the MLP's width.
+    """
+    return SAFETY * UNIT * math.sqrt(depth * width)
+
+
+def logit_bound(logits: Any, depth: int = 5, width: int = 512) -> float:
+    """How far a logit, or a difference of logits, may be from another computation of it in float32.
 
     Args:
         logits: of the computation, all of a row or several: their largest is the size that counts.
-        depth: how many blocks the model has.
-        width: the longest of its sums: the stream's or the MLP's width.
+        depth, width: as for `rounding`.
     """
     size = float(torch.as_tensor(logits).double().abs().max())
     if not math.isfinite(size):
         raise AssertionError(f"the logits' size is {size}")
-    return SAFETY * UNIT * math.sqrt(depth * width) * size
+    return rounding(depth, width) * size
 
 
-def close_logits(a: Any, b: Any, logits: Any, depth: int = 4, width: int = 192) -> bool:
+def close_logits(a: Any, b: Any, logits: Any, depth: int = 5, width: int = 512) -> bool:
     """Whether logits, differences of them or log-probabilities are the same but for rounding (`logit_bound`)."""
     a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
     if a.shape != b.shape:
         raise AssertionError(f"shapes differ: {tuple(a.shape)} and {tuple(b.shape)}")
     return bool(((a - b).abs() <= logit_bound(logits, depth, width)).all())  # nan is not close
+
+
+def close_products(got: torch.Tensor, rows: torch.Tensor, directions: torch.Tensor) -> bool:
+    """Whether `got` [n, k] are the products of rows [n, d] with directions [k, d], of a row and a direction each.
+
+    A product may be near zero itself, so it is held to the lengths of what is multiplied.
+    """
+    rows, directions = rows.double(), directions.double()
+    exact = rows @ directions.T
+    if got.shape != exact.shape:
+        raise AssertionError(f"shapes differ: {tuple(got.shape)} and {tuple(exact.shape)}")
+    room = rounding() * rows.norm(dim=1, keepdim=True) * directions.norm(dim=1)
+    return bool(((got.double() - exact).abs() <= room).all())

@@ -15,7 +15,7 @@ import torch
 
 from tests.conformance.inside import INNER
 from tests.support.check import expected_positions
-from tests.support.measure import rel_err
+from tests.support.measure import rel_err, rounding
 from tests.support.models import make_model
 from tests.support.oracle import Oracle, Site
 from tests.support.remembered import REFERENCES
@@ -289,7 +289,7 @@ def vectors(seed: int) -> Any:
 
 
 def check(
-    out: Any, interventions: Sequence[Any], oracle: SteeredOracle, bound: float = 1e-5, completion: Any = None
+    out: Any, interventions: Sequence[Any], oracle: SteeredOracle, bound: float = rounding(), completion: Any = None
 ) -> float:
     """Rows (wherever captured) and greedy tokens are those of the reference under `interventions`."""
     completion = completion or out.outputs[0]
