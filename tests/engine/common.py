@@ -14,6 +14,7 @@ from tests.support.measure import eventually, rel_err, rounding
 from tests.support.models import make_model
 from tests.support.oracle import Oracle
 from tests.support.references import reference
+from tests.support.steered import scheduler, tokens
 
 BOUND = rounding()
 """On max|d| / max|reference| of rows."""
@@ -39,10 +40,6 @@ def oracle(model_dir: Path) -> Oracle:
 
 def directory(root: Path, family: str = "llama", shape: str = "a") -> Path:
     return make_model(family, shape, root)
-
-
-def tokens(length: int, seed: int = 0) -> list[int]:
-    return [(7 * seed + 3 * j + j * j) % 500 + 5 for j in range(length)]
 
 
 def prompts(lengths: Sequence[int] = LENGTHS) -> list[dict[str, list[int]]]:
@@ -111,11 +108,6 @@ def same_rows(a: Any, b: Any, bound: float = BOUND) -> None:
 
 def frontend(llm: Any) -> Any:
     return llm.llm_engine.output_processor._weir_frontend
-
-
-def scheduler(llm: Any) -> Any:
-    """The scheduler of an engine that runs in this process."""
-    return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def assert_nothing_is_held(llm):

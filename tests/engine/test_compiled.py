@@ -62,12 +62,16 @@ def test_settings_switched_between_starts_on_one_cache(root, cache):
 
 
 # A start with compilation takes a minute: others than these are for `pytest -m slow`.
-COMPILED = ["gemma2", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "gemma2")]
+COMPILED = [
+    pytest.param("llama", "b"),  # three blocks: each takes its time
+    pytest.param("gemma2", "a", marks=pytest.mark.thorough),
+    *(pytest.param(family, "a", marks=pytest.mark.slow) for family in FAMILIES if family != "gemma2"),
+]
 
 
-@pytest.mark.parametrize("family", COMPILED)
-def test_compiled_rows_and_steering(root, cache, family):
-    model_dir = directory(root, family)
+@pytest.mark.parametrize(("family", "shape"), COMPILED)
+def test_compiled_rows_and_steering(root, cache, family, shape):
+    model_dir = directory(root, family, shape)
     llm, truth = compiled(model_dir, cache), reference(model_dir)
     check_all(llm, truth)
     check_steering(llm, truth)
