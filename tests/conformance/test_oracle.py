@@ -12,9 +12,9 @@ pytest.importorskip("vllm")
 
 from tests.conformance.against_identities import identity_errors
 from tests.conformance.oracle import FIVE, NoPoint, Oracle
-from tests.conformance.rounding import rounding_errors, widened
+from tests.conformance.rounding import MOST, rounding_errors, widened
 from tests.conformance.zoo import VARIANTS, ZOO, build
-from tests.support.measure import rel_err
+from tests.support.measure import rel_err, rounding
 
 KINDS = {
     "LlamaForCausalLM": ["sequential"] * 4,
@@ -31,7 +31,13 @@ IDS = [(3 * j + j * j) % 500 + 5 for j in range(17)]
 pytestmark = pytest.mark.conformance
 
 
-@pytest.fixture(scope="module", params=KINDS)
+FAST = ("LlamaForCausalLM", "Gemma4ForCausalLM:shared-keys", "FalconForCausalLM", "NemotronHForCausalLM")
+"""One of each kind of block; the others are for `make test-all`."""
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(a, marks=() if a in FAST else pytest.mark.thorough) for a in KINDS]
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Oracle]:
     """An architecture and its reference."""
     where: Path = tmp_path_factory.mktemp("oracle") / request.param
@@ -74,7 +80,7 @@ def test_what_attention_gives_is_its_pattern_of_the_values(name: str, tmp_path: 
         pattern, v, z = (rows[hook, layer] for hook in ("pattern", "v", "z"))
         assert (pattern.shape[1], rows["k_rot", layer].shape[1]) == PACKED[name]
         v = v.repeat_interleave(pattern.shape[1] // v.shape[1], 1)
-        assert rel_err(torch.einsum("qhk,khd->qhd", pattern, v), z) < 1e-6
+        assert rel_err(torch.einsum("qhk,khd->qhd", pattern, v), z) < rounding(1, 32)
         sinks = name in ("GptOssForCausalLM", "GraniteSWAForCausalLM")
         assert bool((pattern.sum(-1) < 0.999).any()) == sinks
         for plain, rotated in (("q", "q_rot"), ("k", "k_rot")):
@@ -88,7 +94,7 @@ def test_rounding_is_measured_and_the_model_stays_what_it_was(case: tuple[str, O
     before = oracle.logits(IDS)
     errors = rounding_errors(oracle, IDS)
     assert errors.keys() == oracle.points(IDS)[0].keys() | {"logprobs"}
-    assert 1e-8 < errors["logprobs"] < 1e-5 and max(errors.values()) < 2e-5
+    assert 1e-8 < errors["logprobs"] < rounding() and max(errors.values()) < MOST
     assert rel_err(oracle.logits(IDS), before) < 1e-6
 
 
@@ -122,9 +128,9 @@ def test_two_names_of_one_place(case: tuple[str, Oracle], first: str, second: st
         return
     vector = torch.randn(oracle.hidden_size, generator=torch.Generator().manual_seed(1))
     one = oracle.steer(IDS, first, layers[0], vector, [3, 7])[1]
-    assert rel_err(one, oracle.steer(IDS, second, layers[0] + later, vector, [3, 7])[1]) < 1e-5
+    assert rel_err(one, oracle.steer(IDS, second, layers[0] + later, vector, [3, 7])[1]) < rounding()
     plain = oracle.logits(IDS)
-    assert torch.equal(one[:3], plain[:3]) or rel_err(one[:3], plain[:3]) < 1e-5
+    assert torch.equal(one[:3], plain[:3]) or rel_err(one[:3], plain[:3]) < rounding()
     assert rel_err(one[3:], plain[3:]) > 1e-2
 
 

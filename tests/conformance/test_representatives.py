@@ -21,28 +21,39 @@ in before two of the test model's four blocks."""
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
-    """All of them, from one command: it imports vLLM once."""
+def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+    """Of all that this run has tests of, from one command: it imports vLLM once."""
     out = tmp_path_factory.mktemp("conformance")
+    tests = [item.callspec.params for item in request.session.items if item.fspath == request.fspath]
+    wanted = [params["architecture"] for params in tests]
     command = [
         sys.executable,
         "-m",
         "tests.conformance",
-        *REPRESENTATIVES,
+        *wanted,
         "--out",
         str(out),
         "--results",
         str(out / "all.json"),
     ]
     subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
-    return {a: Verdict.load(out / f"{a}.json") for a in REPRESENTATIVES if (out / f"{a}.json").exists()}
+    return {a: Verdict.load(out / f"{a}.json") for a in wanted if (out / f"{a}.json").exists()}
 
 
 KERNELS = dict.fromkeys(("DeepseekV3ForCausalLM", "DeepseekV3ForCausalLM:compiled"), needs(op("mla_decode_kvcache")))
 """Operations that vLLM has no other code for."""
 
 
-@pytest.mark.parametrize("architecture", [pytest.param(a, marks=KERNELS.get(a, ())) for a in REPRESENTATIVES])
+FAST = ("LlamaForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(a, marks=() if a in FAST else [pytest.mark.thorough, *([KERNELS[a]] if a in KERNELS else [])])
+        for a in REPRESENTATIVES
+    ],
+)
 def test_conforms(architecture: str, verdicts: dict[str, Verdict]) -> None:
     assert architecture in verdicts, "no verdict was written: it ran out of time or crashed"
     verdict = verdicts[architecture]

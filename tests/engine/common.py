@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.support.check import expected_positions
-from tests.support.measure import eventually, rel_err
+from tests.support.measure import eventually, rel_err, rounding
 from tests.support.models import make_model
 from tests.support.oracle import Oracle
+from tests.support.references import reference
+from tests.support.steered import scheduler, tokens
 
-BOUND = 1e-5
+BOUND = rounding()
+"""On max|d| / max|reference| of rows."""
 SELECTORS: list[Any] = [
     "all",
     "prompt",
@@ -32,17 +34,12 @@ INSIDE = ("attn_out", "resid_mid", "mlp_out")
 LENGTHS = (64, 33, 17, 1, 2, 100, 64, 50, 8, 3)
 
 
-@lru_cache(maxsize=8)
 def oracle(model_dir: Path) -> Oracle:
-    return Oracle(model_dir)
+    return reference(model_dir)
 
 
 def directory(root: Path, family: str = "llama", shape: str = "a") -> Path:
     return make_model(family, shape, root)
-
-
-def tokens(length: int, seed: int = 0) -> list[int]:
-    return [(7 * seed + 3 * j + j * j) % 500 + 5 for j in range(length)]
 
 
 def prompts(lengths: Sequence[int] = LENGTHS) -> list[dict[str, list[int]]]:
@@ -111,11 +108,6 @@ def same_rows(a: Any, b: Any, bound: float = BOUND) -> None:
 
 def frontend(llm: Any) -> Any:
     return llm.llm_engine.output_processor._weir_frontend
-
-
-def scheduler(llm: Any) -> Any:
-    """The scheduler of an engine that runs in this process."""
-    return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def assert_nothing_is_held(llm):

@@ -13,26 +13,45 @@ import pytest
 
 from tests.engine.serving import Server, SharedServer
 from tests.support.engines import close_all
+from tests.support.models import temporary_root
 from tests.support.named import named_llm
+from tests.support.probe_reference import GatedOracle
+from tests.support.references import reference
+from tests.support.remembered import REFERENCES
 from tests.support.zygote import ROOT, zygote
 
 
 @pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tiny models live."""
-    return tmp_path_factory.mktemp("models")
+def root() -> Path:
+    """Where the tiny models live: the same place for all tests of a process, so that they share engines."""
+    return temporary_root()
 
 
 @pytest.fixture
 def llm(request: pytest.FixtureRequest, root: Path) -> Any:
-    """The engine that the test, or its file, names in its mark `engine`."""
-    return named_llm(request.node.get_closest_marker("engine").args[0], root)
+    """The engine that the test, or its file, names in its mark `engine`; nothing is in its prefix cache."""
+    llm = named_llm(request.node.get_closest_marker("engine").args[0], root)
+    llm.reset_prefix_cache()
+    return llm
+
+
+@pytest.fixture
+def truth(llm: Any) -> GatedOracle:
+    """The reference of that engine's model."""
+    return reference(Path(llm.llm_engine.model_config.model))
+
+
+@pytest.fixture
+def engine(llm: Any, truth: GatedOracle) -> tuple[Any, GatedOracle]:
+    """Both."""
+    return llm, truth
 
 
 @pytest.fixture(scope="session", autouse=True)
 def close_engines():
     yield
     close_all()
+    REFERENCES.clear()
     gc.unfreeze()  # what `quick_start` froze: libraries complain of objects that outlive the interpreter
 
 

@@ -11,10 +11,9 @@ import torch
 
 import vllm_weir as weir
 from tests.support.sae_reference import Reference, weights
-from tests.support.steered import sampling
+from tests.support.steered import check, sampling
 from vllm_weir.schema.positions import Positions
 
-ENGINE: dict[str, Any] = {"block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
 WIDTHS = {"mlp_post": 192}
 D, D_HEAD, FEATURES = 128, 32, 96
 EVERYTHING = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
@@ -83,6 +82,23 @@ def run(llm, asked, prompts, capture=EVERYTHING):
     return llm.generate(prompts, params, use_tqdm=False)
 
 
+def checked(out: Any, order: list[Any], saes: dict[str, Any], oracle: Any) -> list[bool]:
+    """Check one request against the reference of its interventions; return where a feature that was set was active."""
+    items, parts, reads = [], [], []
+    for item in order:
+        if not isinstance(item, weir.SetFeature):
+            items.append(item)
+        elif (sae := saes[item.name]).config.is_transcoder:
+            parts.append(Elsewhere(sae, item))
+            items.append(parts[-1].writes)
+            reads.append(parts[-1].reads)
+        else:
+            parts.append(Edited(sae, item))
+            items.append(parts[-1])
+    check(out, items + reads, oracle)
+    return [one for part in parts for one in part.active]
+
+
 class Elsewhere:
     """The reference of a `SetFeature` on a transcoder, as two parts for `SteeredOracle.steered`.
 
@@ -105,6 +121,11 @@ class Elsewhere:
             return (h.double() + (target - self.activations)[:, None] * direction).float()
 
         self.reads, self.writes = _Part(sae.site, asked, read), _Part(sae.out_site, asked, write)
+
+    @property
+    def active(self) -> list[bool]:
+        """Where the feature was, by position."""
+        return (self.activations > 0).tolist()
 
 
 class _Part:

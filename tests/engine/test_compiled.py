@@ -9,12 +9,11 @@ import vllm_weir as weir
 from tests.engine.common import SELECTORS, asking, directory, oracle, prompts, sampling, verify
 from tests.support.engines import get_llm
 from tests.support.machine import inductor, needs
-from tests.support.measure import rel_err
+from tests.support.measure import rel_err, rounding
 from tests.support.models import FAMILIES
-from tests.support.steered import SteeredOracle
+from tests.support.references import reference
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(inductor)]
-CLOSE_OTHERS = True
+pytestmark = [pytest.mark.engine, needs(inductor)]
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +40,13 @@ def check_steering(llm, truth):
     params = weir.params(sampling(), capture=[weir.Capture(), weir.Capture("resid_pre")], interventions=moves)
     for out in llm.generate(prompts(), params, use_tqdm=False):
         prompt, got = list(out.prompt_token_ids), list(out.outputs[0].token_ids)
-        rows, logits = truth.steered((prompt + got)[:-1], len(prompt), moves)
+        rows, logits = truth.steered((prompt + got)[:-1], len(prompt), moves, sites=out.activations.sites)
         assert len(got) == 8 and got == logits[len(prompt) - 1 :].argmax(-1).tolist()
         for site in out.activations.sites:
-            assert rel_err(out.activations[site], rows[tuple(site)]) <= 1e-5
+            assert rel_err(out.activations[site], rows[tuple(site)]) <= rounding()
 
 
+@pytest.mark.thorough
 def test_settings_switched_between_starts_on_one_cache(root, cache):
     """One block tapped, then all of them: the second start must not reuse the first one's graphs."""
     model_dir = directory(root, "llama", "b")  # of three blocks: compiling takes a time for each
@@ -61,14 +61,18 @@ def test_settings_switched_between_starts_on_one_cache(root, cache):
     check_all(compiled(model_dir, cache), truth)
 
 
-# One family in every run; a start with compilation takes a minute, so the others are for `pytest -m slow`.
-COMPILED = ["gemma2", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "gemma2")]
+# A start with compilation takes a minute: others than these are for `pytest -m slow`.
+COMPILED = [
+    pytest.param("llama", "b"),  # three blocks: each takes its time
+    pytest.param("gemma2", "a", marks=pytest.mark.thorough),
+    *(pytest.param(family, "a", marks=pytest.mark.slow) for family in FAMILIES if family != "gemma2"),
+]
 
 
-@pytest.mark.parametrize("family", COMPILED)
-def test_compiled_rows_and_steering(root, cache, family):
-    model_dir = directory(root, family)
-    llm, truth = compiled(model_dir, cache), SteeredOracle(model_dir)
+@pytest.mark.parametrize(("family", "shape"), COMPILED)
+def test_compiled_rows_and_steering(root, cache, family, shape):
+    model_dir = directory(root, family, shape)
+    llm, truth = compiled(model_dir, cache), reference(model_dir)
     check_all(llm, truth)
     check_steering(llm, truth)
 

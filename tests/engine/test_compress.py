@@ -6,30 +6,30 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from tests.engine.common import assert_nothing_is_held, directory, oracle, prompts, sampling, scheduler, tokens
+from tests.engine.common import assert_nothing_is_held, directory, oracle, prompts, sampling, tokens
 from tests.support.engines import get_llm
 from tests.support.machine import on_cpu
 from tests.support.steered import chunks
 from vllm_weir import codec
 from vllm_weir.schema.compression import Compression
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("default")
 SELECTORS = ["all", "prompt", "generated", "last_prompt", "sampled", [0, 3, -1], "2:40:3", {"token_ids": [5, 6, 7, 8]}]
 METHODS = ["full8", "topk8", "fp16", "fp8", {"method": "rp8", "k": 32, "seed": 7}, "rp8"]
 D = 128
 
 
-def asked(selector, compress, max_tokens=7, **more):
+def asked(selector, compress, max_tokens=7, last=3, **more):
     captures = [
         weir.Capture("resid_post", [0, 2], selector, compress=compress),
-        weir.Capture("resid_pre", [3], selector, compress=compress),
+        weir.Capture("resid_pre", [last], selector, compress=compress),
     ]
     return weir.params(sampling(max_tokens, **more), capture=captures)
 
 
 def same(packed, plain, how):
-    """`packed` holds the rows of `plain`, compressed: bit for bit, and within its bound where sums may be rounded
-    another way in another batch."""
+    """`packed` holds the rows of `plain`, compressed: bit for bit, since both requests had the same kernels with the
+    same shapes; random projections are sums, which are rounded another way in another batch."""
     how = Compression.parse(how, "compress")
     assert packed.sites == plain.sites
     for site in plain.sites:
@@ -43,7 +43,7 @@ def same(packed, plain, how):
             continue
         encoded = codec.encode(plain[site], how)
         decoded = codec.decode(encoded, header)
-        if how.method == "rp8":
+        if how.method == "rp8":  # a step of 8 bits, of which rounding may take the next
             assert (packed[site] - decoded).abs().max() <= 1e-2 * decoded.abs().max()
         elif not on_cpu():  # the twin's rows are rounded otherwise there, and may fall to the next step
             near = torch.nn.functional.cosine_similarity(packed[site].double(), decoded.double(), dim=-1)
@@ -54,17 +54,13 @@ def same(packed, plain, how):
 
 
 @pytest.mark.parametrize("size", [None, 7])
-def test_every_method_and_selector(root, size):
+def test_every_method_and_selector(llm, size):
     """In one batch, beside plain rows, with whole and with chunked prompts."""
-    llm = get_llm(directory(root))
     cases = [(selector, how) for selector in SELECTORS for how in METHODS]
-    lengths = [5 + k for k in range(len(cases))]
+    texts = prompts([5 + k for k in range(len(cases))])
     with chunks(llm, size):
-        outs = llm.generate(
-            prompts(lengths) + prompts(lengths),
-            [asked(s, h) for s, h in cases] + [asked(s, None) for s, _ in cases],
-            use_tqdm=False,
-        )
+        params = [asked(s, h) for s, h in cases] + [asked(s, None) for s, _ in cases]
+        outs = llm.generate(texts * 2, params, use_tqdm=False)
     for out, twin, (_, how) in zip(outs, outs[len(cases) :], cases):
         same(out.activations, twin.activations, how)
         assert set(out.receipt.captured.values()) == set(twin.receipt.captured.values())
@@ -74,15 +70,14 @@ def test_every_method_and_selector(root, size):
     assert_nothing_is_held(llm)
 
 
-def test_dtype_n_and_what_is_not_compressed(root):
-    llm = get_llm(directory(root))
+def test_dtype_n_and_what_is_not_compressed(llm):
     capture = [
         weir.Capture("resid_post", 1, compress="full8", dtype="bfloat16"),
         weir.Capture("resid_post", 2, compress="full8"),
     ]
     params = weir.params(sampling(4, n=2, temperature=1.0, seed=3), capture=capture)
     plain = weir.params(sampling(4, n=2, temperature=1.0, seed=3), capture=weir.Capture("resid_post", [1, 2]))
-    out, twin = llm.generate(prompts([9, 9])[:1] * 2, [params, plain], use_tqdm=False)
+    out, twin = llm.generate(prompts([9]) * 2, [params, plain], use_tqdm=False)
     for one, other in zip(out.outputs, twin.outputs):
         assert list(one.token_ids) == list(other.token_ids)
         assert one.activations["resid_post", 1].dtype == torch.bfloat16
@@ -96,21 +91,20 @@ def test_dtype_n_and_what_is_not_compressed(root):
     assert llm.generate(prompts([9]), none, use_tqdm=False)[0].receipt.compression is None
 
 
-def test_prefix_hits(root):
-    llm = get_llm(directory(root))
+def test_prefix_hits(llm):
     prompt = {"prompt_token_ids": tokens(200, 77)}
     for selector, hits in (("generated", True), ("all", False), ("-4:", True)):
         out, twin = (llm.generate(prompt, asked(selector, how), use_tqdm=False)[0] for how in ("full8", None))
         again = llm.generate(prompt, asked(selector, "full8"), use_tqdm=False)[0]
-        same(out.activations, twin.activations, "full8")
         same(again.activations, twin.activations, "full8")
         assert (again.receipt.cached_tokens > 0) == hits
+        if out.receipt.cached_tokens == twin.receipt.cached_tokens:  # else their steps had other shapes
+            same(out.activations, twin.activations, "full8")
 
 
-def test_streaming(root):
+def test_streaming(llm):
     from vllm.sampling_params import RequestOutputKind
 
-    llm = get_llm(directory(root))
     whole = llm.generate({"prompt_token_ids": tokens(9)}, asked("all", "full8", 4), use_tqdm=False)[0].activations
     for kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA):
         params = asked("all", "full8", 4)
@@ -126,7 +120,7 @@ def test_streaming(root):
 def decoded(out, how, truth, D=D):
     """Every record decodes to the row that transformers computes, as well as the method can."""
     ids = list(out.prompt_token_ids) + list(out.outputs[0].token_ids)
-    reference = truth.rows(ids[:-1])
+    reference = truth.rows(ids[:-1], map(tuple, out.activations.sites))
     for site in out.activations.sites:
         rows = reference[tuple(site)][out.activations.positions_of(*site).numpy()].float()
         if len(rows):
@@ -134,49 +128,15 @@ def decoded(out, how, truth, D=D):
             assert (out.activations[site] - rows).abs().max() <= 0.51 * step + 1e-4 * rows.abs().max()
 
 
-def test_rows_survive_preemption(root):
-    """A KV cache that holds two of four requests to their ends: the others are thrown out and computed again."""
-    llm = get_llm(
-        directory(root),
-        block_size=32,
-        num_gpu_blocks_override=8,
-        max_model_len=160,
-        max_num_seqs=4,
-        max_num_batched_tokens=48,
-    )
-    truth, sched, preempted = oracle(directory(root)), scheduler(llm), []
-    preempt = sched._preempt_request
-
-    def counting(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    sched._preempt_request = counting
-    try:
-        asked_for = [
-            asked(s, "full8", 90) for s in ("all", "generated", "30:90:2", {"token_ids": list(range(0, 510, 2))})
-        ]
-        outs = llm.generate(prompts([30, 31, 40, 33]), asked_for, use_tqdm=False)
-    finally:
-        sched._preempt_request = preempt
-    assert preempted, "nothing was preempted: this test shows nothing"
-    for out in outs:
-        decoded(out, "full8", truth)
-        assert not out.receipt.dropped
-
-
-@pytest.mark.parametrize("settings", [{"buffer_bytes": 1 << 16}, {"host_bytes": 1 << 20}])
-def test_little_memory(root, settings):
-    """A ring of 128 rows, and host memory for 2,048: records take an eighth of a row's."""
-    llm, truth = get_llm(directory(root), additional_config={"weir": settings}), oracle(directory(root))
-    outs = llm.generate(prompts([100] * 10), [asked("all", "full8", 30)] * 10, use_tqdm=False)
-    for out in outs:
+def test_little_memory(root):
+    """Host memory for 2,048 rows; a ring of 128 is in `test_batching`."""
+    llm, truth = get_llm(directory(root), additional_config={"weir": {"host_bytes": 1 << 20}}), oracle(directory(root))
+    for out in llm.generate(prompts([100] * 10), asked("all", "full8", 30), use_tqdm=False):
         decoded(out, "full8", truth)
 
 
-def test_less_leaves_the_worker(root):
+def test_less_leaves_the_worker(llm):
     """Records lie next to each other: the host memory in use is theirs, not that of the rows."""
-    llm = get_llm(directory(root))
     used = {}
     for how in (None, {"method": "rp8", "k": 32}):
         outs = llm.generate(prompts([200]), asked("prompt", how, 1), use_tqdm=False)
@@ -201,8 +161,7 @@ def test_less_leaves_the_worker(root):
         ([{"layers": 0, "compress": "full8"}, {"layers": 1, "reduce": "mean"}], "capture[1].compress"),
     ],
 )
-def test_what_cannot_be_done_is_refused(root, captures, field):
-    llm = get_llm(directory(root))
+def test_what_cannot_be_done_is_refused(llm, captures, field):
     with pytest.raises(weir.WeirError) as e:
         llm.generate(prompts([4]), weir.params(sampling(2), capture=captures), use_tqdm=False)
     assert e.value.field.startswith(field)

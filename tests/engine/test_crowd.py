@@ -17,7 +17,7 @@ from tests.engine.serving import PLAIN, WEIR, running
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import eventually, rel_err
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes)]
+pytestmark = [pytest.mark.engine, pytest.mark.thorough, needs(engine_processes)]
 CLOSE_OTHERS = True
 CLIENTS, EACH, TOKENS = 200, 2, 12
 PROMPTS = ("Anna walked to the harbor in the morning .", "Tom was sad", "The lesson", "A dog ran over the hill")

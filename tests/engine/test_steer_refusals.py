@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from tests.support.engines import close_all, get_llm
-from tests.support.measure import rel_err
+from tests.support.engines import get_llm
+from tests.support.measure import close_products
 from tests.support.steered import (
     check,
     chunks,
     directory,
+    generated,
     idle,
     prompt,
     sampling,
@@ -26,11 +27,12 @@ from tests.support.steered import (
 )
 from vllm_weir.frontend.admission import inline_vectors
 from vllm_weir.worker.planning import row_sequences
+from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.steering.vector_fetch import VectorFetcher
 from vllm_weir.worker.transfer.notifier import Notifier
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.engine
 ROWS = 8
 # 8 vectors of 128 float32, blocks 1 and 2 only, and little patience.
 SMALL = {
@@ -40,12 +42,6 @@ SMALL = {
 }
 D = 128
 GOOD = torch.ones(D)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_engines():
-    yield
-    close_all()
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +66,7 @@ REFUSED = {
     "nan": (raw(vector=inline(base(torch.full((D,), float("nan"))))), "interventions[0].vector"),
     "inf": (raw(vector=[float("inf")] * D), "interventions[0].vector"),
     "wrong width": (raw(vector=[1.0] * (D + 1)), "interventions[0].vector"),
-    "layer out of range": (raw(layers=[4]), "interventions[0].layers"),
+    "layer out of range": (raw(layers=[1, 4]), "interventions[0].layers"),
     "negative layer": (raw(layers=-1), "interventions[0].layers"),
     "10,001 rows": (raw(vector=[[1.0]] * 10_001), "interventions[0].vector"),
     "unknown name": (raw(vector={"ref": "nobody"}), "interventions[0].vector"),
@@ -246,7 +242,7 @@ def test_words_of_steering_that_never_come_fail_the_request(engine, monkeypatch)
         send = Notifier.send
         patch.setattr(Notifier, "send", lambda self, parcel: send(self, dataclasses.replace(parcel, steered={})))
         with pytest.raises(weir.WeirError, match="confirmed"):
-            llm.generate(prompt(9), steered, use_tqdm=False)
+            generated(llm, prompt(9), steered)
     after(llm, oracle, steered)
 
 
@@ -270,7 +266,7 @@ def test_vectors_come_along_and_are_asked_for_only_where_that_was_not_so(engine,
     scores = weir.params(sampling(1), capture=weir.Capture("resid_post", 1, project=directions))
     (out,) = llm.generate(prompt(9), scores, use_tqdm=False)
     rows, _ = oracle.steered(tokens(9), 9, [])
-    assert rel_err(out.activations["resid_post", 1], rows["resid_post", 1] @ directions.T) <= 1e-5
+    assert close_products(out.activations["resid_post", 1], rows["resid_post", 1], directions)
     assert not asked
     monkeypatch.setattr(inline_vectors, "MAX_BYTES", 4 * D)
     steered(61, 62)
@@ -283,32 +279,21 @@ def test_vectors_come_along_and_are_asked_for_only_where_that_was_not_so(engine,
     assert len(asked) == 2 + ROWS, "it had to make room in the table"
 
 
-def test_a_vector_that_cannot_be_fetched_fails_the_request(engine, monkeypatch):
+def nobody_answers(*_args):
+    raise ValueError("nobody answers")
+
+
+@pytest.mark.parametrize("failing", [(VectorFetcher, "fetch"), (Planner, "plan")], ids=["fetch", "plan"])
+def test_a_request_that_cannot_be_done_fails(engine, monkeypatch, failing):
+    """For want of its vector, or of a plan; neighbours do not keep the engine from going on."""
     llm, oracle = engine
-    fresh = weir.params(sampling(3), interventions=weir.Add(vectors(34)(D), 1))
-
-    def fetch(self, reply, digests):
-        raise ValueError("nobody answers")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(VectorFetcher, "fetch", fetch)
-        with pytest.raises(weir.WeirError, match="nobody answers"):
-            llm.generate(prompt(9), fresh, use_tqdm=False)
-    after(llm, oracle, fresh)
-
-
-def test_a_failure_takes_no_neighbour_with_it(engine, monkeypatch):
-    llm, oracle = engine
-    fresh = weir.params(sampling(3), interventions=weir.Add(vectors(35)(D), 1))
-
-    def fetch(self, reply, digests):
-        raise ValueError("nobody answers")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(VectorFetcher, "fetch", fetch)
-        with pytest.raises(weir.WeirError):
-            llm.generate([prompt(9, k) for k in range(3)], [sampling(6), fresh, sampling(2)], use_tqdm=False)
-    after(llm, oracle, fresh)
+    for seed, texts, asked in ((34, 1, []), (35, 3, [sampling(6), sampling(2)])):
+        fresh = weir.params(sampling(3), interventions=weir.Add(vectors(seed)(D), 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(*failing, nobody_answers)
+            with pytest.raises(weir.WeirError, match="nobody answers"):
+                generated(llm, [prompt(9, k) for k in range(texts)], [*asked[:1], fresh, *asked[1:]])
+        after(llm, oracle, fresh)
 
 
 @pytest.mark.parametrize("how", ["fetch", "confirm"])
@@ -317,18 +302,14 @@ def test_what_a_failed_request_left_in_the_prefix_cache_is_not_shared(engine, mo
     llm, _ = engine
     fresh = weir.params(sampling(3), interventions=weir.Add(vectors(36 + len(how))(D), 1))
     llm.reset_prefix_cache()
-
-    def fetch(self, reply, digests):
-        raise ValueError("nobody answers")
-
     with monkeypatch.context() as patch:
         if how == "fetch":
-            patch.setattr(VectorFetcher, "fetch", fetch)
+            patch.setattr(VectorFetcher, "fetch", nobody_answers)
         else:
             send = Notifier.send
             patch.setattr(Notifier, "send", lambda self, parcel: send(self, dataclasses.replace(parcel, steered={})))
         with pytest.raises(weir.WeirError):
-            llm.generate(prompt(70), fresh, use_tqdm=False)
+            generated(llm, prompt(70), fresh)
     (again,) = llm.generate(prompt(70), fresh, use_tqdm=False)
     assert again.num_cached_tokens == 0 and again.receipt.steered == ({("resid_post", 1): 72},)
     (shares,) = llm.generate(prompt(70), fresh, use_tqdm=False)

@@ -38,8 +38,12 @@ from vllm_weir.frontend.sinks.mark_buffer import MAX_ENDED
 from vllm_weir.patches.cuda_graph_sets import MAX_REMEMBERED, MAX_SETS
 from vllm_weir.schema.selectors import MOST_STEPS, _shared
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-ABORTS = {"plain": 1000, "ngram": 240}
+pytestmark = pytest.mark.engine
+CASES = [  # kind of engine, requests
+    pytest.param(("plain", 240), id="plain"),
+    pytest.param(("plain", 1000), id="plain, a thousand", marks=pytest.mark.thorough),
+    pytest.param(("ngram", 240), id="ngram", marks=pytest.mark.thorough),
+]
 LIVE = 24
 """Requests that are under way at a time."""
 STEPS = 12
@@ -79,11 +83,11 @@ class Ledger(Consumer):
         Ledger.open_names.discard(request.name)
 
 
-@pytest.fixture(params=["plain", "ngram"])
+@pytest.fixture(params=CASES)
 def llm(root, request, monkeypatch):
     monkeypatch.setitem(consumers._SHIPPED, "ledger", f"{__name__}:Ledger")
     model_dir = directory(root)
-    more = {} if request.param == "plain" else {"speculative_config": drafting(model_dir, "ngram")}
+    more = {} if request.param[0] == "plain" else {"speculative_config": drafting(model_dir, "ngram")}
     llm = get_llm(
         model_dir, block_size=32, max_num_seqs=16, max_num_batched_tokens=128,
         additional_config={"weir": SETTINGS}, **more,
@@ -232,7 +236,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def test_a_thousand_aborted_requests_leave_nothing(root, llm, request):
-    truth, count = oracle(directory(root)), ABORTS[request.node.callspec.params["llm"]]
+    truth, count = oracle(directory(root)), request.node.callspec.params["llm"][1]
     _shared.cache_clear()  # selectors of the requests of other engines of this process
     short, endless = ({name: params_of(kind, n) for name, kind in kinds().items()} for n in (6, MADE))
     wanted = run_each(llm, short)

@@ -26,8 +26,7 @@ from tests.support.probe_reference import Act, GateCase
 from tests.support.steered import check, idle, prompt, truth
 from vllm_weir.schema.hooks import MODEL_HOOKS
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes, memory(3 * GIB), ranks(2))]
-CLOSE_OTHERS = True
+pytestmark = [pytest.mark.engine, needs(engine_processes, memory(3 * GIB), ranks(2))]
 
 
 class Ranks(NamedTuple):
@@ -59,7 +58,9 @@ def one(root):
     return found
 
 
-@pytest.fixture(scope="module", params=["first", "split", "stages"])
+@pytest.fixture(
+    scope="module", params=["split", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("first", "stages"))]
+)
 def two(root, one, request):
     close_all()
     env = {"VLLM_CPU_OMP_THREADS_BIND": binding(2)}
@@ -78,7 +79,8 @@ def test_rows(root, one, two):
     for a, b in zip(one[0], plain(two.llm, reference.num_layers), strict=True):
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
         same_rows(b.activations, a.activations, 1e-4)
-        rows = reference.rows((list(b.prompt_token_ids) + list(b.outputs[0].token_ids))[:-1])
+        ids = list(b.prompt_token_ids) + list(b.outputs[0].token_ids)
+        rows = reference.rows(ids[:-1], map(tuple, b.activations.sites))
         for site in b.activations.sites:
             at = b.activations.positions_of(*site)
             if len(at):

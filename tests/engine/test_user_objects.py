@@ -7,10 +7,9 @@ import copy
 import pytest
 
 import vllm_weir as weir
-from tests.engine.common import asking, directory, oracle, prompts, same_rows, sampling, verify
-from tests.support.engines import get_llm
+from tests.engine.common import asking, prompts, same_rows, sampling, verify
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("default")
 ALL = {"stop": ["w499999"], "logit_bias": {3: -1.0}, "extra_args": {"mine": {"deep": [1]}}}
 
 
@@ -29,10 +28,9 @@ def test_params_copies_its_argument():
 
 
 @pytest.mark.parametrize("lens", [False, True], ids=["weir", "lens"])
-def test_sampling_params_are_reused_ten_times(root, lens):
+def test_sampling_params_are_reused_ten_times(llm, truth, lens):
     from vllm.sampling_params import RequestOutputKind
 
-    llm, truth = get_llm(directory(root)), oracle(directory(root))
     # vLLM's own LLM.generate writes this field of its caller's object; nothing else may change.
     fixed = ALL | {"output_kind": RequestOutputKind.FINAL_ONLY}
     if lens:
@@ -57,8 +55,7 @@ def test_sampling_params_are_reused_ten_times(root, lens):
                 same_rows(x.activations, y.activations)
 
 
-def test_one_object_for_a_whole_batch_and_other_params_between(root):
-    llm, truth = get_llm(directory(root)), oracle(directory(root))
+def test_one_object_for_a_whole_batch_and_other_params_between(llm, truth):
     params, wanted = asking([0, -1], truth.num_layers)
     other, other_wanted = asking("generated", truth.num_layers)
     for _ in range(3):

@@ -8,25 +8,13 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from tests.support.engines import close_all, get_llm
-from tests.support.measure import rel_err
+from tests.support.measure import rel_err, rounding
 from tests.support.steered import directory, prompt, sampling, tokens, truth, vectors
 from vllm_weir.schema.gguf import write_gguf
 
-pytestmark = pytest.mark.engine
-BOUND = 1e-5
+pytestmark = pytest.mark.engine("steering")
+BOUND = rounding()
 LENGTH, SCALE = 24, 1.5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_engines():
-    yield
-    close_all()
-
-
-@pytest.fixture(scope="module")
-def llm():
-    return get_llm(directory(), dtype="float32")
 
 
 def hooked(change):

@@ -127,10 +127,16 @@ def close_all() -> None:
 
 
 def _close(key: str) -> None:
+    from vllm.utils import func_utils
+
     llm = _alive.pop(key)
     try:
         shut_down(llm)
     finally:
+        # vLLM remembers the functions whose keywords it asked for: those that Weir puts around modules hold the ring.
+        for name in ("supports_kw", "_supports_kw"):
+            if (remembered := getattr(func_utils, name, None)) and hasattr(remembered, "cache_clear"):
+                remembered.cache_clear()
         # The caller may still hold the engine; let go of what we can before the next one takes memory.
         del llm
         gc.collect()

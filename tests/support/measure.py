@@ -1,8 +1,13 @@
-"""How far rows are from a reference, and how long something may take."""
+"""How far rows and logits may be from a reference, and how long something may take.
+
+A bound on a difference of floats follows from what float32 rounds and from how large the summed terms are, never from
+the size of the difference itself: two logits of 14 that differ by 0.3 are each rounded as numbers of 14.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -77,3 +82,58 @@ def rel_err(a: torch.Tensor, b: torch.Tensor) -> float:
         a, b = a[~infinite], b[~infinite]
     error = float((a - b).abs().max() / b.abs().max())
     return error if error == error else float("inf")
+
+
+UNIT = 2.0**-24
+"""What float32 rounds a number by, of its size."""
+SAFETY = 8
+"""Six products a block instead of one (a factor of 2.4 in the root), and the largest of many numbers instead of their
+root mean square (3.3)."""
+
+
+def rounding(depth: int = 5, width: int = 512) -> float:
+    """How far two computations in float32 may be from each other, of the size of what is summed.
+
+    A sum of `width` products rounds by about `UNIT * sqrt(width)` of the root sum of their squares, and `depth` blocks
+    round independently of each other: together `UNIT * sqrt(depth * width)`. Kernels sum in orders of their own, so
+    that no two processors round alike.
+
+    Args:
+        depth: how many blocks the model has; 1 for a single operation. The default is that of the tiny models.
+        width: the longest sum: the stream's or the MLP's width.
+    """
+    return SAFETY * UNIT * math.sqrt(depth * width)
+
+
+def logit_bound(logits: Any, depth: int = 5, width: int = 512) -> float:
+    """How far a logit, or a difference of logits, may be from another computation of it in float32.
+
+    Args:
+        logits: of the computation, all of a row or several: their largest is the size that counts.
+        depth, width: as for `rounding`.
+    """
+    size = float(torch.as_tensor(logits).double().abs().max())
+    if not math.isfinite(size):
+        raise AssertionError(f"the logits' size is {size}")
+    return rounding(depth, width) * size
+
+
+def close_logits(a: Any, b: Any, logits: Any, depth: int = 5, width: int = 512) -> bool:
+    """Whether logits, differences of them or log-probabilities are the same but for rounding (`logit_bound`)."""
+    a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
+    if a.shape != b.shape:
+        raise AssertionError(f"shapes differ: {tuple(a.shape)} and {tuple(b.shape)}")
+    return bool(((a - b).abs() <= logit_bound(logits, depth, width)).all())  # nan is not close
+
+
+def close_products(got: torch.Tensor, rows: torch.Tensor, directions: torch.Tensor) -> bool:
+    """Whether `got` [n, k] are the products of rows [n, d] with directions [k, d], of a row and a direction each.
+
+    A product may be near zero itself, so it is held to the lengths of what is multiplied.
+    """
+    rows, directions = rows.double(), directions.double()
+    exact = rows @ directions.T
+    if got.shape != exact.shape:
+        raise AssertionError(f"shapes differ: {tuple(got.shape)} and {tuple(exact.shape)}")
+    room = rounding() * rows.norm(dim=1, keepdim=True) * directions.norm(dim=1)
+    return bool(((got.double() - exact).abs() <= room).all())

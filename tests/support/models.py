@@ -169,10 +169,10 @@ def head_size(family: str, shape: str) -> int:
 def make_model(family: str, shape: str = "a", root: str | Path | None = None) -> Path:
     """The directory of a tiny random model; made on first use, found again after.
 
-    Without `root`, a temporary directory that lives as long as this process.
+    Without `root`, in `temporary_root()`.
     """
     recipe = (RECIPES.get(family, {}) | INNER_RECIPES.get(family, {}))[shape]
-    home = Path(root) if root is not None else _temporary_root()
+    home = Path(root) if root is not None else temporary_root()
     target = home / f"{family}-{shape}-{VERSION}"
     if (target / "config.json").exists():
         return target
@@ -216,7 +216,8 @@ def make_tokenizer(root: str | Path) -> None:
     (Path(root) / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
-def _temporary_root() -> Path:
+def temporary_root() -> Path:
+    """Where the models of this process live, as long as it does."""
     global _session_root
     if _session_root is None:
         import atexit

@@ -31,16 +31,30 @@ def shipped_model(_root: Path) -> Path:
     return Path(weir.demo_model())
 
 
+_WHOLE = {"block_size": 32, "max_num_seqs": 128, "max_num_batched_tokens": 4096}
 ENGINES = {
     # Room for every test's batch; blocks of 32 tokens, so that short prompts fill some.
-    "default": Named(tiny_llama, {"block_size": 32, "max_num_seqs": 128, "max_num_batched_tokens": 4096}),
+    "default": Named(tiny_llama, _WHOLE),
+    # The same engine under another name, so that its many tests are two groups, which two workers share.
+    "steering": Named(tiny_llama, _WHOLE),
     # Prompts are cut into chunks, and requests wait for each other.
     "small": Named(tiny_llama, {"block_size": 32, "max_num_seqs": 16, "max_num_batched_tokens": 64}),
+    # A KV cache that holds two of six requests to their ends: the others are thrown out and computed again.
+    "scarce": Named(
+        tiny_llama,
+        {
+            "block_size": 32,
+            "num_gpu_blocks_override": 10,
+            "max_model_len": 160,
+            "max_num_seqs": 6,
+            "max_num_batched_tokens": 48,
+        },
+    ),
     "drafts": Named(
         tiny_llama,
         {"speculative_config": SPECULATIVE, "block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 2048},
     ),
-    "demo": Named(shipped_model, {"block_size": 32, "max_num_seqs": 128, "max_num_batched_tokens": 4096}),
+    "demo": Named(shipped_model, _WHOLE),
 }
 
 

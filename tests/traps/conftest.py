@@ -1,5 +1,5 @@
 """The traps' tests run on the same engines and models as tests/engine."""
 
-from tests.engine.conftest import close_engines, no_engine_left_over, root, shared_server
+from tests.engine.conftest import close_engines, llm, no_engine_left_over, root, shared_server, truth
 
-__all__ = ["close_engines", "no_engine_left_over", "root", "shared_server"]
+__all__ = ["close_engines", "llm", "no_engine_left_over", "root", "shared_server", "truth"]
