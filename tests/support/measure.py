@@ -1,8 +1,13 @@
-"""How far rows are from a reference, and how long something may take."""
+"""How far rows and logits may be from a reference, and how long something may take.
+
+A bound on a difference of floats follows from what float32 rounds and from how large the summed terms are, never from
+the size of the difference itself: two logits of 14 that differ by 0.3 are each rounded as numbers of 14.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -62,3 +67,36 @@ def rel_err(a: torch.Tensor, b: torch.Tensor) -> float:
         a, b = a[~infinite], b[~infinite]
     error = float((a - b).abs().max() / b.abs().max())
     return error if error == error else float("inf")
+
+
+UNIT = 2.0**-24
+"""What float32 rounds a number by, of its size."""
+SAFETY = 8
+"""Six products a block instead of one (a factor of 2.4 in the root), and the largest of many logits instead of their
+root mean square (3.3)."""
+
+
+def logit_bound(logits: Any, depth: int = 4, width: int = 192) -> float:
+    """How far a logit, or a difference of logits, may be from another computation of it in float32.
+
+    A sum of `width` products rounds by about `UNIT * sqrt(width)` of the root sum of their squares, and `depth` blocks
+    round independently of each other: together `UNIT * sqrt(depth * width)` of the size of the logits. Kernels sum in
+    orders of their own, so that no two processors round alike.
+
+    Args:
+        logits: of the computation, all of a row or several: their largest is the size that counts.
+        depth: how many blocks the model has.
+        width: the longest of its sums: the stream's or the MLP's width.
+    """
+    size = float(torch.as_tensor(logits).double().abs().max())
+    if not math.isfinite(size):
+        raise AssertionError(f"the logits' size is {size}")
+    return SAFETY * UNIT * math.sqrt(depth * width) * size
+
+
+def close_logits(a: Any, b: Any, logits: Any, depth: int = 4, width: int = 192) -> bool:
+    """Whether logits, differences of them or log-probabilities are the same but for rounding (`logit_bound`)."""
+    a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
+    if a.shape != b.shape:
+        raise AssertionError(f"shapes differ: {tuple(a.shape)} and {tuple(b.shape)}")
+    return bool(((a - b).abs() <= logit_bound(logits, depth, width)).all())  # nan is not close
