@@ -1,4 +1,4 @@
-"""``python read_pickled.py FILE WHAT``: outputs of vLLM, looked at where no engine runs. Imports nothing of Weir's.
+"""``python read_pickled.py WHAT FILE ...``: outputs of vLLM, looked at where no engine runs. Imports nothing of Weir's.
 
 WHAT is ``pickle``, or ``weir`` to import `vllm_weir` first. Prints what it found as JSON.
 """
@@ -26,12 +26,14 @@ def look(outputs: list[Any]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    path, what = sys.argv[1:]
+    what, *paths = sys.argv[1:]
     if what == "weir":
         import vllm_weir  # noqa: F401
 
         # Reading a file of rows needs neither.
         assert not {"torch", "vllm"} & set(sys.modules)
-    with open(path, "rb") as file:
-        outputs = pickle.load(file)  # noqa: S301 - of our own making
-    print(json.dumps(look(outputs)))
+    seen = []
+    for path in paths:
+        with open(path, "rb") as file:
+            seen.append(look(pickle.load(file)))  # noqa: S301 - of our own making
+    print(json.dumps(seen))

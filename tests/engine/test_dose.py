@@ -12,23 +12,22 @@ import torch
 
 import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling, tokens
-from tests.engine.probe_cases import BOUND, SMALL, D, preemptions, random_probe, shared_engine
+from tests.engine.probe_cases import BOUND, SMALL, D, preemptions, random_probe
 from tests.support.engines import get_llm
 from tests.support.probe_reference import Act, GateCase, GatedOracle
 from tests.support.sae_reference import Reference, weights
 from tests.support.steered import SteeredOracle, chunks, vectors
 from vllm_weir.errors import WeirError
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine("default"), pytest.mark.timeout(300)]
 EVERYTHING = weir.Capture("resid_post")
 HEADS, D_HEAD = 4, 32
 
 
 @pytest.fixture
-def llm(root):
-    engine = shared_engine(root)
-    engine.reset_prefix_cache()
-    return engine
+def llm(llm):
+    llm.reset_prefix_cache()
+    return llm
 
 
 @functools.lru_cache(maxsize=1)
@@ -96,7 +95,7 @@ def one_of_each(v):
     ]
 
 
-@pytest.mark.parametrize("size", [None, 7])
+@pytest.mark.parametrize("size", [None, pytest.param(7, marks=pytest.mark.thorough)])
 def test_every_intervention(llm, truth, size):
     """In one batch, whole and in chunks; and measuring changes no bit of any row."""
     requests = one_of_each(vectors(3))
@@ -247,6 +246,7 @@ def test_too_much_to_measure_is_refused(llm):
         weir.params(sampling(), dose=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("caching", [True, False])
 def test_doses_survive_preemption(root, truth, caching):
     llm = get_llm(directory(root), **SMALL, enable_prefix_caching=caching)
