@@ -25,7 +25,7 @@ from tests.support.measure import eventually, patience
 from tests.support.zygote import ROOT, zygote
 
 ENGINE = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 256}
-BOUND = 1e-6
+BOUND = 1e-5
 """Rows of other batches: CPU kernels choose their blocks by the batch's size, so last bits differ."""
 
 

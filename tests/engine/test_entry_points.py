@@ -63,7 +63,7 @@ def test_structured_outputs(root):
         ({"grammar": 'root ::= ("w3" | "w4")+'}, "(w3|w4)+"),
     ]
     plain = weir.params(sampling(8), capture=CAPTURE)
-    text = {"prompt_token_ids": tokens(9)}
+    text = {"prompt_token_ids": tokens(20)}
     (alone,) = llm.generate(text, plain, use_tqdm=False)
     asked = [weir.params(grammar(**structure), capture=CAPTURE) for structure, _ in structures]
     add = [weir.params(one, interventions=weir.Add(vector(), 1, positions="generated")) for one in asked]
@@ -72,7 +72,7 @@ def test_structured_outputs(root):
         assert re.fullmatch(pattern, out.outputs[0].text.replace(" ", "")), out.outputs[0].text
     for free, steered in zip(outs[:3], outs[3:], strict=True):
         verify(free, EVERY, truth)
-        check_steered(steered, 0, truth)
+        check_steered(steered, 0, truth, first=20)
     assert beside.outputs[0].token_ids == alone.outputs[0].token_ids
     verify(beside, EVERY, truth)
     del outs, out, beside, alone, free, steered

@@ -52,19 +52,19 @@ def to(sink, compress=None, max_tokens=4, **more):
 def test_layouts_hold_the_rows(llm, tmp_path, layout, compress):
     sink = {"filesystem": {"url": str(tmp_path / "rows"), "layout": layout, "ids": "caller", "fsync": True}}
     lengths = (5, 9, 30)
-    plain = weir.params(sampling(4), capture=weir.Capture("resid_post", [1, 2], compress=compress))
-    outs = llm.generate(prompts(lengths) * 2, [to(sink, compress)] * 3 + [plain] * 3, use_tqdm=False)
+    both = [weir.Capture("resid_post", [1, 2], sink=where, compress=compress) for where in (sink, "memory")]
+    outs = llm.generate(prompts(lengths), weir.params(sampling(4), capture=both), use_tqdm=False)
     weir.flush(llm)
     kept = load(str(tmp_path / "rows"))
-    assert sorted(kept) == sorted(out.request_id for out in outs[:3])
-    for out, twin in zip(outs[:3], outs[3:]):
+    assert sorted(kept) == sorted(out.request_id for out in outs)
+    for out in outs:
         acts = kept[out.request_id]
         assert out.receipt.sinks == {"filesystem": "written"} and out.receipt.files
         assert all(os.path.exists(file) for file in out.receipt.files)
         for layer in (1, 2):
-            assert acts["resid_post", layer].equal(twin.activations["resid_post", layer])
-            assert acts.positions_of("resid_post", layer).equal(twin.activations.positions_of("resid_post", layer))
-            assert acts.token_ids_of("resid_post", layer).equal(twin.activations.token_ids_of("resid_post", layer))
+            assert acts["resid_post", layer].equal(out.activations["resid_post", layer])
+            assert acts.positions_of("resid_post", layer).equal(out.activations.positions_of("resid_post", layer))
+            assert acts.token_ids_of("resid_post", layer).equal(out.activations.token_ids_of("resid_post", layer))
     assert not [f for f in os.listdir(tmp_path / "rows") if f.endswith(".tmp")]
 
 

@@ -208,7 +208,10 @@ def test_the_prefix_cache_tells_images_apart(root):
     """Same text, another image: nothing of the image is taken from the cache; the same image again: a hit."""
     llm, truth = engine(root, MISTRAL3), reference(root, MISTRAL3)
     words = " ".join(f"w{k}" for k in range(40))
-    seen = [Prompt(f"w400 <image> {words}", {"image": (picture((56, 56), seed),)}) for seed in (11, 12)]
+    seen = [
+        Prompt(f"w400 {truth.recipe.media['image']} {words}", {"image": (picture((56, 56), seed),)})
+        for seed in (11, 12)
+    ]
     hits = []
     for prompt in (*seen, seen[0]):
         asked = captures([site for site in sites_of(llm, MISTRAL3) if site[0] not in MUTUAL], "sampled")
