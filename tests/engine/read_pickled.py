@@ -16,12 +16,13 @@ def look(outputs: list[Any]) -> list[Any]:
     found: list[Any] = []
     for out in outputs:
         for one in (out, out.outputs[0]):
-            acts, receipt = one.activations, one.receipt
+            acts, receipt, scores = one.activations, one.receipt, one.scores
             if acts is None:
                 found.append([None, receipt])
                 continue
             rows = {str(site): acts[site].double().sum().item() for site in acts.sites}
-            found.append([rows, acts.positions.tolist(), {str(s): n for s, n in receipt.captured.items()}])
+            scored = {name: [scores[name].tolist(), scores.positions[name].tolist()] for name in scores}
+            found.append([rows, acts.positions.tolist(), {str(s): n for s, n in receipt.captured.items()}, scored])
     return found
 
 

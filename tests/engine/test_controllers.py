@@ -233,7 +233,7 @@ def run(llm, requests, max_tokens=10, positions="all", **more):
     return llm.generate([{"prompt_token_ids": ids} for ids, _, _ in requests], params, use_tqdm=False)
 
 
-@pytest.mark.parametrize("size", [None, pytest.param(23, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("size", [None, 23])
 def test_a_sync_controller_equals_the_reference(llm, truth, size):
     """Token for token, at probes before and after what is steered, whole and in chunks; receipts say where it acted."""
     llm.reset_prefix_cache()

@@ -97,7 +97,7 @@ def one_of_each(v):
     ]
 
 
-@pytest.mark.parametrize("size", [None, pytest.param(7, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("size", [None, 7])
 def test_every_intervention(llm, truth, size):
     """In one batch, whole and in chunks; and measuring changes no bit of any row."""
     requests = one_of_each(vectors(3))
@@ -248,8 +248,7 @@ def test_too_much_to_measure_is_refused(llm):
         weir.params(sampling(), dose=1)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_doses_survive_preemption(root, truth, caching):
     llm = get_llm(directory(root), **SMALL, enable_prefix_caching=caching)
     v = vectors(17)

@@ -119,7 +119,6 @@ def test_every_way_to_ask_carries_hidden_states(root):
         gc.collect()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layers", "arguments", "decode", "prefill"),
     [
@@ -138,7 +137,6 @@ def test_arguments(root, layers, arguments, decode, prefill):
             check(out, oracle(model_dir), expected, decode=decode, prefill=prefill)
 
 
-@pytest.mark.thorough
 def test_rows_that_were_dropped_leave_the_others_where_they_are(root):
     """Row j stays the row that token j was sampled from, whatever the host buffer had no room for."""
     llama = directory(root)

@@ -55,4 +55,5 @@ def test_a_consumer_and_controllers(tmp_path: Path) -> None:
     assert abs(means[-1] - 3.0) < 0.5 * abs(means[0] - 3.0), f"not brought to 3: {means}"
     assert abs(steered - 3.0) < abs(plain - 3.0)
     assert (gate["probe"], gate["fired"], gate["of"]) == ("controller:steady", 11, 11)
-    assert [said["problems"][name] for name in ("norm_watch", "thermostat", "steady")] == ["", "", ""]
+    problems = dict(said["problems"])
+    assert [problems[name] for name in ("norm_watch", "thermostat", "steady")] == ["", "", ""]

@@ -11,7 +11,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import vllm_weir as weir
-from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
+from tests.engine.common import assert_nothing_is_held, directory, frontend, prompts, sampling
 from tests.support.engines import get_llm
 from vllm_weir.consumers.filesystem import Filesystem
 from vllm_weir.storage import load
@@ -108,6 +108,9 @@ def test_aborted_and_unmarked_requests_leave_nothing(llm, tmp_path):
         for _ in range(3):
             llm.llm_engine.step()
         llm.llm_engine.abort_request(["gone"])
+    assert not len(frontend(llm).manager.marks)
+    with pytest.raises(weir.WeirError, match="aborted"):
+        weir.mark("gone", llm=llm)
     held = llm.generate(prompts([6]), to(sink, keep="marked"), use_tqdm=False)[0]
     weir.flush(llm)
     assert len(load(str(tmp_path / "rows"))) == 1

@@ -233,20 +233,6 @@ def test_what_an_output_s_owner_does_to_its_rows_is_not_what_a_sink_gets(llm, po
         assert torch.equal(got[("resid_post", layer), "data"], wanted[("resid_post", layer), "data"])
 
 
-def test_aborted_requests_leave_nothing(llm):
-    for keep in ("always", "marked"):
-        llm.llm_engine.add_request("gone", prompts([30])[0], to("kept", max_tokens=50, keep=keep))
-        for _ in range(3):
-            llm.llm_engine.step()
-        llm.llm_engine.abort_request(["gone"])
-        while llm.llm_engine.has_unfinished_requests():
-            llm.llm_engine.step()
-    assert not Notes.rows and not Notes.finished and not len(frontend(llm).manager.marks)
-    with pytest.raises(weir.WeirError, match="aborted"):
-        weir.mark("gone", llm=llm)
-    assert_nothing_is_held(llm)
-
-
 @pytest.mark.parametrize(
     ("capture", "field"),
     [
@@ -263,17 +249,6 @@ def test_what_cannot_be_done_is_refused(llm, capture, field):
         llm.generate(prompts([4]), params, use_tqdm=False)
     assert e.value.field == field
     assert not llm.llm_engine.has_unfinished_requests()
-
-
-def test_shipped_consumers_by_name(llm, tmp_path):
-    """Layouts that programs know by their name, and memory as other sinks are written."""
-    captures = [
-        weir.Capture("resid_post", 1, sink={"npz": {"url": str(tmp_path / "n")}}),
-        weir.Capture("resid_post", 2, sink={"memory": {}}),
-    ]
-    (out,) = llm.generate(prompts([6]), weir.params(sampling(2), capture=captures), use_tqdm=False)
-    assert out.receipt.sinks == {"npz": "written"} and out.activations.sites == [weir.Site("resid_post", 2)]
-    assert weir.load(tmp_path / "n").layout == "npz"
 
 
 def test_text_from_outside_sets_up_no_sink(llm):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+import torch
 
 import vllm_weir as weir
 from tests.engine.common import prompts, sampling
@@ -25,8 +26,9 @@ pytestmark = pytest.mark.engine("default")
 
 @pytest.fixture
 def outputs(llm):
-    """One with rows, one without."""
-    asked = weir.params(sampling(4), capture=weir.Capture("resid_post", [0, 2]))
+    """One with rows and scores, one without."""
+    probe = weir.Probe("p", torch.linspace(-1, 1, 128), layer=1)
+    asked = weir.params(sampling(4), capture=weir.Capture("resid_post", [0, 2]), probes=probe)
     return llm.generate(prompts([5, 9]), [asked, sampling(4)], use_tqdm=False)
 
 
@@ -36,7 +38,12 @@ def plain(found: list) -> list:
 
 def test_copies_and_other_picklers_keep_rows(outputs):
     seen = look(outputs)
-    assert seen[0] == seen[1] and len(seen[0][0]) == 2 and seen[2][0] is seen[3][0] is None
+    assert (
+        seen[0] == seen[1]
+        and len(seen[0][0]) == 2
+        and len(seen[0][3]["p"][1]) == 8
+        and seen[2][0] is seen[3][0] is None
+    )
     for copied in (
         copy.deepcopy(outputs),
         pickle.loads(pickle.dumps(outputs)),  # noqa: S301

@@ -218,7 +218,7 @@ def test_samples_stop_each_for_itself(llm, truth):
     assert any(stop is not None for stop in stops) and len(set(stops)) > 1
 
 
-@pytest.mark.parametrize("kind", ["DELTA", pytest.param("CUMULATIVE", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE"])
 def test_streams_hold_a_token_until_its_score_is_known(llm, truth, kind):
     """Each token comes once, with its score; the last output says why; the engine holds nothing a step later."""
     from vllm.sampling_params import RequestOutputKind

@@ -26,7 +26,7 @@ from tests.support.zygote import zygote
 from vllm_weir.frontend.request_stream import RequestStream
 
 pytestmark = pytest.mark.engine("default")
-MODES = pytest.mark.parametrize("mode", ["denoise", pytest.param("noise", marks=pytest.mark.thorough)])
+MODES = pytest.mark.parametrize("mode", ["denoise", "noise"])
 ORDER = ("resid_pre", "q", "z", "attn_out", "mlp_out", "resid_post")
 """Hook points of a block in the order in which a token meets them."""
 HAPPY = "Tom went to the garden. Tom grinned happily, for the garden was lovely. Tom was so"
