@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import vllm_weir as weir
-from tests.engine.common import scheduler
+from tests.engine.common import directory, scheduler
+from tests.support.engines import get_llm
 from tests.support.measure import logit_bound, rel_err
 from tests.support.probe_reference import Act, GatedOracle, ProbeCase, Traced
 
@@ -32,6 +33,11 @@ POSITIONS: list[Any] = [
 ]  # fmt: skip
 ACTIVATIONS = ("none", "sigmoid", "softmax")
 SMOOTHINGS: list[tuple[Any, ...] | None] = [None, ("ema", 0.3), ("max",), ("mean", 5)]
+
+
+def small_engine(root: Path, **more: Any) -> Any:
+    """An engine of that size, beside the one that runs."""
+    return get_llm(directory(root), **SMALL, **more, keep=2)
 
 
 @lru_cache(maxsize=2)

@@ -12,7 +12,6 @@ import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, directory, frontend, prompts, sampling, tokens
 from tests.engine.probe_cases import (
     BOUND,
-    SMALL,
     D,
     asked,
     check_gated,
@@ -21,6 +20,7 @@ from tests.engine.probe_cases import (
     random_probe,
     reference,
     same_scores,
+    small_engine,
 )
 from tests.engine.sync_controllers import SETTINGS, Both, LeakyCase, Odd
 from tests.support.engines import get_llm
@@ -35,9 +35,9 @@ pytestmark = pytest.mark.engine
 MARGIN = 1e-4
 
 
-def engine(root, controllers=SETTINGS, **more):
-    options = ENGINES["default"].arguments | more
-    return get_llm(directory(root), **options, additional_config={"weir": {"controllers": controllers}})
+def engine(root, controllers=SETTINGS):
+    settings = {"weir": {"controllers": controllers}}
+    return get_llm(directory(root), **ENGINES["default"].arguments, additional_config=settings)
 
 
 @pytest.fixture
@@ -398,7 +398,7 @@ def test_a_global_under_a_controller(llm, truth):
 @pytest.mark.thorough
 def test_preempted_requests_fail_or_are_exact(root, truth):
     """A request whose generated tokens are computed again together says that it was preempted."""
-    llm = engine(root, **SMALL)
+    llm = small_engine(root, additional_config={"weir": {"controllers": SETTINGS}})
     requests = [leaky(k, length) for k, length in enumerate([30, 31, 40, 33, 32, 35])]
     with preemptions(llm) as found:
         try:

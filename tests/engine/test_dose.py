@@ -12,8 +12,7 @@ import torch
 
 import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling, tokens
-from tests.engine.probe_cases import SMALL, D, preemptions, random_probe
-from tests.support.engines import get_llm
+from tests.engine.probe_cases import D, preemptions, random_probe, small_engine
 from tests.support.probe_reference import Act, GateCase, GatedOracle
 from tests.support.sae_reference import Reference, weights
 from tests.support.steered import SteeredOracle, chunks, vectors
@@ -250,7 +249,7 @@ def test_too_much_to_measure_is_refused(llm):
 
 @pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_doses_survive_preemption(root, truth, caching):
-    llm = get_llm(directory(root), **SMALL, enable_prefix_caching=caching)
+    llm = small_engine(root, enable_prefix_caching=caching)
     v = vectors(17)
     requests = [[weir.Add(v(D), [1, 2], 0.5 + k / 5), weir.Ablate(v(D), 3, positions="generated")] for k in range(6)]
     texts = prompts([30, 31, 40, 33, 32, 35])

@@ -13,7 +13,6 @@ from tests.engine.common import assert_nothing_is_held, directory, frontend, pro
 from tests.engine.gated_programs import FORMS, intervention, make_program
 from tests.engine.probe_cases import (
     BOUND,
-    SMALL,
     D,
     asked,
     check_gated,
@@ -21,6 +20,7 @@ from tests.engine.probe_cases import (
     random_probe,
     reference,
     same_scores,
+    small_engine,
 )
 from tests.support.engines import get_llm
 from tests.support.measure import rel_err
@@ -253,7 +253,7 @@ SHORT = [30, 31, 40, 33, 32, 35]
 
 @pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_gates_survive_preemption(root, truth, caching):
-    llm = get_llm(directory(root), **SMALL, enable_prefix_caching=caching)
+    llm = small_engine(root, enable_prefix_caching=caching)
     requests = []
     for k, length in enumerate(SHORT):
         ids = tokens(length, 700 + k)
@@ -276,7 +276,7 @@ def test_gates_survive_preemption(root, truth, caching):
 
 def test_a_gate_before_its_probe_is_refused_once_tokens_are_computed_again_together(root, truth):
     """With delay=1 each token needs the score of the one before, which such a pass has not computed yet."""
-    llm = get_llm(directory(root), **SMALL)
+    llm = small_engine(root, enable_prefix_caching=True)
     requests = []
     for k, length in enumerate(SHORT):
         ids = tokens(length, 700 + k)

@@ -11,7 +11,6 @@ import vllm_weir as weir
 from tests.engine.common import asking, assert_nothing_is_held, directory, oracle, prompts, sampling, tokens, verify
 from tests.engine.probe_cases import (
     LAYERS,
-    SMALL,
     D,
     asked,
     check_scores,
@@ -19,8 +18,8 @@ from tests.engine.probe_cases import (
     preemptions,
     random_probe,
     reference,
+    small_engine,
 )
-from tests.support.engines import get_llm
 from tests.support.machine import module, needs
 from tests.support.probe_reference import Act, GateCase
 from tests.support.sae_reference import weights
@@ -161,7 +160,7 @@ def test_neighbours_get_the_same_bits(llm, truth, gated):
 
 @pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_scores_survive_preemption(root, truth, caching):
-    llm = get_llm(directory(root), **SMALL, enable_prefix_caching=caching)
+    llm = small_engine(root, enable_prefix_caching=caching)
     selectors = ["all", "generated", "sampled", "prompt", "30:90:2", {"token_ids": list(range(0, 510, 2))}]
     smoothings = [("mean", 40), None, ("ema", 0.1), ("max",), ("mean", 3), ("ema", 0.5)]
     each = [
