@@ -48,15 +48,10 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(weir.demo_model())
 
 
-@functools.lru_cache(maxsize=128)
-def read(text, hook):
-    """Transformers' rows of a text at a hook point of every block."""
-    return truth().rows(tokenizer()(text)["input_ids"], [(hook, 0)])
-
-
 def rows(prompts, layer, position=-1, hook="resid_post"):
     """Transformers' rows of texts [n, d], float64."""
-    found = [read(text, hook)[hook, layer][position] for text in prompts]
+    site = hook, layer
+    found = [truth().rows(tokenizer()(text)["input_ids"], [site])[site][position] for text in prompts]
     return torch.stack([row.mean(0) if row.ndim == 2 else row for row in found]).double().numpy()
 
 

@@ -13,7 +13,7 @@ from tests.conformance.multimodal.build import build
 from tests.conformance.multimodal.check import MUTUAL, Prompt, Reference, captures, picture, prompts, rows_error
 from tests.conformance.multimodal.recipes import RECIPES
 from tests.engine.common import assert_nothing_is_held, sampling, scheduler
-from tests.support.engines import get_llm
+from tests.support.engines import close_all, get_llm
 from tests.support.machine import module, needs
 
 pytestmark = [pytest.mark.engine, needs(module("torchvision"))]
@@ -32,6 +32,13 @@ ADDED_BETWEEN = {QWEN3: {("resid_pre", 1), ("resid_pre", 2)}}
 )
 def architecture(request):
     return request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def let_go():
+    yield
+    reference.cache_clear()
+    close_all()
 
 
 @lru_cache(maxsize=2)
