@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.extracting import differences, texts, worst_difference, write_jsonl
-from tests.support.measure import eventually
+from tests.support.measure import eventually, patience
 from tests.support.zygote import ROOT, zygote
 
 ENGINE = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 256}
-BOUND = 1e-6
+BOUND = 1e-5
 """Rows of other batches: CPU kernels choose their blocks by the batch's size, so last bits differ."""
 
 
@@ -54,7 +54,7 @@ def run(source: Path, out: Path, rng: random.Random | None) -> bool:
     process = zygote().start(program, os.environ, ROOT, said, log)
     try:
         if rng is None:
-            assert process.wait(300) == 0, log.read_text()[-5000:]
+            assert process.wait(patience(300)) == 0, log.read_text()[-5000:]
             return True
         if rng.random() < 0.15:
             time.sleep(rng.uniform(0, 3))

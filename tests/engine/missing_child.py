@@ -4,7 +4,8 @@ Prints ``FOUND`` and JSON: what becomes of them.
 
 Modes: ``missing`` (Weir cannot import MODULE), ``core`` (it cannot in the process of the engine core and its worker),
 ``bare`` (that one does not load the plugin), ``async`` (``missing``, by ``AsyncLLM``), ``broken`` (Weir's own code
-raises), ``plain`` (as the environment says), ``unguarded`` (vLLM has no place for the guard).
+raises), ``plain`` (as the environment says), ``renamed`` (vLLM has another name for a function that Weir patches),
+``unguarded`` (vLLM has no place for the guard).
 """
 
 from __future__ import annotations
@@ -134,6 +135,22 @@ def twice(model_dir: str) -> list[str]:
     return said
 
 
+def rename_a_patch_point() -> None:
+    """As a later version of vLLM might, which goes on by itself."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    found = KVCacheManager.get_computed_blocks
+    del KVCacheManager.get_computed_blocks
+    start = Scheduler.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        start(self, *args, **options)
+        self.kv_cache_manager.get_computed_blocks = found.__get__(self.kv_cache_manager)
+
+    Scheduler.__init__ = init
+
+
 def main(model_dir: str, mode: str, module: str = "") -> None:
     if mode in ("missing", "async"):
         block(module)
@@ -151,6 +168,8 @@ def main(model_dir: str, mode: str, module: str = "") -> None:
             raise ZeroDivisionError("of our own making")
 
         registry.install = install
+    elif mode == "renamed":
+        rename_a_patch_point()
     found: Any
     if mode == "unguarded":
         found = twice(model_dir)
@@ -158,7 +177,9 @@ def main(model_dir: str, mode: str, module: str = "") -> None:
         found = asyncio.run(by_async_llm(model_dir))
     else:
         found = offline(get_llm(model_dir, in_process=mode not in ("core", "bare")))
-        found["http"] = over_http()
+        found["http"] = (
+            {} if mode == "renamed" else over_http()
+        )  # there Weir's own serving answers, which wants an engine
     print("FOUND " + json.dumps(found))
     close_all()
 

@@ -18,8 +18,11 @@ from tests.support.measure import nothing_held, rel_err
 from tests.support.sae_reference import weights
 
 pytestmark = [pytest.mark.engine, needs(engine_processes)]
-CLOSE_OTHERS = True
 LAYERS = 4
+THOROUGH = pytest.mark.thorough
+KINDS = pytest.mark.parametrize(
+    "name", ["DELTA", *(pytest.param(k, marks=THOROUGH) for k in ("CUMULATIVE", "FINAL_ONLY"))]
+)
 
 
 class Served:
@@ -73,12 +76,16 @@ async def stream(engine, prompt, params, name, pause=0.0):
 
 def test_cumulative_outputs_grow_to_the_final_rows(served, truth):
     async def many():
-        asked = [asking(s, LAYERS, max_tokens=20, **kind("CUMULATIVE")) for s in SELECTORS]
-        jobs = [stream(served.engine, p, a, f"c{i}") for i, (p, (a, _)) in enumerate(zip(prompts(), asked))]
+        asked = [asking(s, LAYERS, max_tokens=20, **kind("CUMULATIVE")) for s in [*SELECTORS, "all"]]
+        texts, pauses = prompts(), [*[0.0] * len(SELECTORS), 0.05]  # the last reader is slow
+        jobs = [
+            stream(served.engine, texts[i % len(texts)], a, f"c{i}", pause)
+            for i, ((a, _), pause) in enumerate(zip(asked, pauses, strict=True))
+        ]
         return await asyncio.gather(*jobs), [w for _, w in asked]
 
     found, wanted = served.call(many())
-    assert any(len(outs) > 5 for outs in found)
+    assert any(len(outs) > 5 for outs in found) and len(found[-1]) < 20
     for outs, sites in zip(found, wanted, strict=True):
         verify(outs[-1], sites, truth)
         final, P = outs[-1].activations, len(outs[-1].prompt_token_ids)
@@ -92,8 +99,10 @@ def test_cumulative_outputs_grow_to_the_final_rows(served, truth):
                 assert out.activations[site].equal(final[site][: len(at)])
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.05], ids=["fast", "slow"])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("n", "pause"),
+    [(3, 0.05), *(pytest.param(n, pause, marks=THOROUGH) for n, pause in ((1, 0.0), (1, 0.05), (3, 0.0)))],
+)
 def test_deltas_add_up_to_all_rows(served, truth, pause, n):
     """A slow reader finds outputs merged; no row is lost, and none comes twice."""
 
@@ -122,13 +131,6 @@ def test_deltas_add_up_to_all_rows(served, truth, pause, n):
                     assert rel_err(rows, reference[tuple(site)][at]) <= 1e-5
     if pause:
         assert merged, "no outputs were merged: this shows nothing about slow readers"
-
-
-def test_a_slow_reader_of_cumulative_outputs(served, truth):
-    params, wanted = asking("all", LAYERS, max_tokens=30, **kind("CUMULATIVE"))
-    outs = served.call(stream(served.engine, prompts([20])[0], params, "slow", 0.05))
-    assert len(outs) < 30
-    verify(outs[-1], wanted, truth)
 
 
 def test_abort_midway(served, truth):
@@ -172,18 +174,18 @@ def test_abort_midway(served, truth):
         ({"apply_steering_vectors": [1]}, "apply_steering_vectors[0].activations"),
     ],
 )
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_bad_wish_is_a_weir_error_and_the_client_s_mistake(served, truth, extra_args, field, n):
+def test_a_bad_wish_is_a_weir_error_and_the_client_s_mistake(served, truth, extra_args, field):
     from vllm.v1.engine.exceptions import EngineGenerateError
 
-    params = sampling(4, n=n, temperature=1.0, extra_args=extra_args, **kind("CUMULATIVE"))
-    with pytest.raises(weir.WeirError) as e:
-        served.call(stream(served.engine, prompts([5])[0], params, f"bad{n}{field}"))
-    assert e.value.field == field and not isinstance(e.value, EngineGenerateError)
-    if hasattr(vllm_exceptions := importlib.import_module("vllm.exceptions"), "VLLMClientError"):  # not up to 0.28
-        assert isinstance(e.value, vllm_exceptions.VLLMClientError)
+    for n in (1, 2):
+        params = sampling(4, n=n, temperature=1.0, extra_args=extra_args, **kind("CUMULATIVE"))
+        with pytest.raises(weir.WeirError) as e:
+            served.call(stream(served.engine, prompts([5])[0], params, f"bad{n}{field}"))
+        assert e.value.field == field and not isinstance(e.value, EngineGenerateError)
+        if hasattr(vllm_exceptions := importlib.import_module("vllm.exceptions"), "VLLMClientError"):  # not up to 0.28
+            assert isinstance(e.value, vllm_exceptions.VLLMClientError)
     good, wanted = asking("all", LAYERS, max_tokens=3, **kind("CUMULATIVE"))
-    verify(served.call(stream(served.engine, prompts([5])[0], good, f"good{n}{field}"))[-1], wanted, truth)
+    verify(served.call(stream(served.engine, prompts([5])[0], good, f"good{field}"))[-1], wanted, truth)
 
 
 def autoencoder(architecture, site, seed, **options):
@@ -197,7 +199,7 @@ SAES = {
 FEATURES = [weir.Features("mid", top_k=4), weir.Features("late", ids=[5, 1], positions="generated")]
 
 
-@pytest.mark.parametrize("name", ["DELTA", "CUMULATIVE", "FINAL_ONLY"])
+@KINDS
 def test_features_of_two_autoencoders(served, truth, name):
     """Loaded while requests run; each output has the features of its tokens, by the rows of transformers."""
 
@@ -278,20 +280,22 @@ def test_nothing_is_left_in_the_engine(served):
     assert not served.engine.output_processor.request_states
 
 
-@pytest.mark.parametrize("name", ["DELTA", "CUMULATIVE", "FINAL_ONLY"])
+@KINDS
 def test_a_stop_of_a_probe_in_streams(served, root, name):
-    """Forty readers with rules of their own: nobody gets a token past the one whose score ended it."""
+    """Readers with rules of their own: nobody gets a token past the one whose score ended it."""
     probed = reference(directory(root))
     probe = random_probe("p", "linear", ("resid_post", 1), 3)
 
     async def many():
         whole = weir.params(sampling(16), probes=probe.public())
-        texts = [{"prompt_token_ids": tokens(12 + i, i)} for i in range(20)]
+        texts = [{"prompt_token_ids": tokens(12 + i, i)} for i in range(12)]
         free = await asyncio.gather(*(stream(served.engine, t, whole, f"free{name}{i}") for i, t in enumerate(texts)))
         rules = []
         for i, outs in enumerate(free):
             scores = outs[-1].scores["p"][len(texts[i]["prompt_token_ids"]) :, 0]
             k = int(scores.argmax())
+            if k and scores[k] - scores[:k].max() < 1e-3:  # rounding would decide
+                k = 0
             below = scores[:k].max() if k else scores[k] - 1
             rules.append((k, float(scores[k] + below) / 2))
         jobs = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,17 +13,13 @@ from vllm.sampling_params import BeamSearchParams
 import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, directory, oracle, sampling, tokens
 from tests.support.check import expected_positions
-from tests.support.engines import get_llm
-from tests.support.measure import rel_err
+from tests.support.measure import logit_bound, rel_err
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("default")
 BOUND = 1e-5
 WIDTH, G, BLOCK = 3, 6, 1
+THOROUGH = pytest.mark.thorough
 LENGTHS = (70, 5)
-
-
-def engine(root, **more):
-    return get_llm(directory(root), block_size=32, **more)
 
 
 def vector(seed: int = 0) -> torch.Tensor:
@@ -38,36 +35,43 @@ def given(lengths=LENGTHS):
 
 
 class Reference:
-    """Beam search of vLLM's kind on the model in transformers, steered at chosen positions."""
+    """Beam search of vLLM's kind on the model in transformers, steered at chosen positions.
+
+    No beam may win by less than rounding decides: another processor would find another one.
+    """
 
     def __init__(self, truth, v=None, selector="all") -> None:
         self.truth, self.v, self.selector = truth, v, selector
         self.run = cache(self._run)  # searches of one prompt are repeated
 
     def _run(self, prompt_len: int, ids: tuple[int, ...]):
-        """Rows at every point, and log probabilities of the next token."""
+        """Rows at every point, and the logits of the next token."""
         if self.v is None:
             rows, logits = self.truth.points.points(ids)
         else:
             at = expected_positions(self.selector, prompt_len, len(ids) - prompt_len + 1, ids)
             rows, logits = self.truth.points.steer(ids, "resid_post", BLOCK, self.v, at)
-        return rows, logits[-1].log_softmax(-1)
+        return rows, logits[-1].double()
 
-    def logprobs(self, prompt_len: int, ids: list[int]) -> torch.Tensor:
+    def logits(self, prompt_len: int, ids: list[int]) -> torch.Tensor:
         """Those of the next token alone."""
         if self.v is None:
-            return self.truth.logits(ids)[-1].log_softmax(-1)
+            return self.truth.logits(ids)[-1].double()
         return self.run(prompt_len, tuple(ids))[1]
 
     def search(self, prompt: list[int]) -> list[list[int]]:
         alive = [(0.0, prompt)]
-        for _ in range(G):
-            found = []
+        for step in range(1, G + 1):
+            found, bound = [], 0.0
             for total, ids in alive:
-                logprobs = self.logprobs(len(prompt), ids)
-                values, best = logprobs.topk(2 * WIDTH)
+                logits = self.logits(len(prompt), ids)
+                values, best = logits.log_softmax(-1).topk(2 * WIDTH)
                 found += [(total + v, [*ids, t]) for v, t in zip(values.tolist(), best.tolist(), strict=True)]
-            alive = sorted(found, key=lambda one: one[0] / len(one[1]), reverse=True)[:WIDTH]
+                bound = max(bound, step * logit_bound(logits))  # of a sum of so many
+            found.sort(reverse=True)
+            gaps = [a - b for (a, _), (b, _) in pairwise(found[: WIDTH + 1])][0 if step == G else WIDTH - 1 :]
+            assert min(gaps) > 2 * bound, f"too near a tie: {gaps}; choose other prompts"
+            alive = found[:WIDTH]
         return [ids for _, ids in alive]
 
 
@@ -85,19 +89,22 @@ def check(outputs, reference: Reference, selectors=("all",)) -> None:
             assert beam.receipt.complete
 
 
-@pytest.mark.parametrize("selector", ["all", "generated", "sampled", [-1, 3], {"not_token_ids": [7, 9]}])
-def test_rows(root, selector):
+@pytest.mark.parametrize(
+    "selector",
+    ["sampled", *(pytest.param(s, marks=THOROUGH) for s in ("all", "generated", [-1, 3], {"not_token_ids": [7, 9]}))],
+)
+def test_rows(llm, root, selector):
     """Of every beam that is returned: P + G - 1 rows, at the positions that a plain request has."""
-    llm = engine(root)
     asked = weir.params(beams(), capture=weir.Capture("resid_post", positions=selector))
     check(llm.beam_search(given(), asked), Reference(oracle(directory(root))), [selector])
     assert_nothing_is_held(llm)
 
 
-@pytest.mark.parametrize("selector", ["all", "generated", "prompt", [-1, 72, 7]])
-def test_steering(root, selector):
+@pytest.mark.parametrize(
+    "selector", [[-1, 72, 7], *(pytest.param(s, marks=THOROUGH) for s in ("all", "generated", "prompt"))]
+)
+def test_steering(llm, root, selector):
     """Positions are those of the sequence, though each step sends it as a prompt; twice, with what is cached."""
-    llm = engine(root)
     reference = Reference(oracle(directory(root)), vector(), selector)
     add = weir.Add(vector(), BLOCK, positions=selector)
     asked = weir.params(beams(), capture=weir.Capture("resid_post"), interventions=add)
@@ -116,9 +123,9 @@ def test_steering(root, selector):
     assert_nothing_is_held(llm)
 
 
-def test_everything_else(root):
+def test_everything_else(llm, root):
     """Scores, gates, a lens, and what steers every request; a batch after that is plain."""
-    llm, truth = engine(root), oracle(directory(root))
+    truth = oracle(directory(root))
     probe = weir.Probe("p", vector(2), layer=0)
     fires = weir.When("p", above=0.0, delay=1)
     gated = weir.Add(vector(), BLOCK, positions="generated", when=fires)
@@ -149,9 +156,8 @@ def test_everything_else(root):
     assert_nothing_is_held(llm)
 
 
-def test_beams_that_end_early(root):
+def test_beams_that_end_early(llm, root):
     """An end of sequence is the last token, which never enters the model."""
-    llm = engine(root)
     prompt = tokens(9)
     second = llm.generate({"prompt_token_ids": prompt}, sampling(3), use_tqdm=False)[0].outputs[0].token_ids[1]
     tokenizer = llm.get_tokenizer()
@@ -171,7 +177,7 @@ def test_beams_that_end_early(root):
     assert_nothing_is_held(llm)
 
 
-def test_params(root):
+def test_params():
     """They are vLLM's own with what is asked; copies keep it, and the caller's are as they were."""
     mine = beams(temperature=0.5)
     asked = weir.params(mine, capture=weir.Capture("resid_post"))
@@ -183,9 +189,8 @@ def test_params(root):
         weir.params(object(), capture=weir.Capture("resid_post"))
 
 
-def test_refusals(root):
+def test_refusals(llm):
     """What a search cannot do, before anything is computed; the engine goes on."""
-    llm = engine(root)
     probe = weir.Probe("p", vector(2), layer=0)
     for asked, field in (
         ({"probes": probe, "stop_when": "p > 0.5"}, "stop_when"),

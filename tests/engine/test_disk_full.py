@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import vllm_weir as weir
-from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
-from tests.support.engines import get_llm
+from tests.engine.common import assert_nothing_is_held, prompts, sampling
 from tests.support.extracting import differences, run_fake, texts, write_jsonl
 from tests.support.machine import mounted, needs, tmpfs
 from vllm_weir.storage import load
@@ -35,22 +34,18 @@ def free(path: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-@pytest.mark.engine
+OTHERS: list[tuple[str, dict]] = [("per_request", {}), ("npz", {}), ("packed", {})]
+OTHERS += [("sharded", {"flush_seconds": 0, "shard_bytes": 1})]
+
+
+@pytest.mark.engine("default")
 @pytest.mark.parametrize(
-    ("layout", "more"),
-    [
-        ("per_request", {}),
-        ("npz", {}),
-        ("sharded", {"flush_seconds": 0, "shard_bytes": 1}),
-        ("sharded", {}),
-        ("packed", {}),
-    ],
+    ("layout", "more"), [("sharded", {}), *(pytest.param(*other, marks=pytest.mark.thorough) for other in OTHERS)]
 )
 def test_a_full_disk_fails_the_request_and_not_the_engine(
-    layout: str, more: dict[str, Any], root: Path, disk: Path
+    layout: str, more: dict[str, Any], llm: Any, disk: Path
 ) -> None:
     """With layouts that collect, too: the request was told "written", and its rows were lost ten seconds later."""
-    llm = get_llm(directory(root))
     sink = {"filesystem": {"url": str(disk / "rows"), "layout": layout, "ids": "caller", **more}}
     to_disk = weir.params(sampling(1), capture=weir.Capture("resid_post", sink=sink))
     in_memory = weir.params(sampling(1), capture=weir.Capture("resid_post"))
@@ -78,12 +73,11 @@ def test_a_full_disk_fails_the_request_and_not_the_engine(
     assert_nothing_is_held(llm)
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("layout", ["sharded", "packed"])
+@pytest.mark.engine("default")
+@pytest.mark.parametrize("layout", ["sharded", pytest.param("packed", marks=pytest.mark.thorough)])
 def test_a_receipt_says_when_rows_could_not_be_published(
-    layout: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: str, llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = get_llm(directory(root))
     sink = {"filesystem": {"url": str(tmp_path / "rows"), "layout": layout}}
     to_disk = weir.params(sampling(1), capture=weir.Capture("resid_post", sink=sink))
     (out,) = llm.generate(prompts([5]), to_disk, use_tqdm=False)

@@ -1,5 +1,7 @@
 """Every block of README and docs that can run here runs as a reader would run it: page by page, in order.
 
+The fast tier takes what a newcomer reads first.
+
 Python blocks of a page share their names, and all pages one engine of the shipped model unless they ask for settings of
 their own. Commands that talk to ``localhost:8000`` talk to one server. `tests/unit/test_docs.py` checks the rest.
 """
@@ -10,6 +12,7 @@ import ast
 import asyncio
 import builtins
 import contextlib
+import functools
 import inspect
 import io
 import json
@@ -28,11 +31,13 @@ import vllm_weir as weir
 from tests.support.engines import DEFAULTS, EAGER, close_all, get_llm, quick_start, shut_down
 from tests.support.machine import engine_processes, needs
 from tests.support.markdown import ROOT, Block, blocks, commands, pages, split_environment
+from tests.support.named import ENGINES
 from tests.unit.server.routes.test_admin import gguf
 from vllm_weir.cli.main import app
 from vllm_weir.extraction.engine import VllmEngine
 
 pytestmark = [pytest.mark.engine("server"), pytest.mark.timeout(900)]
+FIRST = ("README.md", "docs/index.md", "docs/tutorial.md")
 CHEAP = ("convert", "inspect", "version")
 """Subcommands of `weir` that are run as they stand."""
 HERE = "http://localhost:8000"
@@ -78,7 +83,7 @@ class Engines:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vllm, "LLM", self.kind)
             patch.delenv("WEIR_END_WITH_PARENT", raising=False)  # set by `weir.extract`, for other processes
-            llm = get_llm(model, **options)
+            llm = get_llm(model, **ENGINES["demo"].arguments | options)
         self.used.append(llm)
         return llm
 
@@ -128,10 +133,13 @@ def given_files(folder: Path) -> None:
     (folder / "stories.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-PAGES = [
-    pytest.param(page, marks=needs(engine_processes) if needs_server(page) else (), id=str(page.relative_to(ROOT)))
-    for page in RUN
-]
+def page_case(page: Path) -> Any:
+    name = str(page.relative_to(ROOT))
+    marks = [needs(engine_processes)] if needs_server(page) else []
+    return pytest.param(page, marks=marks if name in FIRST else [*marks, pytest.mark.thorough], id=name)
+
+
+PAGES = list(map(page_case, RUN))
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -241,18 +249,24 @@ SERVE = [
 ]
 
 
-@pytest.mark.parametrize("words", SERVE)
-def test_a_server_takes_these_options(words: list[str]) -> None:
+@functools.cache
+def serve_parser() -> Any:
+    """The parser of `vllm serve`; to make it takes seconds."""
     from vllm.entrypoints.cli.serve import cmd_init
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    parser = FlexibleArgumentParser(prog="vllm")
+    (command,) = cmd_init()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    return parser
+
+
+@pytest.mark.parametrize("words", SERVE)
+def test_a_server_takes_these_options(words: list[str]) -> None:
     from vllm_weir.cli.serve import OPTION
 
     rest = words[2:]
     if words[0] == "weir" and OPTION in rest:
         at = rest.index(OPTION)
         del rest[at : at + 2]
-    parser = FlexibleArgumentParser(prog="vllm")
-    (command,) = cmd_init()
-    command.subparser_init(parser.add_subparsers(dest="subparser"))
-    assert parser.parse_args(["serve", *rest]).subparser == "serve"
+    assert serve_parser().parse_args(["serve", *rest]).subparser == "serve"

@@ -12,23 +12,23 @@ import torch
 
 import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling, tokens
-from tests.engine.probe_cases import BOUND, SMALL, D, preemptions, random_probe, shared_engine
-from tests.support.engines import get_llm
+from tests.engine.probe_cases import D, preemptions, random_probe, small_engine
 from tests.support.probe_reference import Act, GateCase, GatedOracle
 from tests.support.sae_reference import Reference, weights
 from tests.support.steered import SteeredOracle, chunks, vectors
 from vllm_weir.errors import WeirError
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine("default")
+BOUND = {"rel": 1e-5, "abs": 1e-5}
+"""Of a relative dose: both lengths are rounded as the row is, however small the change."""
 EVERYTHING = weir.Capture("resid_post")
 HEADS, D_HEAD = 4, 32
 
 
 @pytest.fixture
-def llm(root):
-    engine = shared_engine(root)
-    engine.reset_prefix_cache()
-    return engine
+def llm(llm):
+    llm.reset_prefix_cache()
+    return llm
 
 
 @functools.lru_cache(maxsize=1)
@@ -64,8 +64,8 @@ def check(out, items, truth, completion=None, cached=0):
         assert got.acted == len({p for at in by_layer.values() for p in at if p >= cached})
         assert list(got.relative_dose_by_layer) == [layer for layer, found in rows.items() if found]
         for layer, dose in got.relative_dose_by_layer.items():
-            assert dose == pytest.approx(statistics.fmean(rows[layer]), rel=BOUND), (item, layer)
-        assert got.relative_dose == pytest.approx(statistics.fmean(itertools.chain(*rows.values())), rel=BOUND), item
+            assert dose == pytest.approx(statistics.fmean(rows[layer]), **BOUND), (item, layer)
+        assert got.relative_dose == pytest.approx(statistics.fmean(itertools.chain(*rows.values())), **BOUND), item
 
 
 def one_of_each(v):
@@ -187,7 +187,7 @@ def test_gates(llm, root, when):
         change = 2.0 * factors[acted, None].double() * v.double()
         before = traced.rows["resid_post", layer][acted].double() - change
         dose = float((change.norm(dim=1) / before.norm(dim=1)).mean())
-        assert got.relative_dose_by_layer[layer] == pytest.approx(dose, rel=BOUND)
+        assert got.relative_dose_by_layer[layer] == pytest.approx(dose, **BOUND)
 
 
 def test_a_feature(llm, truth):
@@ -232,8 +232,8 @@ def test_a_row_of_zeros_is_left_out(llm, truth):
     doses = {}
     truth.steered(list(out.prompt_token_ids), 20, items, doses)
     replaced, added = out.receipt.interventions
-    assert replaced.relative_dose == pytest.approx(1.0, rel=BOUND)
-    assert added.acted == 2 and added.relative_dose == pytest.approx(doses[1, 1][5], rel=BOUND)
+    assert replaced.relative_dose == pytest.approx(1.0, **BOUND)
+    assert added.acted == 2 and added.relative_dose == pytest.approx(doses[1, 1][5], **BOUND)
 
 
 def test_too_much_to_measure_is_refused(llm):
@@ -247,9 +247,9 @@ def test_too_much_to_measure_is_refused(llm):
         weir.params(sampling(), dose=1)
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_doses_survive_preemption(root, truth, caching):
-    llm = get_llm(directory(root), **SMALL, enable_prefix_caching=caching)
+    llm = small_engine(root, enable_prefix_caching=caching)
     v = vectors(17)
     requests = [[weir.Add(v(D), [1, 2], 0.5 + k / 5), weir.Ablate(v(D), 3, positions="generated")] for k in range(6)]
     texts = prompts([30, 31, 40, 33, 32, 35])

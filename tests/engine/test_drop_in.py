@@ -166,6 +166,7 @@ def test_flags_are_true_or_false():
             weir.LLM("no model is looked for", **{name: "no"})
 
 
+@pytest.mark.thorough
 @needs(engine_processes)
 def test_async(root):
     model_dir = directory(root)

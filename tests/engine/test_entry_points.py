@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, directory, oracle, prompts, sampling, tokens, verify
+from tests.engine.probe_cases import check_greedy
 from tests.support.engines import get_llm
 from tests.support.measure import rel_err
 
@@ -45,41 +46,36 @@ def grammar(**structure):
     return sampling(8, structured_outputs=StructuredOutputsParams(**structure))
 
 
-def check_steered(out, n, truth):
-    """Compare the rows of the n-th request, whose generated tokens are steered, with transformers'."""
-    ids = [*tokens(9, n), *out.outputs[0].token_ids][:-1]
-    rows, _ = truth.points.steer(ids, "resid_post", 1, vector(n), list(range(9, len(ids))))
+def check_steered(out, n, truth, first=9):
+    """Compare the rows of the n-th request, steered from position `first` on, with transformers'."""
+    ids = [*out.prompt_token_ids, *out.outputs[0].token_ids][:-1]
+    rows, _ = truth.points.steer(ids, "resid_post", 1, vector(n), list(range(first, len(ids))))
     for site in out.outputs[0].activations.sites:
         assert rel_err(out.outputs[0].activations[site], rows[tuple(site)]) <= BOUND, (out.request_id, site)
 
 
-@pytest.mark.parametrize(
-    ("structure", "pattern"),
-    [
+def test_structured_outputs(root):
+    """Grammars hold, rows and steering are those of the tokens that came out, and neighbours do not notice."""
+    llm, truth = engine(root), oracle(directory(root))
+    structures = [
         ({"regex": "(w3 ?|w7 ?){8,20}"}, "(w3|w7)+"),
         ({"choice": ["w3w4w5w6w7w8w9w10"]}, "w3w4w5w6w7w8w9w10?"),
         ({"grammar": 'root ::= ("w3" | "w4")+'}, "(w3|w4)+"),
-    ],
-)
-def test_structured_outputs(root, structure, pattern):
-    """The grammar holds, rows and steering are those of the tokens that came out, and neighbours do not notice."""
-    llm, truth = engine(root), oracle(directory(root))
-    asked = weir.params(grammar(**structure), capture=CAPTURE)
-    add = weir.params(asked, interventions=weir.Add(vector(), 1, positions="generated"))
+    ]
     plain = weir.params(sampling(8), capture=CAPTURE)
-    batch = [{"prompt_token_ids": tokens(20)}] * 3
-    alone = llm.generate(batch[2:], plain, use_tqdm=False)[0]
-    out, steered, beside = llm.generate(batch, [asked, add, plain], use_tqdm=False)
-    for one in (out, steered):
-        assert re.fullmatch(pattern, one.outputs[0].text.replace(" ", "")), one.outputs[0].text
-    verify(out, EVERY, truth)
-    P, ids = 20, [*steered.prompt_token_ids, *steered.outputs[0].token_ids]
-    rows, _ = truth.points.steer(ids[:-1], "resid_post", 1, vector(), list(range(P, len(ids) - 1)))
-    for site in steered.activations.sites:
-        assert rel_err(steered.activations[site], rows[tuple(site)]) <= BOUND, site
+    text = {"prompt_token_ids": tokens(20)}
+    (alone,) = llm.generate(text, plain, use_tqdm=False)
+    asked = [weir.params(grammar(**structure), capture=CAPTURE) for structure, _ in structures]
+    add = [weir.params(one, interventions=weir.Add(vector(), 1, positions="generated")) for one in asked]
+    *outs, beside = llm.generate([text] * 7, [*asked, *add, plain], use_tqdm=False)
+    for out, (_, pattern) in zip(outs, structures * 2, strict=True):
+        assert re.fullmatch(pattern, out.outputs[0].text.replace(" ", "")), out.outputs[0].text
+    for free, steered in zip(outs[:3], outs[3:], strict=True):
+        verify(free, EVERY, truth)
+        check_steered(steered, 0, truth, first=20)
     assert beside.outputs[0].token_ids == alone.outputs[0].token_ids
     verify(beside, EVERY, truth)
-    del out, steered, beside, alone, one
+    del outs, out, beside, alone, free, steered
     assert_nothing_is_held(llm)
 
 
@@ -95,10 +91,7 @@ def test_chat_with_tools(root):
         assert out.prompt_token_ids == [int(word[1:]) for word in words]
         verify(out, EVERY, truth)
     (out,) = llm.chat(chats[:1], add, **options)
-    ids = [*out.prompt_token_ids, *out.outputs[0].token_ids][:-1]
-    rows, _ = truth.points.steer(ids, "resid_post", 1, vector(), list(range(len(ids))))
-    for site in out.activations.sites:
-        assert rel_err(out.activations[site], rows[tuple(site)]) <= BOUND, site
+    check_steered(out, 0, truth, first=0)
     del out
     assert_nothing_is_held(llm)
 
@@ -151,12 +144,11 @@ def check_weights(llm, model_dir) -> None:
     (out,) = llm.generate(prompts((20,)), asked, use_tqdm=False)
     likeliest = out.lens[LAYERS - 1].token_ids[-5:, 0].tolist()
     assert likeliest == list(out.outputs[0].token_ids), "greedy decoding takes what the last block says"
+    ids = [*out.prompt_token_ids, *likeliest][:-1]
+    check_greedy(likeliest, truth.logits(ids)[-5:])
     add = weir.params(sampling(5), capture=CAPTURE, interventions=weir.Add(vector(), 1))
     (out,) = llm.generate(prompts((20,)), add, use_tqdm=False)
-    ids = [*out.prompt_token_ids, *out.outputs[0].token_ids][:-1]
-    rows, _ = truth.points.steer(ids, "resid_post", 1, vector(), list(range(len(ids))))
-    for site in out.activations.sites:
-        assert rel_err(out.activations[site], rows[tuple(site)]) <= BOUND, site
+    check_steered(out, 0, truth, first=0)
 
 
 def test_reloaded_weights(root):

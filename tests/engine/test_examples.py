@@ -164,6 +164,7 @@ def test_every_example_is_known() -> None:
 
 
 NO_ENGINE = {"keep.py", "analyse.py"}
+FAST = {"capture.py", "steer.py"}
 NEEDS = {"images.py": [needs(module("torchvision"))]}
 # These start a server as users do, whose processes are forks; test_serve_processes has one that spawns them like vLLM.
 # The others are forks of a process that has imported vLLM, and have their engine in them, but for the asynchronous one.
@@ -173,6 +174,7 @@ PROCESSES = SERVERS | {"stream.py"}
 
 def example(path: Path) -> Any:
     marks = [*NEEDS.get(path.name, ()), *([] if path.name in NO_ENGINE else [pytest.mark.engine])]
+    marks += [] if path.name in FAST else [pytest.mark.thorough]
     return pytest.param(path, marks=[*marks, needs(engine_processes)] if path.name in PROCESSES else marks)
 
 

@@ -18,13 +18,12 @@ import vllm_weir as weir
 from tests.engine.extract_kill import BOUND, ENGINE, trial
 from tests.support.extracting import differences, texts, write_jsonl
 from tests.support.machine import GIB, engine_processes, memory, module, needs
-from tests.support.measure import eventually, rel_err
+from tests.support.measure import eventually, patience, rel_err
 from tests.support.oracle import Oracle
 from tests.support.zygote import ROOT, Child, zygote
 from vllm_weir.storage import load
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500), needs(engine_processes)]
-CLOSE_OTHERS = True
 RECORDS = 240
 RAY = {"num_cpus": 2, "object_store_memory": 100_000_000}
 
@@ -102,6 +101,7 @@ def test_rows_are_those_of_transformers(whole: tuple[Path, Path]) -> None:
             assert rel_err(acts[site], reference[site]) <= 1e-5
 
 
+@pytest.mark.thorough
 @needs(module("ray"), memory(4 * GIB))
 def test_ctrl_c_then_ray_whose_workers_die(whole: tuple[Path, Path], tmp_path: Path) -> None:
     """The engine's processes get Ctrl-C too, as in a terminal, and still finish what is under way."""
@@ -139,6 +139,7 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
+@pytest.mark.thorough
 def test_no_process_of_the_engine_outlives_a_run_that_is_killed(whole: tuple[Path, Path], tmp_path: Path) -> None:
     """Left alone they would hold the memory that the next run needs. Forks do not ask to end with their parent."""
     with (tmp_path / "said").open("w") as said:
@@ -149,10 +150,11 @@ def test_no_process_of_the_engine_outlives_a_run_that_is_killed(whole: tuple[Pat
     assert engine, "the engine has processes of its own"
     process.kill()  # and nobody else
     process.wait()
-    _, alive = psutil.wait_procs(engine, timeout=60)
+    _, alive = psutil.wait_procs(engine, timeout=patience(60))
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.thorough
 def test_killed_twice(tmp_path: Path) -> None:
     result = trial(tmp_path, kills=2, seed=3, records=160)
     assert result["kills"] == 2 and result["max_difference"] <= BOUND

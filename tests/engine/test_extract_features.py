@@ -14,10 +14,10 @@ import vllm_weir as weir
 from tests.engine.extract_kill import ENGINE
 from tests.support.extracting import texts, write_jsonl
 from tests.support.measure import eventually
+from tests.support.oracle import Oracle
 from tests.support.zygote import ROOT, zygote
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-CLOSE_OTHERS = True
 RECORDS = 96
 BOUND = 1e-5
 
@@ -36,11 +36,39 @@ def environment() -> dict[str, str]:
     }  # fmt: skip
 
 
-def test_features_are_those_of_captured_rows_after_a_kill(tmp_path: Path) -> None:
-    source, out = write_jsonl(tmp_path / "texts.jsonl", texts(RECORDS)), tmp_path / "features"
-    asked = ["--sae", f"mood={weir.demo_sae()}", "--top-k", "128", "--max-tokens", "3", "--positions", "all"]
-    log, said = tmp_path / "killed.log", tmp_path / "killed.out"
-    process = zygote().start(job(source, out, *asked), environment(), ROOT, said, log)
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_features_are_those_of_transformers_rows(tmp_path: Path, killed: bool) -> None:
+    stories = texts(RECORDS)
+    source, out = write_jsonl(tmp_path / "texts.jsonl", stories), tmp_path / "features"
+    command = job(source, out, "--sae", f"mood={weir.demo_sae()}", "--top-k", "128", "--max-tokens", "3")
+    command += ["--positions", "all"]
+    held = kill_midway(command, out, tmp_path) if killed else 0
+    done = zygote().run(command, environment(), ROOT, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads(done.stdout.strip().splitlines()[-1])
+    assert (summary["requests"], summary["held"]) == (RECORDS - held, held)
+
+    from transformers import AutoTokenizer
+
+    sae, found, truth = weir.SAE.load(weir.demo_sae()), weir.load_features(out), Oracle(Path(weir.demo_model()))
+    encode = AutoTokenizer.from_pretrained(weir.demo_model())
+    assert found.records.tolist() == list(range(RECORDS))
+    worst, largest, active, rows = 0.0, 1.0, 0, 0
+    for record, story in enumerate(stories):
+        prompt, features = encode(story)["input_ids"], found[record]
+        ids, at = features.token_ids.tolist(), features.positions.tolist()
+        assert ids[: len(prompt)] == prompt and at == list(range(len(ids)))
+        assert features.generated.tolist() == [position >= len(prompt) for position in at]
+        wanted, dense = sae.encode(truth.rows(ids)[tuple(sae.site)].float()).numpy(), features.dense(sae.d_sae)
+        worst, largest = max(worst, float(np.abs(dense - wanted).max())), max(largest, float(np.abs(wanted).max()))
+        active, rows = active + len(features.ids), rows + len(ids)
+    assert worst <= BOUND * largest and active > 5 * rows and found.rows == rows
+
+
+def kill_midway(command: list[str], out: Path, folder: Path) -> int:
+    """Kill the command once it has published some records; return how many it holds."""
+    log = folder / "killed.log"
+    process = zygote().start(command, environment(), ROOT, folder / "killed.out", log)
 
     def published() -> bool:
         assert process.poll() is None, log.read_text()[-3000:]
@@ -51,27 +79,4 @@ def test_features_are_those_of_captured_rows_after_a_kill(tmp_path: Path) -> Non
     process.wait()
     held = len(weir.load_features(out))
     assert 16 <= held < RECORDS
-
-    done = zygote().run(job(source, out, *asked), environment(), ROOT, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads(done.stdout.strip().splitlines()[-1])
-    assert (summary["requests"], summary["held"]) == (RECORDS - held, held)
-    rows = zygote().run(
-        job(source, tmp_path / "rows", "--layers", "3", "--max-tokens", "3", "--positions", "all"),
-        environment(), ROOT, tmp_path,
-    )  # fmt: skip
-    assert rows.returncode == 0, rows.stderr[-3000:]
-
-    sae, found, captured = weir.SAE.load(weir.demo_sae()), weir.load_features(out), weir.load(tmp_path / "rows")
-    assert found.records.tolist() == list(range(RECORDS)) and found.rows == captured.count()
-    worst, active = 0.0, 0
-    for request in captured.requests:
-        acts, features = captured[request], found[captured.metadata(request)["record"]]
-        assert features.positions.tolist() == acts.positions.tolist()
-        assert features.token_ids.tolist() == acts.token_ids.tolist()
-        prompt = captured.metadata(request)["prompt_tokens"]
-        assert features.generated.tolist() == [at >= prompt for at in acts.positions.tolist()]
-        wanted, dense = sae.encode(acts[sae.site].float()).numpy(), features.dense(sae.d_sae)
-        assert np.array_equal(dense > 0, wanted > 0), request
-        worst, active = max(worst, float(np.abs(dense - wanted).max())), active + len(features.ids)
-    assert worst <= BOUND * max(1.0, float(np.abs(wanted).max())) and active > 5 * found.rows
+    return held

@@ -11,12 +11,13 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import vllm_weir as weir
-from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
+from tests.engine.common import assert_nothing_is_held, directory, frontend, prompts, sampling
 from tests.support.engines import get_llm
+from vllm_weir.consumers.filesystem import Filesystem
 from vllm_weir.storage import load
 
-pytestmark = pytest.mark.engine
-LAYOUTS = ["per_request", "packed", "sharded"]
+pytestmark = pytest.mark.engine("default")
+THOROUGH = pytest.mark.thorough
 
 
 class FullFileSystem(MemoryFileSystem):
@@ -34,39 +35,40 @@ class FullFileSystem(MemoryFileSystem):
 fsspec.register_implementation("fulldisk", FullFileSystem, clobber=True)
 
 
-@pytest.fixture
-def llm(root):
-    """Made here and not in a test: starting vLLM leaves a reference to the frame that it was started from."""
-    return get_llm(directory(root))
-
-
 def to(sink, compress=None, max_tokens=4, **more):
     capture = weir.Capture("resid_post", [1, 2], sink=sink, compress=compress, **more)
     return weir.params(sampling(max_tokens), capture=capture)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("compress", [None, "full8"])
+@pytest.mark.parametrize(
+    ("layout", "compress"),
+    [
+        ("sharded", None),
+        ("packed", "full8"),
+        *(pytest.param(*other, marks=THOROUGH) for other in (("sharded", "full8"), ("packed", None))),
+        *(pytest.param("per_request", compress, marks=THOROUGH) for compress in (None, "full8")),
+    ],
+)
 def test_layouts_hold_the_rows(llm, tmp_path, layout, compress):
     sink = {"filesystem": {"url": str(tmp_path / "rows"), "layout": layout, "ids": "caller", "fsync": True}}
     lengths = (5, 9, 30)
-    plain = weir.params(sampling(4), capture=weir.Capture("resid_post", [1, 2], compress=compress))
-    outs = llm.generate(prompts(lengths) * 2, [to(sink, compress)] * 3 + [plain] * 3, use_tqdm=False)
+    both = [weir.Capture("resid_post", [1, 2], sink=where, compress=compress) for where in (sink, "memory")]
+    outs = llm.generate(prompts(lengths), weir.params(sampling(4), capture=both), use_tqdm=False)
     weir.flush(llm)
     kept = load(str(tmp_path / "rows"))
-    assert sorted(kept) == sorted(out.request_id for out in outs[:3])
-    for out, twin in zip(outs[:3], outs[3:]):
+    assert sorted(kept) == sorted(out.request_id for out in outs)
+    for out in outs:
         acts = kept[out.request_id]
         assert out.receipt.sinks == {"filesystem": "written"} and out.receipt.files
         assert all(os.path.exists(file) for file in out.receipt.files)
         for layer in (1, 2):
-            assert acts["resid_post", layer].equal(twin.activations["resid_post", layer])
-            assert acts.positions_of("resid_post", layer).equal(twin.activations.positions_of("resid_post", layer))
-            assert acts.token_ids_of("resid_post", layer).equal(twin.activations.token_ids_of("resid_post", layer))
+            assert acts["resid_post", layer].equal(out.activations["resid_post", layer])
+            assert acts.positions_of("resid_post", layer).equal(out.activations.positions_of("resid_post", layer))
+            assert acts.token_ids_of("resid_post", layer).equal(out.activations.token_ids_of("resid_post", layer))
     assert not [f for f in os.listdir(tmp_path / "rows") if f.endswith(".tmp")]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["packed", *(pytest.param(x, marks=THOROUGH) for x in ("per_request", "sharded"))])
 def test_rows_say_what_they_are(llm, tmp_path, layout):
     """Requests of one batch, each with rows of another kind, those that are treated late too."""
     sink = {"filesystem": {"url": str(tmp_path / "rows"), "layout": layout, "ids": "caller"}}
@@ -106,6 +108,9 @@ def test_aborted_and_unmarked_requests_leave_nothing(llm, tmp_path):
         for _ in range(3):
             llm.llm_engine.step()
         llm.llm_engine.abort_request(["gone"])
+    assert not len(frontend(llm).manager.marks)
+    with pytest.raises(weir.WeirError, match="aborted"):
+        weir.mark("gone", llm=llm)
     held = llm.generate(prompts([6]), to(sink, keep="marked"), use_tqdm=False)[0]
     weir.flush(llm)
     assert len(load(str(tmp_path / "rows"))) == 1
@@ -117,7 +122,7 @@ def test_aborted_and_unmarked_requests_leave_nothing(llm, tmp_path):
     assert_nothing_is_held(llm)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["per_request", *(pytest.param(x, marks=THOROUGH) for x in ("packed", "sharded"))])
 def test_a_full_disk_fails_the_request_and_not_the_engine(llm, layout):
     sink = {"filesystem": {"url": f"fulldisk://{layout}", "layout": layout, "flush_seconds": 0}}
     assert llm.generate(prompts([5]), to(sink), use_tqdm=False)[0].receipt.files
@@ -137,12 +142,38 @@ def test_a_full_disk_fails_the_request_and_not_the_engine(llm, layout):
     assert lengths == [8, 10], "the failed one left nothing"
 
 
+def test_a_request_that_fails_takes_nothing_from_the_others(llm, tmp_path, monkeypatch):
+    """Their outputs come with the error, wherever in the batch it stands."""
+
+    def broken(*_):
+        raise OSError("the disk is gone")
+
+    here = weir.params(sampling(2), capture=weir.Capture("resid_post"))
+    sink = {"filesystem": {"url": str(tmp_path / "rows"), "layout": "per_request"}}
+    lost = weir.params(sampling(2), capture=weir.Capture("resid_post", sink=sink))
+    (alone,) = llm.generate(prompts([9]), here, use_tqdm=False)
+    monkeypatch.setattr(Filesystem, "finish", broken)
+    for at in range(3):
+        asked = [here, here]
+        asked.insert(at, lost)
+        with pytest.raises(weir.WeirError, match="the disk is gone") as caught:
+            llm.generate(prompts([9]) * 3, asked, use_tqdm=False)
+        outputs = caught.value.outputs
+        assert len(outputs) == 3
+        with pytest.raises(weir.WeirError, match="the disk is gone"):
+            outputs.pop(at).receipt  # noqa: B018
+        for out in outputs:
+            assert out.outputs[0].token_ids == alone.outputs[0].token_ids and out.receipt.complete
+            for site in alone.activations.sites:
+                assert (out.activations[site] == alone.activations[site]).all()
+    del outputs, out, alone, caught
+    assert_nothing_is_held(llm)
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
         ({}, "url"),
-        ({"url": ""}, "url"),
-        ({"url": 3}, "url"),
         ({"url": "/dev/null/x"}, ""),
         ({"url": "nosuch://x"}, ""),
         ({"url": "X", "layout": "tape"}, None),
@@ -170,7 +201,7 @@ def test_the_environment_of_vllm_mi_patch(root, tmp_path, monkeypatch):
         (tmp_path / "acts" / name).write_bytes(data)
     for name, value in {"CAPTURE": "1", "MODE": "full8", "OUTDIR": str(tmp_path / "acts"), "RETURN": "sharded"}.items():
         monkeypatch.setenv(f"VLLM_ACT_{name}", value)
-    llm = get_llm(directory(root), seed=1)  # settings are read when an engine starts
+    llm = get_llm(directory(root), seed=1, keep=2)  # settings are read when an engine starts
     outs = llm.generate(prompts([5, 9]), sampling(4), use_tqdm=False)
     for out in outs:
         assert out.activations is None and out.receipt.sinks == {"VLLM_ACT": "written"}

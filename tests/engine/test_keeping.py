@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import ClassVar
 
 import pytest
@@ -21,7 +22,10 @@ pytestmark = pytest.mark.engine
 
 
 class Notes(Consumer):
-    """Keeps what it gets; `fail` names requests (by prompt length) that it cannot take, `gate` holds it up."""
+    """Keeps what it gets; `fail` has the prompt lengths of requests, alone or behind its label, that it cannot take.
+
+    `gate` holds it up.
+    """
 
     required = True
     rows: ClassVar[list] = []
@@ -35,20 +39,10 @@ class Notes(Consumer):
 
     def take(self, rows):
         Notes.gate.wait(120)
-        if rows.request.prompt_tokens in Notes.fail:
+        if {rows.request.prompt_tokens, (self.label, rows.request.prompt_tokens)} & Notes.fail:
             raise OSError(28, "No space left on device")
-        data = rows.data.clone()
-        Notes.rows.append(
-            (
-                self.label,
-                rows.request,
-                rows.site,
-                rows.positions.clone(),
-                rows.token_ids.clone(),
-                data,
-                rows.compression,
-            )
-        )
+        tensors = [tensor.clone() for tensor in (rows.positions, rows.token_ids, rows.data)]
+        Notes.rows.append((self.label, rows.request, rows.site, *tensors, rows.compression))
 
     def finish(self, request):
         Notes.finished.append((self.label, request))
@@ -68,14 +62,12 @@ def notes(monkeypatch):
 
 @pytest.fixture
 def llm(root, notes):
-    """An engine with a named sink, one with little room, and marks that are kept for four seconds."""
+    """An engine with a named sink, and one with little room."""
     sinks = {
         "kept": {"notes": {"label": "kept"}},
         "small": {"notes": {"label": "small"}, "policy": "drop", "queue_bytes": 1},
     }
-    return get_llm(
-        directory(root), additional_config={"weir": {"sinks": sinks, "marked_seconds": 4.0, "timeout": 20.0}}
-    )
+    return get_llm(directory(root), additional_config={"weir": {"sinks": sinks, "marked_seconds": 3600.0}})
 
 
 def to(sink, layers=(1, 2), positions="all", max_tokens=4, **more):
@@ -91,7 +83,7 @@ def of(request_id):
     }
 
 
-@pytest.mark.parametrize("compress", [None, "full8"])
+@pytest.mark.parametrize("compress", [None, pytest.param("full8", marks=pytest.mark.thorough)])
 def test_rows_reach_their_sinks(llm, compress):
     """Each request's own, beside memory captures, an own sink and a request without keys, all in one batch."""
     own = {"notes": {"label": "own"}}
@@ -183,14 +175,16 @@ def test_a_sink_without_room_drops_and_says_so(llm):
     assert all(bool(o.receipt.files) == (s == "written") for o, s in zip(outs, states))
 
 
-def test_marks(llm):
+def test_marks(llm, monkeypatch):
     outs = llm.generate(prompts([6, 7, 8]), to("kept", keep="marked"), use_tqdm=False)
     assert not Notes.rows and all(o.receipt.sinks == {"kept": "held"} for o in outs)
     (ticket,) = weir.mark(outs[1].request_id, llm=llm, why="odd", score=0.5)
     assert ticket.wait(60) == outs[1].receipt.files and len(ticket.files) == 1
     assert [dict(r.metadata) for _, r in Notes.finished] == [{"why": "odd", "score": 0.5}]
     assert {rows[1].prompt_tokens for rows in Notes.rows} == {7}
+    monkeypatch.setattr(frontend(llm).manager.marks, "_clock", lambda: time.monotonic() + 3601)
     eventually(lambda last=outs[2]: last.receipt.sinks, {"kept": "evicted"}, 10)
+    monkeypatch.undo()
     with pytest.raises(weir.WeirError, match="marked_seconds"):
         weir.mark(outs[0].request_id)
     with pytest.raises(weir.WeirError, match="known here"):
@@ -208,7 +202,7 @@ def test_marks(llm):
     assert_nothing_is_held(llm)
 
 
-@pytest.mark.parametrize("positions", ["all", "prompt"])
+@pytest.mark.parametrize("positions", ["all", pytest.param("prompt", marks=pytest.mark.thorough)])
 def test_what_an_output_s_owner_does_to_its_rows_is_not_what_a_sink_gets(llm, positions):
     """Marked rows are kept for long after their output; streamed outputs are there before any sink has rows."""
     from vllm.sampling_params import RequestOutputKind
@@ -239,29 +233,12 @@ def test_what_an_output_s_owner_does_to_its_rows_is_not_what_a_sink_gets(llm, po
         assert torch.equal(got[("resid_post", layer), "data"], wanted[("resid_post", layer), "data"])
 
 
-def test_aborted_requests_leave_nothing(llm):
-    for keep in ("always", "marked"):
-        llm.llm_engine.add_request("gone", prompts([30])[0], to("kept", max_tokens=50, keep=keep))
-        for _ in range(3):
-            llm.llm_engine.step()
-        llm.llm_engine.abort_request(["gone"])
-        while llm.llm_engine.has_unfinished_requests():
-            llm.llm_engine.step()
-    assert not Notes.rows and not Notes.finished and not len(frontend(llm).manager.marks)
-    with pytest.raises(weir.WeirError, match="aborted"):
-        weir.mark("gone", llm=llm)
-    assert_nothing_is_held(llm)
-
-
 @pytest.mark.parametrize(
     ("capture", "field"),
     [
         ({"sink": "nowhere"}, "capture[0].sink"),
-        ({"sink": {"nothing": {}}}, "capture[0].sink"),
         ({"sink": {"notes": {"colour": 1}}}, "capture[0].sink.notes"),
-        ({"sink": {"notes": {}, "policy": "maybe"}}, "capture[0].sink.policy"),
         ({"sink": "kept", "keep": "never"}, "capture[0].keep"),
-        ({"keep": "marked"}, "capture[0].keep"),
     ],
 )
 def test_what_cannot_be_done_is_refused(llm, capture, field):
@@ -272,17 +249,6 @@ def test_what_cannot_be_done_is_refused(llm, capture, field):
         llm.generate(prompts([4]), params, use_tqdm=False)
     assert e.value.field == field
     assert not llm.llm_engine.has_unfinished_requests()
-
-
-def test_shipped_consumers_by_name(llm, tmp_path):
-    """Layouts that programs know by their name, and memory as other sinks are written."""
-    captures = [
-        weir.Capture("resid_post", 1, sink={"npz": {"url": str(tmp_path / "n")}}),
-        weir.Capture("resid_post", 2, sink={"memory": {}}),
-    ]
-    (out,) = llm.generate(prompts([6]), weir.params(sampling(2), capture=captures), use_tqdm=False)
-    assert out.receipt.sinks == {"npz": "written"} and out.activations.sites == [weir.Site("resid_post", 2)]
-    assert weir.load(tmp_path / "n").layout == "npz"
 
 
 def test_text_from_outside_sets_up_no_sink(llm):
@@ -302,40 +268,39 @@ def test_a_sink_for_every_request(root):
             "capture": [{"hook": "resid_post", "layers": [1], "positions": "last_prompt"}],
         },
         "norms": {"logging": {"seconds": 0}, "capture": {"layers": [2]}, "policy": "spill", "queue_bytes": 1},
-        "broken": {"notes": {"label": "b"}, "capture": [], "required": False},
+        "optional": {"notes": {"label": "optional"}, "capture": {"layers": [3]}, "required": False},
     }
     llm = get_llm(directory(root), additional_config={"weir": {"sinks": sinks}})
     plain, own = llm.generate(prompts([9, 9])[:1] * 2, [sampling(3), to("memory", [1], max_tokens=3)], use_tqdm=False)
-    assert plain.activations is None and plain.receipt.sinks == {"all": "written", "norms": "written"}
+    assert plain.activations is None and plain.receipt.sinks == dict.fromkeys(sinks, "written")
     assert own.activations.positions.tolist() == list(range(11))
     site = weir.Site("resid_post", 1)
     for out in (plain, own):
         assert of(out.request_id)[site, "positions"].tolist() == [8]
         assert torch.equal(of(out.request_id)[site, "data"], own.activations[site][8:9])
-    check_treated_beside_plain(llm, own)
+    check_treated_beside_plain(llm, own, sinks)
     weir.flush(llm)
     norms = frontend(llm).manager._runners["norms"]._consumer
     assert norms.sites[weir.Site("resid_post", 2)].rows == 22 + 5 * 11
-    # The same consumer, failing: where requests depend on it, and where they do not.
+    # The same consumer, failing: where requests do not depend on it, and where they do.
+    Notes.fail.add(("optional", 17))
+    out = llm.generate(prompts([17]), sampling(2), use_tqdm=False)[0]
+    assert "No space" in out.receipt.sinks["optional"] and len(out.outputs[0].token_ids) == 2
     Notes.fail.add(17)
     with pytest.raises(weir.WeirError, match="No space"):
         llm.generate(prompts([17]), sampling(2), use_tqdm=False)
     assert weir.sinks(llm)["all"]["failed"] == 1
 
 
-def check_treated_beside_plain(llm, own):
+def check_treated_beside_plain(llm, own, sinks):
     """What a request makes of its rows takes nothing from what sinks get of every request, nor the reverse."""
     rows, v = own.activations["resid_post", 1], torch.randn(2, 128)
-    kinds = [
-        {"reduce": "mean"},
-        {"project": v},
-        {"project": v, "reduce": "max"},
-        {"compress": "full8"},
-        {"compress": "rp8"},
-    ]
+    kinds = [{"reduce": "mean"}, {"project": v}, {"project": v, "reduce": "max"}]
+    kinds += [{"compress": "full8"}, {"compress": "rp8"}]
     asked = [to("memory", [1], max_tokens=3, **kind) for kind in kinds]
     mean, scores, best, full, rp8 = llm.generate(prompts([9, 9])[:1] * len(asked), asked, use_tqdm=False)
-    near = {"rtol": 0, "atol": 1e-5}
+    # Sums of up to 128 products in another order: of their magnitudes' sum.
+    near = {"rtol": 0, "atol": 1e-6 * max(1.0, float((rows.abs() @ v.abs().T).max()))}
     torch.testing.assert_close(mean.activations["resid_post", 1], rows.mean(0, keepdim=True), **near)
     torch.testing.assert_close(scores.activations["resid_post", 1], rows @ v.T, **near)
     torch.testing.assert_close(best.activations["resid_post", 1], (rows @ v.T).amax(0, keepdim=True), **near)
@@ -346,17 +311,10 @@ def check_treated_beside_plain(llm, own):
     for out in (mean, scores, best, full, rp8):
         plain = of(out.request_id)
         assert torch.equal(plain[weir.Site("resid_post", 1), "data"], rows[8:9])
-        assert out.receipt.sinks == {"all": "written", "norms": "written"}
+        assert out.receipt.sinks == dict.fromkeys(sinks, "written")
 
 
-def test_a_sink_that_may_fail(root):
-    sinks = {"b": {"notes": {}, "capture": {"layers": [1]}, "required": False}}
-    llm = get_llm(directory(root), additional_config={"weir": {"sinks": sinks}})
-    Notes.fail.add(17)
-    out = llm.generate(prompts([17]), sampling(2), use_tqdm=False)[0]
-    assert "No space" in out.receipt.sinks["b"] and len(out.outputs[0].token_ids) == 2
-
-
+@pytest.mark.thorough
 @needs(engine_processes)
 def test_an_async_engine(root):
     async def run():

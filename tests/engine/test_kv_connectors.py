@@ -14,6 +14,7 @@ from tests.support.steered import check, directory, idle, prompt, sampling, sche
 from vllm_weir.patches import scheduler as core
 
 pytestmark = pytest.mark.engine
+THOROUGH = pytest.mark.thorough
 P = 100  # three blocks and four tokens
 CAPTURE = weir.Capture("resid_post", positions="sampled")
 BY_TOKENS, BY_KEYS, BOTH = "by tokens", "by keys", "both"
@@ -45,7 +46,7 @@ def start(kind, store, **kw):
     return get_llm(directory(), block_size=32, kv_transfer_config=KVTransferConfig(**transfer), **kw)
 
 
-@pytest.fixture(scope="module", params=[BY_TOKENS, BY_KEYS, BOTH])
+@pytest.fixture(scope="module", params=[BY_KEYS, *(pytest.param(kind, marks=THOROUGH) for kind in (BY_TOKENS, BOTH))])
 def engine(request, store):
     return request.param, start(request.param, store), truth(directory())
 
@@ -154,6 +155,7 @@ def test_loaded_keys_and_values_give_the_rows_that_the_prefix_cache_gives(engine
         assert loaded.activations[site].equal(kept.activations[site])
 
 
+@THOROUGH
 def test_a_mixed_batch(engine):
     """Requests of all kinds at once, again and again: each has its own rows and tokens."""
     _, llm, oracle = engine
@@ -194,6 +196,7 @@ def test_gated_requests_are_found_by_nobody(engine):
     assert out.num_cached_tokens == 0
 
 
+@THOROUGH
 def test_aborted_requests_leave_nothing(engine):
     """Requests are aborted after any number of steps; not before they have blocks where vLLM's own connector fails."""
     kind, llm, oracle = engine

@@ -13,12 +13,13 @@ import vllm_weir as weir
 from tests.engine.common import directory, oracle, sampling
 from tests.engine.missing_child import KEYS, PROMPTS
 from tests.engine.serving import PLAIN, running
-from tests.support.engines import close_all, get_llm
+from tests.support.engines import close_all
 from tests.support.machine import engine_processes, needs
 from tests.support.without import declared
 from tests.support.zygote import ROOT, zygote
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("default")
+THOROUGH = pytest.mark.thorough
 IDLE = ("rich", "typer")
 """What only the command needs."""
 
@@ -47,7 +48,12 @@ def refused_over_http(found: dict[str, Any], why: str) -> None:
         assert code == 400 and field == "weir" and why in message, (name, found[name])
 
 
-@pytest.mark.parametrize("module", declared())
+FAST = "zstandard"
+"""The package that the fast tier tries."""
+MODULES = [pytest.param(module, marks=[] if module == FAST else THOROUGH) for module in declared()]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_a_missing_package_is_the_reason_of_every_refusal(root, tmp_path, module):
     found = child(directory(root), tmp_path, "missing", module)
     if module in IDLE:
@@ -58,44 +64,46 @@ def test_a_missing_package_is_the_reason_of_every_refusal(root, tmp_path, module
     refused_over_http(found["http"], why)
 
 
-@needs(engine_processes)
-def test_what_is_missing_where_the_worker_runs_is_told_by_it(root, tmp_path):
-    found = child(directory(root), tmp_path, "core", "zstandard")
-    refused(found, directory(root), "No module named 'zstandard'; install it (pip install zstandard)")
+NOT_LOADED = "VLLM_PLUGINS is 'another' and leaves it out"
+PROCESSES = [THOROUGH, needs(engine_processes)]
+CASES = [
+    # What is missing where the worker runs is told by it; without the plugin there, plain requests alone are served.
+    pytest.param(("core", FAST), {}, f"No module named '{FAST}'; install it (pip install {FAST})", marks=PROCESSES),
+    pytest.param(("bare",), {}, NOT_LOADED, marks=PROCESSES),
+    pytest.param(("renamed",), {}, "get_computed_blocks", marks=THOROUGH),
+    # An error of Weir's own, a plugin that vLLM does not load, and one that is switched off.
+    pytest.param(("broken",), {}, "ZeroDivisionError: of our own making", marks=THOROUGH),
+    pytest.param(("plain",), {"VLLM_PLUGINS": "another"}, NOT_LOADED, marks=THOROUGH),
+    pytest.param(("plain",), {"WEIR_DISABLE": "1"}, "WEIR_DISABLE"),
+]
 
 
-def test_a_worker_that_does_not_load_the_plugin_serves_plain_requests_alone(root, tmp_path):
-    refused(child(directory(root), tmp_path, "bare"), directory(root), "VLLM_PLUGINS is 'another' and leaves it out")
+@pytest.mark.parametrize(("mode", "env", "why"), CASES)
+def test_whatever_the_reason_it_is_that_of_every_refusal(root, tmp_path, mode, env, why):
+    found = child(directory(root), tmp_path, *mode, **env)
+    whole = mode[0] in ("broken", "plain")  # nothing of Weir works: not its functions, nor a server
+    refused(found, directory(root), why, *["list"] * whole)
+    if whole:
+        refused_over_http(found["http"], why)
 
 
+@pytest.mark.thorough
 @needs(engine_processes)
 def test_an_async_engine_refuses_likewise(root, tmp_path):
-    found = child(directory(root), tmp_path, "async", "zstandard")
+    found = child(directory(root), tmp_path, "async", FAST)
     assert found.pop("plain") == ["served", 4] and set(found) == set(KEYS)
     for state, field, message in found.values():
-        assert state == "refused" and field == "weir" and "No module named 'zstandard'" in message
+        assert state == "refused" and field == "weir" and f"No module named '{FAST}'" in message
 
 
-def test_an_error_of_weir_s_own_is_the_reason_of_every_refusal(root, tmp_path):
-    found = child(directory(root), tmp_path, "broken")
-    refused(found, directory(root), "ZeroDivisionError: of our own making", "list")
-    refused_over_http(found["http"], "ZeroDivisionError: of our own making")
-
-
-def test_a_plugin_that_vllm_does_not_load_is_no_reason_to_pass_requests_over(root, tmp_path):
-    found = child(directory(root), tmp_path, "plain", VLLM_PLUGINS="another")
-    refused(found, directory(root), "VLLM_PLUGINS is 'another' and leaves it out", "list")
-    refused_over_http(found["http"], "VLLM_PLUGINS is 'another' and leaves it out")
-
-
+@pytest.mark.thorough
 def test_an_engine_without_a_place_for_the_guard_does_not_start_at_the_second_attempt_either(root, tmp_path):
     for said in child(directory(root), tmp_path, "unguarded"):
         assert "Weir cannot guard this vLLM" in said and "OutputProcessor.add_request" in said
 
 
-def test_a_scheduler_without_weir_fails_the_request(root, monkeypatch):
+def test_a_scheduler_without_weir_fails_the_request(llm, monkeypatch):
     """Its cache would hand what is steered to others; only the process that schedules knows."""
-    llm = get_llm(directory(root))
     from vllm.v1.core.sched.scheduler import Scheduler
 
     with monkeypatch.context() as patch:
@@ -108,6 +116,7 @@ def test_a_scheduler_without_weir_fails_the_request(root, monkeypatch):
     assert out.receipt.complete and out.activations.positions.tolist() == list(range(8))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1500)
 def test_a_server_without_a_package_serves_and_says_why_it_does_not(tmp_path):
     """A real one, whose processes all lack it; its plain requests are answered."""
@@ -121,16 +130,10 @@ def test_a_server_without_a_package_serves_and_says_why_it_does_not(tmp_path):
         assert client.post("/v1/completions", json=body).status_code == 200
         weir_object = {"v": 1, "capture": [{"hook": "resid_post"}]}
         chat = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-        for route, about in (
-            ("completions", body),
-            ("completions", body | {"stream": True}),
-            ("chat/completions", chat),
-        ):
-            for more in (
-                {"weir": weir_object},
-                {"vllm_xargs": {"weir": json.dumps(weir_object)}},
-                {"steering_name": "happy"},
-            ):
+        routes = [("completions", body), ("completions", body | {"stream": True}), ("chat/completions", chat)]
+        keys = [{"weir": weir_object}, {"vllm_xargs": {"weir": json.dumps(weir_object)}}, {"steering_name": "happy"}]
+        for route, about in routes:
+            for more in keys:
                 got = client.post(f"/v1/{route}", json=about | more)
                 assert got.status_code == 400 and got.json()["error"]["param"] == "weir", got.text
                 assert "zstandard" in got.text and "pip install zstandard" in got.text

@@ -19,6 +19,7 @@ from vllm_weir.frontend.derived.routing import choose_experts
 from vllm_weir.schema.model_facts import AttentionFacts
 
 pytestmark = pytest.mark.engine
+THOROUGH = pytest.mark.thorough
 PROMPT, GENERATED = 40, 4
 BOUND = 2e-5
 ROWS = PROMPT + GENERATED - 1
@@ -104,6 +105,7 @@ def check_routing(facts, calls) -> None:
         assert (torch.zeros(logits.shape).scatter(1, own_ids, own_weights) - theirs).abs().max() < 1e-6
 
 
+@THOROUGH
 def test_llama(root):
     llm = engine(directory(root))
     facts = facts_of(llm)
@@ -113,6 +115,7 @@ def test_llama(root):
     check_attention(facts, watched(llm)[0])
 
 
+@THOROUGH
 def test_gemma_2_has_windows_and_a_soft_cap(root):
     llm = engine(directory(root, "gemma2"))
     facts = facts_of(llm)
@@ -130,6 +133,7 @@ def test_gpt_oss_has_sinks(root):
     check_routing(facts, routing)
 
 
+@THOROUGH
 def test_gpt_oss_with_new_sinks(root):
     """Patterns follow weights that were replaced in place."""
     llm = engine(built(root, "GptOssForCausalLM"))
@@ -156,6 +160,7 @@ def test_gpt_oss_with_new_sinks(root):
     check_attention(facts_of(llm), watched(llm)[0])
 
 
+@THOROUGH
 def test_mixtral_routes(root):
     llm = engine(built(root, "MixtralForCausalLM"))
     facts = facts_of(llm)
@@ -165,6 +170,7 @@ def test_mixtral_routes(root):
     check_routing(facts, routing)
 
 
+@THOROUGH
 def test_deepseek_v3_chooses_among_groups_with_a_bias(root):
     llm = engine(built(root, "DeepseekV3ForCausalLM"), **on_cpu(ZOO["DeepseekV3ForCausalLM"]))
     facts = facts_of(llm)

@@ -13,22 +13,35 @@ from tests.conformance.multimodal.build import build
 from tests.conformance.multimodal.check import MUTUAL, Prompt, Reference, captures, picture, prompts, rows_error
 from tests.conformance.multimodal.recipes import RECIPES
 from tests.engine.common import assert_nothing_is_held, sampling, scheduler
-from tests.support.engines import get_llm
+from tests.support.engines import close_all, get_llm
 from tests.support.machine import model_class, module, needs, on_cpu
 
 pytestmark = [pytest.mark.engine, needs(module("torchvision"))]
 BOUND = 1e-5
 G = 5
-LLAVA, GEMMA3, QWEN2_5, QWEN3, MISTRAL3 = ARCHITECTURES = [
+LLAVA, GEMMA3, _, QWEN3, MISTRAL3 = ARCHITECTURES = [
     f"{name}ForConditionalGeneration" for name in ("Llava", "Gemma3", "Qwen2_5_VL", "Qwen3VL", "Mistral3")
 ]
 ADDED_BETWEEN = {QWEN3: {("resid_pre", 1), ("resid_pre", 2)}}
 """Where a model adds features of images to the stream between two blocks."""
 
 
-@pytest.fixture(params=[pytest.param(one, marks=needs(model_class(one))) for one in ARCHITECTURES], scope="module")
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[needs(model_class(name)), *([] if name == MISTRAL3 else [pytest.mark.thorough])])
+        for name in ARCHITECTURES
+    ],
+    scope="module",
+)
 def architecture(request):
     return request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def let_go():
+    yield
+    reference.cache_clear()
+    close_all()
 
 
 @lru_cache(maxsize=2)
@@ -116,6 +129,7 @@ def test_a_modality_selects_what_holds_embeddings_of_images(root, architecture):
 
 
 @needs(model_class(GEMMA3))
+@pytest.mark.thorough
 def test_pattern_where_tokens_of_an_image_see_each_other(root):
     """Refused with an image, and served with text alone."""
     llm, truth = engine(root, GEMMA3), reference(root, GEMMA3)
@@ -128,7 +142,7 @@ def test_pattern_where_tokens_of_an_image_see_each_other(root):
         assert rows_error(out.outputs[0], truth.rows(text, out.outputs[0].token_ids)) <= BOUND
 
 
-@pytest.mark.parametrize("with_image", [False, True])
+@pytest.mark.parametrize("with_image", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @needs(model_class(MISTRAL3))
 def test_a_prompt_without_the_modality_is_refused(root, with_image):
     llm, truth = engine(root, MISTRAL3), reference(root, MISTRAL3)
@@ -188,10 +202,10 @@ def test_rows_by_position_and_scores_at_images(root):
         generate(llm, [(one, {"interventions": weir.Replace(vectors[:3], 1, positions={"modality": "image"})})])
 
 
-@needs(model_class(QWEN2_5))
+@needs(model_class(MISTRAL3))
 def test_selectors_count_expanded_positions(root):
     """A placeholder's token is found wherever it was expanded to; negative positions count from the expanded end."""
-    llm, truth = engine(root, QWEN2_5), reference(root, QWEN2_5)
+    llm, truth = engine(root, MISTRAL3), reference(root, MISTRAL3)
     one = prompts(truth.recipe)[1]
     ids = truth.ids(one)
     rows = truth.rows(one, [0, 0])
@@ -205,15 +219,18 @@ def test_selectors_count_expanded_positions(root):
         assert out.activations.token_ids_of("resid_post", 1).tolist() == [ids[p] for p in positions]
 
 
-@needs(model_class(LLAVA))
+@needs(model_class(MISTRAL3))
 def test_the_prefix_cache_tells_images_apart(root):
     """Same text, another image: nothing of the image is taken from the cache; the same image again: a hit."""
-    llm, truth = engine(root, LLAVA), reference(root, LLAVA)
+    llm, truth = engine(root, MISTRAL3), reference(root, MISTRAL3)
     words = " ".join(f"w{k}" for k in range(40))
-    seen = [Prompt(f"w400 <image> {words}", {"image": (picture((56, 56), seed),)}) for seed in (11, 12)]
+    seen = [
+        Prompt(f"w400 {truth.recipe.media['image']} {words}", {"image": (picture((56, 56), seed),)})
+        for seed in (11, 12)
+    ]
     hits = []
     for prompt in (*seen, seen[0]):
-        asked = captures([site for site in sites_of(llm, LLAVA) if site[0] not in MUTUAL], "sampled")
+        asked = captures([site for site in sites_of(llm, MISTRAL3) if site[0] not in MUTUAL], "sampled")
         (out,) = generate(llm, [(prompt, {"capture": asked})])
         ids = truth.ids(prompt)
         positions = list(range(len(ids) - 1, len(ids) + G - 1))
@@ -231,11 +248,11 @@ def test_the_prefix_cache_tells_images_apart(root):
     assert before[0].outputs[0].token_ids == after[0].outputs[0].token_ids
 
 
-@needs(model_class(LLAVA))
+@needs(model_class(MISTRAL3))
 def test_an_aborted_request_leaves_nothing(root):
-    llm, truth = engine(root, LLAVA), reference(root, LLAVA)
+    llm, truth = engine(root, MISTRAL3), reference(root, MISTRAL3)
     two = prompts(truth.recipe)[2]
-    params = weir.params(sampling(50), capture=captures(sites_of(llm, LLAVA)))
+    params = weir.params(sampling(50), capture=captures(sites_of(llm, MISTRAL3)))
     (request,) = llm.enqueue([two.for_vllm], params, use_tqdm=False)
     for _ in range(3):  # in the middle of the prompt, and of an image
         llm.llm_engine.step()

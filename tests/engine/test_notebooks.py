@@ -31,6 +31,7 @@ def test_there_are_notebooks() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebook(path: Path, tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from tests.engine.common import asking, directory, oracle, prompts, verify
 from tests.support.engines import async_llm
 from tests.support.machine import GIB, binding, engine_processes, memory, needs, ranks
 
-pytestmark = [pytest.mark.engine, needs(engine_processes, memory(3 * GIB), ranks(2))]
-CLOSE_OTHERS = True
+pytestmark = [pytest.mark.engine, pytest.mark.thorough, needs(engine_processes, memory(3 * GIB), ranks(2))]
 
 
 def test_every_data_parallel_engine_delivers(root, monkeypatch):

@@ -14,30 +14,22 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+import torch
 
 import vllm_weir as weir
-from tests.engine.common import directory, prompts, sampling
+from tests.engine.common import prompts, sampling
 from tests.engine.read_pickled import look
-from tests.support.engines import get_llm
 from tests.support.zygote import ROOT
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("default")
 
 
 @pytest.fixture
-def outputs(root):
-    """One with rows, one without."""
-    asked = weir.params(sampling(4), capture=weir.Capture("resid_post", [0, 2]))
-    return get_llm(directory(root)).generate(prompts([5, 9]), [asked, sampling(4)], use_tqdm=False)
-
-
-def read_elsewhere(path: Path, what: str, **env: str) -> list:
-    script = Path(__file__).with_name("read_pickled.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(path), what], env=os.environ | env, capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def outputs(llm):
+    """One with rows and scores, one without."""
+    probe = weir.Probe("p", torch.linspace(-1, 1, 128), layer=1)
+    asked = weir.params(sampling(4), capture=weir.Capture("resid_post", [0, 2]), probes=probe)
+    return llm.generate(prompts([5, 9]), [asked, sampling(4)], use_tqdm=False)
 
 
 def plain(found: list) -> list:
@@ -46,7 +38,12 @@ def plain(found: list) -> list:
 
 def test_copies_and_other_picklers_keep_rows(outputs):
     seen = look(outputs)
-    assert seen[0] == seen[1] and len(seen[0][0]) == 2 and seen[2][0] is seen[3][0] is None
+    assert (
+        seen[0] == seen[1]
+        and len(seen[0][0]) == 2
+        and len(seen[0][3]["p"][1]) == 8
+        and seen[2][0] is seen[3][0] is None
+    )
     for copied in (
         copy.deepcopy(outputs),
         pickle.loads(pickle.dumps(outputs)),  # noqa: S301
@@ -58,22 +55,26 @@ def test_copies_and_other_picklers_keep_rows(outputs):
 
 @pytest.mark.parametrize(
     ("what", "env"),
-    [("pickle", {"WEIR_DISABLE": "1", "VLLM_PLUGINS": "another"}), ("weir", {})],
+    [
+        ("pickle", {"WEIR_DISABLE": "1", "VLLM_PLUGINS": "another"}),
+        pytest.param("weir", {}, marks=pytest.mark.thorough),
+    ],
     ids=["pickle-alone", "weir-imported"],
 )
 def test_another_process_sees_what_this_one_sees(outputs, tmp_path, what, env):
-    path = tmp_path / "outputs.pkl"
-    path.write_bytes(pickle.dumps(outputs))
-    assert read_elsewhere(path, what, **env) == plain(look(outputs))
+    """With Weir imported, it reads a plain output alone first, whose pickle names nothing but vLLM's classes."""
+    given = [outputs] if what == "pickle" else [[outputs[1]], outputs]
+    files = []
+    for n, some in enumerate(given):
+        files.append(tmp_path / f"{n}.pkl")
+        files[-1].write_bytes(pickle.dumps(some))
+    command = [sys.executable, str(Path(__file__).with_name("read_pickled.py")), what, *map(str, files)]
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [plain(look(some)) for some in given]
 
 
-def test_a_plain_output_has_none_where_weir_is_imported(outputs, tmp_path):
-    """vLLM's classes are all that its pickle names."""
-    path = tmp_path / "outputs.pkl"
-    path.write_bytes(pickle.dumps([outputs[1]]))
-    assert read_elsewhere(path, "weir") == plain(look([outputs[1]]))
-
-
+@pytest.mark.thorough
 def test_a_spawned_process_gets_them_as_arguments(outputs):
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         assert plain(pool.submit(look, outputs).result(300)) == plain(look(outputs))

@@ -22,6 +22,7 @@ from tests.support.measure import eventually, rel_err
 from tests.support.models import VOCAB, make_tokenizer
 
 pytestmark = pytest.mark.engine
+THOROUGH = pytest.mark.thorough
 BOUND = 1e-5
 BLOCK, LAYERS, WIDTH = 1, 4, 128
 LENGTHS = (100, 33, 1, 64, 100)
@@ -82,7 +83,10 @@ def check(out, truth, seed, selector="all", add=None):
     return rows
 
 
-@pytest.mark.parametrize("selector", ["all", "last_prompt", "sampled", [0, -1], {"not_token_ids": [9]}])
+@pytest.mark.parametrize(
+    "selector",
+    ["all", *(pytest.param(s, marks=THOROUGH) for s in ("last_prompt", "sampled", [0, -1], {"not_token_ids": [9]}))],
+)
 def test_rows(root, selector):
     """In chunks, beside plain requests, and again with what is in the prefix cache; embeddings do not change."""
     llm, truth = embedder(root), oracle(directory(root))
@@ -104,7 +108,7 @@ def test_rows(root, selector):
     assert_nothing_is_held(llm)
 
 
-@pytest.mark.parametrize("selector", ["all", "last_prompt", [5, -3]])
+@pytest.mark.parametrize("selector", [[5, -3], *(pytest.param(s, marks=THOROUGH) for s in ("all", "last_prompt"))])
 def test_steering(root, selector):
     """The embedding is the steered model's, neighbours keep theirs, and so do later plain requests."""
     llm, truth = embedder(root), oracle(directory(root))
@@ -163,6 +167,7 @@ def test_probes_and_features(root):
 def test_refusals(root):
     """Each names its field, and the engine goes on."""
     llm = embedder(root)
+    assert frontend(llm).engine.refusal is None, "no engine that pools is refused as a whole"
     probe = weir.Probe("p", vector(2), layer=0)
     for asked, field in (
         ({"capture": weir.Capture("resid_post", positions="generated")}, "capture[0].positions"),
@@ -200,6 +205,7 @@ def test_classes(root):
     assert_nothing_is_held(llm)
 
 
+@pytest.mark.thorough
 def test_scores_of_pairs(root):
     """`LLM.score` of a cross-encoder: a pair is one prompt, whose rows the score has."""
     target, head = classifier(root, 1)
@@ -214,6 +220,7 @@ def test_scores_of_pairs(root):
     assert_nothing_is_held(llm)
 
 
+@pytest.mark.thorough
 @needs(engine_processes)
 def test_async(root):
     """`AsyncLLM.encode`, with requests that are given up."""
@@ -246,6 +253,7 @@ def test_async(root):
     asyncio.run(run())
 
 
+@pytest.mark.thorough
 @needs(engine_processes)
 def test_served(root, tmp_path):
     """Responses of these routes cannot carry rows: each refuses Weir's keys, and serves plain bodies."""
@@ -270,11 +278,6 @@ def test_served(root, tmp_path):
                 refused = http.post(route, json=body | more)
                 assert refused.status_code == 400, (route, more, refused.text)
                 assert refused.json()["error"]["param"] == named, (route, refused.text)
-
-
-def test_frontend_serves(root):
-    """No engine that pools is refused as a whole."""
-    assert frontend(embedder(root)).engine.refusal is None
 
 
 def encoder(root):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import functools
 
 import pytest
 import torch
@@ -10,9 +10,7 @@ import torch
 import vllm_weir as weir
 from tests.engine.common import asking, assert_nothing_is_held, directory, oracle, prompts, sampling, tokens, verify
 from tests.engine.probe_cases import (
-    BOUND,
     LAYERS,
-    SMALL,
     D,
     asked,
     check_scores,
@@ -20,21 +18,16 @@ from tests.engine.probe_cases import (
     preemptions,
     random_probe,
     reference,
-    shared_engine,
+    small_engine,
 )
-from tests.support.engines import get_llm
 from tests.support.machine import module, needs
+from tests.support.probe_reference import Act, GateCase
 from tests.support.sae_reference import weights
 from tests.support.steered import chunks
 from vllm_weir.errors import WeirError
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.engine("default")
 LENGTHS = (64, 33, 17, 6, 7, 100, 64, 50, 8, 41, 12, 90)
-
-
-@pytest.fixture
-def llm(root):
-    return shared_engine(root)
 
 
 @pytest.fixture
@@ -122,7 +115,7 @@ def test_beside_captures_features_and_neighbours(llm, truth):
     verify(outs[3], wanted, oracle_of(truth))
     alone = llm.generate([texts[2]], weir.params(sampling(6), features=features), use_tqdm=False)[0]
     assert torch.equal(outs[2].features["mid"].positions, alone.features["mid"].positions)
-    assert torch.allclose(outs[2].features["mid"].values, alone.features["mid"].values, atol=1e-5)
+    assert torch.allclose(outs[2].features["mid"].values, alone.features["mid"].values, rtol=1e-4, atol=1e-4)
     assert outs[3].scores is None and outs[4].scores is None and outs[4].activations is None
     weir.unload_sae(llm, "mid")
 
@@ -141,29 +134,33 @@ def told(outs):
     ]
 
 
-def test_neighbours_get_the_same_bits(llm, truth):
-    """Beside requests with probes, and beside the same requests without; and probes change nothing themselves."""
+@pytest.mark.parametrize("gated", [False, True])
+def test_neighbours_get_the_same_bits(llm, truth, gated):
+    """Beside requests with probes, or gates, and beside the same requests without; probes change nothing themselves."""
     texts = prompts([30 + 3 * k for k in range(16)])
     probes = [
         random_probe(f"p{k}", kind, ("resid_post", k), k) for k, kind in enumerate(("linear", "mlp", "attention"))
     ]
+    add = functools.partial(weir.Add, 2 * torch.ones(D), [1, 2])
+    acts = [Act(add, GateCase("p0", above=-1e6))] if gated else []
     plain = sampling(6, logprobs=3)
     llm.reset_prefix_cache()
     before = llm.generate(texts, plain, use_tqdm=False)
     llm.reset_prefix_cache()
-    mixed = [asked(plain, probes) if k % 2 else plain for k in range(16)]
+    mixed = [asked(plain, probes, acts) if k % 2 else plain for k in range(16)]
     outs = llm.generate(texts, mixed, use_tqdm=False)
-    assert told(outs) == told(before)
-    for k, out in enumerate(outs):
+    assert told(outs[::2]) == told(before[::2])
+    assert (told(outs[1::2]) == told(before[1::2])) is not gated
+    for k, out in enumerate([] if gated else outs):
         if k % 2:
             check_scores(out, probes, truth)
         (alone,) = llm.generate([texts[k]], sampling(6), use_tqdm=False)
         assert alone.outputs[0].token_ids == out.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_scores_survive_preemption(root, truth, caching):
-    llm = get_llm(directory(root), **SMALL, enable_prefix_caching=caching)
+    llm = small_engine(root, enable_prefix_caching=caching)
     selectors = ["all", "generated", "sampled", "prompt", "30:90:2", {"token_ids": list(range(0, 510, 2))}]
     smoothings = [("mean", 40), None, ("ema", 0.1), ("max",), ("mean", 3), ("ema", 0.5)]
     each = [
@@ -197,25 +194,6 @@ def test_registered_probes(llm, truth):
     assert error.value.field == "probes[0]"
 
 
-def test_a_saved_probe_scores_the_same(llm, tmp_path):
-    for kind in ("linear", "mlp", "attention"):
-        probe = random_probe("kept", kind, ("resid_post", 1), 10, 2, smooth=("mean", 4), activation="softmax").public()
-        probe.save(tmp_path / f"{kind}.safetensors")
-        again = weir.load_probe(tmp_path / f"{kind}.safetensors")
-        one, other = llm.generate(
-            prompts([20])[:1] * 2, [weir.params(sampling(4), probes=p) for p in (probe, again)], use_tqdm=False
-        )
-        assert torch.equal(one.scores["kept"], other.scores["kept"])
-
-
-def test_outputs_with_scores_pickle(llm):
-    probe = random_probe("p", "linear", ("resid_post", 1), 11, 2)
-    (out,) = llm.generate(prompts([9]), asked(sampling(3), [probe]), use_tqdm=False)
-    again = pickle.loads(pickle.dumps(out))  # noqa: S301
-    assert torch.equal(again.scores["p"], out.scores["p"]) and list(again.scores) == ["p"]
-    assert torch.equal(again.scores.positions["p"], out.scores.positions["p"])
-
-
 @needs(module("sklearn"))
 def test_sklearn(llm, truth):
     """Fitted on captured rows, folded into one probe: scikit-learn's own numbers at every token."""
@@ -236,51 +214,30 @@ def test_sklearn(llm, truth):
         (out,) = llm.generate(text, params, use_tqdm=False)
         expected = torch.from_numpy(pipeline.predict_proba(out.activations["resid_post", 2].numpy())).double()
         got = out.scores["fitted"].double()
-        assert torch.allclose(got, expected[:, 1:] if classes == 2 else expected, atol=1e-5)
+        # A score is rounded by its summed products' size.
+        size = float((out.activations["resid_post", 2].abs() @ torch.from_numpy(probe.weight.array).abs().T).max())
+        wanted = expected[:, 1:] if classes == 2 else expected
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 * max(1.0, size))
 
 
-def one(weight, bias=0.0, hook="resid_post", layer=1, **more):
-    return weir.params(sampling(2), probes=[weir.Probe("p", weight, bias, hook, layer, **more)])
-
-
-def raw(probes):
-    return sampling(2, extra_args={"weir": {"v": 1, "probes": probes}})
-
-
-ROW = torch.ones(D)
-BAD = [
-    (lambda: one(torch.ones(D + 1)), "probes[0].weight"),
-    (lambda: one(ROW, layer=9), "probes[0].layer"),
-    (lambda: one(ROW, hook="nowhere"), "hook"),
-    (lambda: one(torch.ones(2, D), torch.ones(3)), "bias"),
-    (lambda: one(ROW, activation="relu"), "activation"),
-    (lambda: one(ROW, smooth=("ema",)), "smooth"),
-    (lambda: one(ROW, smooth=("mean", 0)), "smooth"),
-    (lambda: one(ROW * float("nan")), "weight"),
-    (lambda: one(ROW, hook="pattern"), "hook"),
-    (lambda: one(ROW, head=1), "head"),
-    (lambda: one(torch.ones(32), hook="z", head=4), "probes[0].head"),
-    (lambda: one(ROW, positions=[500]), "probes[0].positions"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("p", ROW, 0.0, "resid_post", 1)] * 2), "probes[1]"),
-    (lambda: weir.params(sampling(2), probes=[weir.Probe("", ROW, 0.0, "resid_post", 1)]), "name"),
-    (lambda: weir.params(sampling(2), probes=["unknown"]), "probes[0]"),
-    (lambda: one(torch.ones(40, D), torch.ones(40)), "probes"),  # more than the cells of a token
-    (lambda: raw([{"kind": "linear"}]), "probes[0]"),
-    (lambda: raw([{"kind": "cubic", "name": "p"}]), "probes[0].kind"),
-    (lambda: raw(3), "probes"),
-]
-
-
-@pytest.mark.parametrize(("make", "field"), BAD)
-def test_refusals(llm, make, field):
-    """A WeirError that names the field, at once or when the request is made; the engine lives on."""
+@pytest.mark.parametrize(
+    ("probes", "field"),
+    [
+        ([weir.Probe("p", torch.ones(D + 1), layer=1)], "probes[0].weight"),
+        ([weir.Probe("p", torch.ones(40, D), torch.zeros(40), layer=1)], "probes"),  # more than the cells of a token
+        ([weir.Probe("p", torch.ones(D), layer=1)] * 2, "probes[1]"),
+        (["unknown"], "probes[0]"),
+        ([{"kind": "cubic", "name": "p"}], "probes[0].kind"),
+    ],
+)
+def test_refusals(llm, truth, probes, field):
+    """A WeirError that names the field; the engine lives on, and scores as before."""
     with pytest.raises(WeirError) as error:
-        llm.generate(prompts([12]), make(), use_tqdm=False)
-    assert field in error.value.field, error.value
+        raw = isinstance(probes[0], dict)
+        given = sampling(2, extra_args={"weir": {"v": 1, "probes": probes}}) if raw else None
+        llm.generate(prompts([12]), given or weir.params(sampling(2), probes=probes), use_tqdm=False)
+    assert error.value.field == field, error.value
     assert not llm.llm_engine.has_unfinished_requests()
-
-
-def test_after_refusals_the_engine_is_as_it_was(llm, truth):
-    probes = [random_probe("p", "linear", ("resid_post", 1), 12)]
-    (out,) = llm.generate(prompts([12]), asked(sampling(3), probes), use_tqdm=False)
-    check_scores(out, probes, truth, bound=BOUND)
+    probe = random_probe("p", "linear", ("resid_post", 1), 12)
+    (out,) = llm.generate(prompts([12]), asked(sampling(3), [probe]), use_tqdm=False)
+    check_scores(out, [probe], truth)

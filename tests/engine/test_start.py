@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-
 import pytest
 
 import vllm_weir as weir
 from tests.engine.common import directory, oracle, prompts, sampling, verify
 from tests.support.engines import get_llm
-from tests.support.zygote import ROOT, zygote
 
 pytestmark = pytest.mark.engine
 
@@ -53,29 +48,6 @@ def test_a_block_that_does_not_exist_is_the_reason_of_every_refusal(root):
     assert e.value.field
     (out,) = llm.generate(prompts([4]), sampling(), use_tqdm=False)
     assert out.activations is None and len(out.outputs[0].token_ids) == 8
-
-
-def child(model_dir: Path, folder: Path, mode: str, **env: str) -> dict:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WEIR_")} | env
-    done = zygote().run(["-m", "tests.engine.start_child", str(model_dir), mode], env, ROOT, folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [text for text in done.stdout.splitlines() if text.startswith("FOUND ")]
-    return json.loads(line[6:])
-
-
-@pytest.mark.parametrize(
-    ("mode", "env", "why"),
-    [("plain", {"WEIR_DISABLE": "1"}, "WEIR_DISABLE"), ("no-patch-point", {}, "get_computed_blocks")],
-    ids=["switched-off", "patch-point-missing"],
-)
-def test_when_weir_is_off_its_keys_fail_and_the_rest_goes_on(root, tmp_path, mode, env, why):
-    found = child(directory(root), tmp_path, mode, **env)
-    truth = oracle(directory(root))
-    assert found["tokens"] == [truth.greedy(p["prompt_token_ids"], 4) for p in prompts([5, 9])]
-    for key in ("weir", "lens", "steer"):
-        field, message = found[key]
-        assert field and why in message
-    assert found["goes_on"]
 
 
 def test_a_missing_guard_stops_the_plugin(monkeypatch):

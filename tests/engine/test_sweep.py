@@ -12,21 +12,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from vllm import PoolingParams
 from vllm.sampling_params import RequestOutputKind
 
 import vllm_weir as weir
 from tests.engine.common import directory, tokens
-from tests.support.engines import get_llm
 from tests.support.machine import BATCHES, cpu, needs
-from tests.support.measure import eventually
+from tests.support.measure import close_logits, eventually, logit_bound
+from tests.support.named import named_llm
 from tests.support.patched import Patched
-from tests.support.steered import idle
+from tests.support.steered import idle, scheduler
 from tests.support.zygote import zygote
 from vllm_weir.frontend.request_stream import RequestStream
 
-pytestmark = pytest.mark.engine
-BOUND = 1e-5
+pytestmark = pytest.mark.engine("default")
+MODES = pytest.mark.parametrize("mode", ["denoise", "noise"])
 ORDER = ("resid_pre", "q", "z", "attn_out", "mlp_out", "resid_post")
 """Hook points of a block in the order in which a token meets them."""
 HAPPY = "Tom went to the garden. Tom grinned happily, for the garden was lovely. Tom was so"
@@ -42,6 +43,7 @@ class Case(NamedTuple):
     corrupt: list[int]
     positions: list[Any]
     layers: int
+    width: int
     a: int = 7
     b: int = 11
 
@@ -53,8 +55,18 @@ class Case(NamedTuple):
         """The prompt that is patched, and the other."""
         return (self.corrupt, self.clean) if mode == "denoise" else (self.clean, self.corrupt)
 
-    def difference(self, logits: Any) -> float:
-        return float(logits[self.a] - logits[self.b])
+    def difference(self, logits: torch.Tensor) -> float:
+        return float(logits[self.a].double() - logits[self.b].double())
+
+    def close(self, found: float, logits: torch.Tensor) -> bool:
+        """Whether the metric is that of the reference's logits; a cell is made of up to three passes."""
+        return close_logits(found, self.difference(logits), logits, 3 * self.layers, self.width)
+
+    @property
+    def bound(self) -> float:
+        """How far two cells may differ that are computed in two ways."""
+        sizes = torch.cat([self.truth.run(ids)[0] for ids in (self.clean, self.corrupt)])
+        return 2 * logit_bound(sizes, 3 * self.layers, self.width)
 
 
 @cache
@@ -63,21 +75,22 @@ def truth(model: str) -> Patched:
 
 
 def tiny(root: Path) -> Case:
-    where = directory(root)
-    llm = get_llm(where, block_size=32, max_num_seqs=8, max_logprobs=-1)
     clean = tokens(70, 3)
     corrupt = [token if i not in (5, 36, 37) else (token + 90) % 500 for i, token in enumerate(clean)]
-    return Case(llm, truth(str(where)), clean, corrupt, [5, 36, -1, "35:39", [5, 40, 69]], 4)
+    positions: list[Any] = [5, 36, -1, "35:39", [5, 40, 69]]
+    return Case(named_llm("default", root), truth(str(directory(root))), clean, corrupt, positions, 4, 192)
 
 
 def shipped(root: Path) -> Case:
-    llm = get_llm(weir.demo_model(), block_size=32, max_num_seqs=8, max_logprobs=-1)
+    llm = named_llm("demo", root)
     encode = llm.get_tokenizer().encode
     a, b = (encode(text, add_special_tokens=False)[0] for text in (" happy", " sad"))
-    return Case(llm, truth(weir.demo_model()), encode(HAPPY), encode(SAD), [8, -1, "7:20"], 6, a, b)
+    return Case(llm, truth(weir.demo_model()), encode(HAPPY), encode(SAD), [8, -1, "7:20"], 6, 512, a, b)
 
 
-@pytest.fixture(scope="module", params=[tiny, shipped], ids=["tiny", "shipped"])
+@pytest.fixture(
+    scope="module", params=[tiny, pytest.param(shipped, marks=pytest.mark.thorough)], ids=["tiny", "shipped"]
+)
 def case(request: pytest.FixtureRequest, root: Path) -> Case:
     return request.param(root)
 
@@ -88,13 +101,7 @@ def expected_positions(entry: Any, length: int) -> list[int]:
     return list(entry) if isinstance(entry, list) else list(range(*map(int, entry.split(":"))))
 
 
-def close(found: float, wanted: float, case: Case) -> bool:
-    """Within the bound, of a metric whose size is that of the unpatched runs' at least."""
-    scale = max(1.0, *(abs(case.difference(case.truth.run(ids)[0])) for ids in (case.clean, case.corrupt)))
-    return abs(found - wanted) <= BOUND * scale
-
-
-@pytest.mark.parametrize("mode", ["denoise", "noise"])
+@MODES
 def test_cells_are_those_of_transformers_with_hooks(case: Case, mode: str) -> None:
     hooks = ["resid_pre", "attn_out", "mlp_out", "resid_post", "z"]
     found = case.sweep(hooks, positions=case.positions, mode=mode)
@@ -105,21 +112,15 @@ def test_cells_are_those_of_transformers_with_hooks(case: Case, mode: str) -> No
         for layer in range(case.layers):
             for p, entry in enumerate(case.positions):
                 at = expected_positions(entry, len(base))
-                wanted = case.difference(case.truth.patch(base, source, (hook, layer), at))
-                assert close(found.grid[h, layer, p], wanted, case), (
-                    hook,
-                    layer,
-                    entry,
-                    found.grid[h, layer, p],
-                    wanted,
-                )
-    unpatched = [case.difference(case.truth.run(ids)[0]) for ids in (case.clean, case.corrupt)]
-    assert all(close(f, w, case) for f, w in zip(found.baseline, unpatched, strict=True))
+                wanted = case.truth.patch(base, source, (hook, layer), at)
+                assert case.close(found.grid[h, layer, p], wanted), (hook, layer, entry, case.difference(wanted))
+    unpatched = [case.truth.run(ids)[0] for ids in (case.clean, case.corrupt)]
+    assert all(map(case.close, found.baseline, unpatched))
     assert np.ptp(found.grid.array) > 0.5, "the patches do nothing that could be told"
-    assert found.noise_floor <= BOUND * max(1.0, *map(abs, unpatched))
+    assert found.noise_floor <= case.bound
 
 
-@pytest.mark.parametrize("mode", ["denoise", "noise"])
+@MODES
 def test_heads_are_patched_one_by_one(case: Case, mode: str) -> None:
     found = case.sweep("z", [1, 2], case.positions, "all", mode=mode)
     base, source = case.ends(mode)
@@ -128,9 +129,9 @@ def test_heads_are_patched_one_by_one(case: Case, mode: str) -> None:
         for p, entry in enumerate(case.positions):
             for head in range(4):
                 at = expected_positions(entry, len(base))
-                wanted = case.difference(case.truth.patch(base, source, ("z", layer), at, head))
-                assert close(found.grid[0, n, p, head], wanted, case), (layer, entry, head)
-    assert np.ptp(found.grid.array) > 1e-3
+                wanted = case.truth.patch(base, source, ("z", layer), at, head)
+                assert case.close(found.grid[0, n, p, head], wanted), (layer, entry, head, case.difference(wanted))
+    assert np.ptp(found.grid.array) > 2 * case.bound
 
 
 PATHS = {
@@ -141,7 +142,7 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["denoise", "noise"])
+@MODES
 @pytest.mark.parametrize("name", PATHS)
 def test_paths(case: Case, name: str, mode: str) -> None:
     hook, layers, heads, to, freeze = PATHS[name]
@@ -153,12 +154,12 @@ def test_paths(case: Case, name: str, mode: str) -> None:
             for k, head in enumerate(heads or [None]):
                 at = expected_positions(entry, len(base))
                 held = between((hook, layer), to, freeze)
-                wanted = case.difference(case.truth.path(base, source, (hook, layer), at, head, to, held))
+                wanted = case.truth.path(base, source, (hook, layer), at, head, to, held)
                 cell = found.grid[0, n, p] if heads is None else found.grid[0, n, p, k]
-                assert close(cell, wanted, case), (layer, entry, head, cell, wanted)
-                sizes.add(round(wanted, 4))
-    assert len(sizes) > 2
-    assert found.noise_floor <= 1e-4
+                assert case.close(cell, wanted), (layer, entry, head, cell, case.difference(wanted))
+                sizes.add(case.difference(wanted))
+    assert max(sizes) - min(sizes) > 2 * case.bound
+    assert found.noise_floor <= case.bound
 
 
 def between(sender: tuple[str, int], to: tuple[str, int], freeze: tuple[str, ...]) -> list[tuple[str, int]]:
@@ -173,8 +174,8 @@ def test_path_to_heads(case: Case) -> None:
     whole = case.sweep("attn_out", 0, [-1, 5], to=("z", 2))
     every = case.sweep("attn_out", 0, [-1, 5], to=("z", 2, range(4)))
     one = case.sweep("attn_out", 0, [-1, 5], to=("z", 2, [1]))
-    assert np.abs(whole.grid.array - every.grid.array).max() <= 1e-4
-    assert np.abs(whole.grid.array - one.grid.array).max() > 1e-4
+    assert np.abs(whole.grid.array - every.grid.array).max() <= case.bound
+    assert np.abs(whole.grid.array - one.grid.array).max() > case.bound
 
 
 @needs(cpu(BATCHES))
@@ -213,7 +214,11 @@ def test_cells_take_what_lies_before_them_from_the_cache(case: Case) -> None:
 
 def test_the_engine_never_runs_dry(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the first cell and the last to be submitted it has more requests than fit a batch, also on a path."""
-    engine, seen, sent = case.llm.llm_engine, [], []
+    engine, seen, sent, batch = case.llm.llm_engine, [], [], 8
+    core = scheduler(case.llm)
+    most = "max_num_active_reqs" if hasattr(core, "max_num_active_reqs") else "max_num_running_reqs"
+    monkeypatch.setattr(core, most, batch)
+    monkeypatch.setattr(engine.vllm_config.scheduler_config, "max_num_seqs", batch)
     step, add = engine.step, engine.add_request
     monkeypatch.setattr(
         engine, "step", lambda: (seen.append((len(sent), engine.get_num_unfinished_requests())), step())[1]
@@ -227,7 +232,7 @@ def test_the_engine_never_runs_dry(case: Case, monkeypatch: pytest.MonkeyPatch) 
     assert len(sent) == 2 * (2 + found.grid.array.size + 2 * case.layers)
     # Up to then only the unpatched runs of the first two pairs are there.
     busy = [unfinished for done, unfinished in seen if 4 < done < len(sent)]
-    assert len(busy) > 20 and min(busy) >= 64 - case.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+    assert len(busy) > 20 and min(busy) >= 64 - batch
 
 
 def test_pairs_are_averaged(case: Case) -> None:
@@ -242,16 +247,20 @@ def test_pairs_are_averaged(case: Case) -> None:
     )  # fmt: skip
     assert both.by_pair.dims == ("pair", "hook", "layer", "position")
     for k, single in enumerate((one, two)):
-        assert np.abs(both.by_pair[k] - single.grid.array).max() <= 1e-4
+        assert np.abs(both.by_pair[k] - single.grid.array).max() <= case.bound
     assert (both.grid.array == both.by_pair.array.mean(0)).all()
-    assert both.baseline.clean == pytest.approx((one.baseline.clean + two.baseline.clean) / 2, abs=1e-4)
+    assert both.baseline.clean == pytest.approx((one.baseline.clean + two.baseline.clean) / 2, abs=case.bound)
 
 
-def test_metrics_on_logits_and_on_text(case: Case) -> None:
+def test_metrics_on_logits_and_on_text(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_logits = weir.on_logits(lambda logits: logits[case.a] - logits[case.b])
+    with pytest.raises(weir.WeirError, match="max_logprobs=-1"):
+        case.sweep("resid_post", metric=on_logits)
+    monkeypatch.setattr(case.llm.model_config, "max_logprobs", -1)
     at = {"layers": [0, 3], "positions": case.positions}
     fast = case.sweep("resid_post", **at)
-    slow = case.sweep("resid_post", **at, metric=weir.on_logits(lambda logits: logits[case.a] - logits[case.b]))
-    assert np.abs(fast.grid.array - slow.grid.array).max() <= 1e-4
+    slow = case.sweep("resid_post", **at, metric=on_logits)
+    assert np.abs(fast.grid.array - slow.grid.array).max() <= case.bound
     sizes = case.sweep("resid_post", **at, metric=weir.on_logits(len))
     assert (sizes.grid.array == case.llm.model_config.get_vocab_size()).all()
     sampling = weir.SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
@@ -276,8 +285,8 @@ def test_prompts_of_different_lengths_correspond_where_positions_say_so(case: Ca
     )  # fmt: skip
     end = len(case.corrupt)
     rows = case.truth.rows(longer, ("resid_post", 2), [len(longer) - 1])
-    wanted = case.difference(case.truth.run(case.corrupt, {("resid_post", 2): rows._replace(positions=[end - 1])})[0])
-    assert close(found.grid[0, 0, 0], wanted, case) and close(found.grid[0, 0, 1], wanted, case)
+    wanted = case.truth.run(case.corrupt, {("resid_post", 2): rows._replace(positions=[end - 1])})[0]
+    assert case.close(found.grid[0, 0, 0], wanted) and case.close(found.grid[0, 0, 1], wanted)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -289,18 +298,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such hook here": ({"hooks": "router_logits"}, "hooks"),
     "layer": ({"layers": 99}, "layers"),
     "position": ({"positions": [3, 700]}, "positions[1]"),
-    "position twice": ({"positions": [3, 3]}, "positions[1]"),
-    "generated": ({"positions": ["generated"]}, "positions[0]"),
-    "selects nothing": ({"positions": {"token_ids": [509]}}, "positions"),
     "no heads": ({"heads": [0]}, "heads"),
     "head": ({"hooks": "z", "heads": [4]}, "heads"),
-    "metric": ({"metric": 5}, "metric"),
-    "token": ({"metric": weir.logit_diff(-1, 3)}, "metric.a"),
-    "tokens": ({"metric": weir.logit_diff(1, [3, 4])}, "metric.b"),
-    "text of several tokens": ({"metric": weir.logit_diff("w3 w4", 1)}, "metric.a"),
-    "sampling": ({"sampling": object()}, "sampling"),
+    "token": ({"metric": weir.logit_diff(1, 10**6)}, "metric.b"),
     "sampling of another kind": ({"metric": len, "sampling": PoolingParams()}, "sampling"),
-    "sampling of no kind": ({"metric": len, "sampling": {"max_tokens": 3}}, "sampling"),
     "sampling that captures": (
         {"metric": len, "sampling": weir.params(weir.SamplingParams(), capture=weir.Capture())},
         "sampling",
@@ -313,18 +314,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"metric": len, "sampling": weir.SamplingParams(extra_args={"output_residual_stream": [1]})},
         "sampling",
     ),
-    "receiver": ({"to": "resid_post"}, "to"),
     "receiver's layer": ({"to": ("resid_post", 99)}, "to"),
     "receiver's heads": ({"to": ("z", 3, [9])}, "to"),
     "receiver before": ({"to": ("resid_pre", 1), "layers": [0, 2]}, "layers"),
-    "freeze": ({"to": ("resid_post", 3), "freeze": ["z"]}, "freeze"),
     "lengths": ({"corrupt": [1, 2, 3]}, "positions"),
     "prompts": ({"corrupt": [[1, 2], [3, 4]]}, "corrupt"),
-    "prompt": ({"corrupt": 5.0}, "corrupt"),
-    "no tokens": ({"corrupt": [[]]}, "corrupt"),
     "vocabulary": ({"corrupt": [10**6] * 70}, "corrupt"),
     "length": ({"corrupt": [5] * 400}, "corrupt"),
-    "checkpoint": ({"checkpoint": "/nowhere/at/all"}, "checkpoint"),
 }
 
 
@@ -382,7 +378,7 @@ def test_a_checkpoint_goes_on_where_it_was(case: Case, tmp_path: Path) -> None:
     assert sorted(keys(file)) == list(range(total)) and keys(file)[: len(first)] == first
     assert reports[0] == (len(first), total) and reports[-1] == (total, total)
     assert len(reports) == 1 + total - len(first), scored
-    assert np.abs(again.grid.array - whole.grid.array).max() <= 1e-4
+    assert np.abs(again.grid.array - whole.grid.array).max() <= case.bound
     with pytest.raises(weir.WeirError, match="another sweep") as error:
         case.sweep("mlp_out", positions=case.positions, checkpoint=file, mode="noise")
     assert error.value.field == "checkpoint"
@@ -410,9 +406,10 @@ COMMAND = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 @needs(cpu("the command takes a whole GPU"))
-def test_the_command_killed_and_run_again(tmp_path: Path) -> None:
+def test_the_command_killed_and_run_again(root: Path, tmp_path: Path) -> None:
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     file = tmp_path / "cells"
     command = [*COMMAND, "--checkpoint", str(file)]
@@ -435,10 +432,9 @@ def test_the_command_killed_and_run_again(tmp_path: Path) -> None:
     assert result.grid.array.tolist() == found["grid"] and found["files"] == ["sweep.npz", "map.html"]
     page = (tmp_path / "map.html").read_text()
     assert page.count("<svg") == 2 and "http-equiv" not in page and "<script" not in page
-    llm = get_llm(weir.demo_model(), block_size=32, max_num_seqs=8, max_logprobs=-1)
-    metric = weir.logit_diff(" happy", " sad")
-    whole = weir.sweep(llm, HAPPY, SAD, ["resid_post", "attn_out"], [0, 2, 5], metric=metric, progress=False)
-    assert np.abs(whole.grid.array - result.grid.array).max() <= 1e-4
+    case = shipped(root)
+    whole = case.sweep(["resid_post", "attn_out"], [0, 2, 5])
+    assert np.abs(whole.grid.array - result.grid.array).max() <= case.bound
 
 
 def lines(file: Path) -> list[bytes]:
