@@ -23,6 +23,7 @@ from tests.support.sae_reference import (
     write_v5,
     write_v6,
 )
+from tests.unit.refusals import raises_for
 from vllm_weir.errors import MissingFile, StoreError, WeirError
 
 EXACT = 1e-5
@@ -446,6 +447,5 @@ def test_any_configuration_is_loaded_or_refused(tmp_path_factory, entries):
 
 
 def test_what_is_no_path():
-    with pytest.raises(WeirError) as e:
+    with raises_for("path"):
         weir.SAE.load(3)
-    assert e.value.field == "path"

@@ -49,5 +49,5 @@ print("as sorting")
 
 def test_interpreted_kernel_finds_what_sorting_finds():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    ran = subprocess.run([sys.executable, "-c", CASES], env=environment, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run([sys.executable, "-c", CASES], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0 and "as sorting" in ran.stdout, ran.stderr[-3000:]
