@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.unit.stored import WORKERS, check, make, write
+from tests.unit.stored import WORKERS, check, make, read_all, write
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction import run_spec, source
 from vllm_weir.schema.compression import Compression
@@ -241,13 +241,6 @@ def test_no_permission(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(WeirError, match=f"cannot write {tmp_path}.*Permission denied"):
         write(writer, "a")
         writer.flush()
-
-
-def read_all(path: Path) -> None:
-    dataset = load(path)
-    for name in dataset:
-        dict(dataset[name])
-        dataset.metadata(name)
 
 
 @pytest.mark.parametrize("remote", [False, True])

@@ -371,7 +371,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
         ({"positions": [0, 0, 1]}, "batch.positions"), ({"positions": [-1, 0, 1]}, "batch.positions"),
         ({"positions": [0.5, 1, 2]}, "batch.positions"), ({"token_ids": [1]}, "batch.token_ids"),
         ({"rows": torch.zeros(3)}, "batch.rows"), ({"rows": torch.zeros(3, 8, dtype=torch.int32)}, "batch.rows"),
-        ({"rows": torch.zeros(3, 8, dtype=torch.uint8)}, "batch.rows"), ({"rows": torch.zeros(3, 2, 0)}, "batch.rows"),
+        ({"rows": torch.zeros(3, 8, dtype=torch.uint8)}, "batch.rows"), ({"rows": torch.zeros(3, 2, 0)}, "compress"),
         ({"header": {}}, "batch.header.format"),
         ({"header": Compression().header(9, "float32")}, "batch.rows"),
     ],

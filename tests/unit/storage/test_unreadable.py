@@ -15,7 +15,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.unit.mi_patch import write_request
-from tests.unit.stored import make
+from tests.unit.stored import make, read_all
 from vllm_weir import analysis
 from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.storage import LAYOUTS, load
@@ -40,12 +40,6 @@ def write_fork(path: Path) -> None:
     np.zeros((4, 5), "<f4").tofile(path / "4_post_block.bin")
     sidecar = {"request_id": "r1", "layer": 4, "hook": "post_block", "shape": [4, 5], "dtype": "float32"}
     (path / "4_post_block.json").write_text(json.dumps(sidecar))
-
-
-def read_all(path: Path) -> None:
-    dataset = load(path)
-    for name in dataset:
-        dict(dataset[name])
 
 
 @pytest.mark.parametrize(("kind", "error"), zip([*LAYOUTS, "mi_patch", "fork"], [*ERRORS, *ERRORS[:2]], strict=True))

@@ -130,24 +130,18 @@ def test_what_is_no_path():
 
 
 @pytest.mark.parametrize(
-    "component, key, hook",
+    "component, key, hook, layers",
     [
-        ("block_output", "layer_{layer}_comp_{component}_unit_pos_nunit_1#0", "resid_post"),
-        ("block_input", "layer.{layer}.comp.{component}.unit.pos.nunit.1#0", "resid_pre"),
-        ("mlp_output", "layer.{layer}.repr.{component}.unit.pos.nunit.1#0", "mlp_out"),
-        ("attention_output", "layer.{layer}.comp.{component}.unit.pos.nunit.1#0", "attn_out"),
+        ("block_output", "layer_{layer}_comp_{component}_unit_pos_nunit_1#0", "resid_post", LAYERS),
+        ("block_input", "layer.{layer}.comp.{component}.unit.pos.nunit.1#0", "resid_pre", LAYERS),
+        ("mlp_output", "layer.{layer}.repr.{component}.unit.pos.nunit.1#0", "mlp_out", LAYERS),
+        ("attention_output", "layer.{layer}.comp.{component}.unit.pos.nunit.1#0", "attn_out", LAYERS),
+        ("model.layers[7].output", "comp.{component}.unit.pos.nunit.1#0", "resid_post", (7,)),  # a module
     ],
 )
-def test_components_are_hook_points(tmp_path, component, key, hook):
-    folder(tmp_path / "v", ["Loreft"] * 2, component, key)
-    assert {found.hook for found in load_reft(tmp_path / "v")} == {hook}
-
-
-def test_a_component_may_be_a_module(tmp_path):
-    component = "model.layers[7].output"
-    folder(tmp_path / "v", ["Loreft"], component, "comp.{component}.unit.pos.nunit.1#0")
-    (found,) = load_reft(tmp_path / "v")
-    assert found.layers == (7,) and found.hook == "resid_post"
+def test_components_are_hook_points(tmp_path, component, key, hook, layers):
+    folder(tmp_path / "v", ["Loreft"] * len(layers), component, key)
+    assert [(found.hook, found.layers) for found in load_reft(tmp_path / "v")] == [(hook, (one,)) for one in layers]
 
 
 @pytest.mark.parametrize(
