@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.storage import ActivationDataset, Batch, Writer, open_writer
+from vllm_weir.storage import ActivationDataset, Batch, Writer, load, open_writer
 
 SITES = (("resid_pre", 0), ("resid_post", 0), ("resid_post", 3))
 D = 48
@@ -88,3 +88,11 @@ def check(dataset: ActivationDataset, names: list[str], *, summed: bool = True) 
         for hook, layer in SITES:
             assert torch.equal(acts[hook, layer], rows_of(name, hook, layer, n)), (name, hook, layer)
         assert dataset.metadata(name) == {"prompt_tokens": PROMPT, "text": name}
+
+
+def read_all(path: Path) -> None:
+    """Read all that a dataset says and holds."""
+    dataset = load(path)
+    for name in dataset:
+        dict(dataset[name])
+        dataset.metadata(name)

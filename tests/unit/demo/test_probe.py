@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_weir.demo.probe import accuracy, auc, cosine, fit_probe, mean_difference
 
@@ -54,26 +56,14 @@ def test_more_features_than_rows() -> None:
     assert auc(fit_probe(x, y).score(x), y) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("scores", "labels", "expected"),
-    [
-        ([1, 2, 3, 4], [0, 0, 1, 1], 1.0),
-        ([4, 3, 2, 1], [0, 0, 1, 1], 0.0),
-        ([1, 1, 1, 1], [0, 1, 0, 1], 0.5),
-        ([1, 2, 2, 3], [0, 0, 1, 1], 0.875),
-        ([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1], 0.75),
-    ],
-)
-def test_auc_by_hand(scores: list[float], labels: list[int], expected: float) -> None:
-    assert auc(torch.tensor(scores, dtype=torch.float64), torch.tensor(labels)) == expected
+SCORES = st.lists(st.integers(0, 9), min_size=1)
 
 
-def test_auc_counts_pairs() -> None:
-    generator = torch.Generator().manual_seed(3)
-    scores = torch.randint(0, 9, (60,), generator=generator).double()
-    labels = torch.randint(0, 2, (60,), generator=generator)
-    gap = scores[labels == 1][:, None] - scores[labels == 0][None]
-    assert auc(scores, labels) == pytest.approx(float(((gap > 0).double() + 0.5 * (gap == 0)).mean()))
+@given(SCORES, SCORES)
+def test_auc_counts_pairs(positive: list[int], negative: list[int]) -> None:
+    pairs = [(p > n) + (p == n) / 2 for p in positive for n in negative]
+    labels = torch.tensor([1] * len(positive) + [0] * len(negative))
+    assert auc(torch.tensor([*positive, *negative]).double(), labels) == pytest.approx(sum(pairs) / len(pairs))
 
 
 def test_nonsense_is_refused() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.refusals import refused
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.directions import Directions
 
@@ -55,9 +56,8 @@ def test_equality_is_of_the_content():
     ],
 )
 def test_what_is_refused(fields, field):
-    with pytest.raises(WeirError) as e:
+    with refused(field):
         made(**fields)
-    assert e.value.field == field
 
 
 def test_auc_and_best():
@@ -119,6 +119,5 @@ def test_repeng_that_is_missing_or_broken(monkeypatch):
     [(lambda d: d.add(layers=1.0), "layer"), (lambda d: d.only(2.5), "layer"), (lambda d: d.save(3), "path")],
 )
 def test_arguments_of_another_type(call, field):
-    with pytest.raises(WeirError) as e:
+    with refused(field):
         call(made())
-    assert e.value.field == field

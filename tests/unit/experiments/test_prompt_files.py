@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
-from vllm_weir.errors import WeirError
+from tests.unit.refusals import refused
 from vllm_weir.experiments.fit.files import read_prompts
 
 TEXTS = ["one\u2028two", "three\x0cfour\x85five", "six\x1cseven"]
@@ -22,6 +20,5 @@ def test_json_a_line(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
     assert read_prompts(tmp_path / "a.jsonl", "positive") == TEXTS
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, "{"]), encoding="utf-8")
-    with pytest.raises(WeirError, match="line 4 is not JSON") as error:
+    with refused("positive", "line 4 is not JSON"):
         read_prompts(tmp_path / "a.jsonl", "positive")
-    assert error.value.field == "positive"

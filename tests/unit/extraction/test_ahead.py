@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +11,13 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.support.extracting import FakeAheadEngine, FakeEngine, differences, run_fake, texts, write_jsonl
+from tests.support.extracting import FakeAheadEngine, FakeEngine, run_fake, texts, write_jsonl
+from tests.unit.extraction.test_run import same_as_whole
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.engine import PIECES_AHEAD, VllmEngine
 from vllm_weir.storage import load
 
 COUNT, BATCH = 128, 2 * PIECES_AHEAD
-DONE = SimpleNamespace(token_ids=[0], finish_reason="length")
 
 
 @pytest.fixture
@@ -31,18 +28,9 @@ def source(tmp_path: Path) -> Path:
 class Started:
     """Starts one engine and keeps it."""
 
-    def __init__(self, kind: type[FakeEngine] = FakeAheadEngine) -> None:
-        self.kind = kind
-
     def __call__(self, wanted: Any) -> Any:
-        self.engine = self.kind(wanted)
+        self.engine = FakeAheadEngine(wanted)
         return self.engine
-
-
-def same_as_whole(out: Path, source: Path, tmp_path: Path) -> bool:
-    """Whether a dataset equals that of an engine that reads a batch at a time."""
-    run_fake(source, str(tmp_path / "whole"))
-    return differences(load(out), load(tmp_path / "whole")) == []
 
 
 def test_the_engine_has_few_pieces_at_once_and_always_a_next_one(
@@ -77,7 +65,7 @@ def test_rows_that_are_not_yet_written_are_bounded(
     write = RecordLoop._write
 
     def slow(self: RecordLoop, *args: Any) -> Any:
-        threading.Event().wait(0.01)
+        threading.Event().wait(0.002)
         counts = write(self, *args)
         written[0] += 1
         return counts
@@ -106,20 +94,6 @@ def test_the_next_texts_are_encoded_while_the_engine_reads(source: Path, tmp_pat
     assert len(threads) == 1 and threading.main_thread() not in threads
 
 
-def test_ctrl_c_finishes_what_the_engine_has(source: Path, tmp_path: Path) -> None:
-    class Engine(FakeAheadEngine):
-        def read(self, prompts: Any) -> Any:
-            if self.reads == 5:
-                os.kill(os.getpid(), signal.SIGINT)
-            return super().read(prompts)
-
-    start, out = Started(Engine), tmp_path / "out"
-    summary = run_fake(source, str(out), start_engine=start, batch=BATCH, flush_seconds=60.0, shard_bytes=10**9)
-    assert summary.interrupted and summary.requests == len(load(out)) == 2 * (5 + PIECES_AHEAD)
-    assert run_fake(source, str(out), start_engine=FakeAheadEngine).held == summary.requests
-    assert same_as_whole(out, source, tmp_path)
-
-
 def test_a_bad_record_ends_the_run_behind_all_that_came_before_its_batch(tmp_path: Path) -> None:
     values = texts(COUNT)
     values[50] = " "
@@ -129,40 +103,9 @@ def test_a_bad_record_ends_the_run_behind_all_that_came_before_its_batch(tmp_pat
     assert len(load(tmp_path / "out")) == BATCH
 
 
-@pytest.mark.parametrize("cause", ["engine", "disk"])
-def test_a_failure_keeps_what_was_finished_and_drops_what_the_engine_has(
-    cause: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full, real = [False], os.pwrite
-
-    def pwrite(*args: Any) -> int:
-        if full[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(*args)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-
-    class Engine(FakeAheadEngine):
-        def read(self, prompts: Any) -> Any:
-            if self.reads == 8 and cause == "engine":
-                raise RuntimeError("the engine died")
-            full[0] = self.reads == 8
-            return super().read(prompts)
-
-    start, out = Started(Engine), tmp_path / "out"
-    kind, message = (RuntimeError, "the engine died") if cause == "engine" else (WeirError, "No space left on device")
-    with pytest.raises(kind, match=message):
-        run_fake(source, str(out), start_engine=start, batch=BATCH)
-    full[0] = False
-    assert start.engine.unread == PIECES_AHEAD - 1
-    held = len(load(out))
-    assert held == 16 if cause == "engine" else 14 <= held <= 18
-    assert run_fake(source, str(out), start_engine=FakeAheadEngine).held == held
-    assert same_as_whole(out, source, tmp_path)
-
-
 def finished(name: str, ids: list[int]) -> Any:
-    return SimpleNamespace(request_id=name, finished=True, prompt_token_ids=ids, outputs=[DONE])
+    outputs = [SimpleNamespace(token_ids=[0], finish_reason="length")]
+    return SimpleNamespace(request_id=name, finished=True, prompt_token_ids=ids, outputs=outputs)
 
 
 class Vllm:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from tests.support.extracting import FakeFeatureEngine, fake_features, run_fake, same_features, texts, write_jsonl
+from tests.unit.extraction.test_run import never
+from tests.unit.refusals import refused
 from vllm_weir.api import demo_sae
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
@@ -99,10 +99,6 @@ def test_a_run_goes_on(source: Path, tmp_path: Path) -> None:
     first = run(source, tmp_path / "out", limit=11)
     rest = run(source, tmp_path / "out", batch=7)
     assert (first.requests, rest.requests, rest.held) == (11, 39, 11)
-
-    def never(wanted: object) -> Any:
-        raise AssertionError
-
     assert run(source, tmp_path / "out", start_engine=never).held == 50
     ds = load_features(tmp_path / "out")
     assert all(same_features(ds[record], expected(record)) for record in range(50))
@@ -166,9 +162,8 @@ def test_another_run_into_the_same_place_is_refused(source: Path, tmp_path: Path
     ],
 )
 def test_arguments(field: str, change: dict[str, Any], source: Path, tmp_path: Path) -> None:
-    with pytest.raises(WeirError, match=f"^{field}: ") as e:
+    with refused(field, f"^{field}: "):
         run(source, tmp_path / "out", **change)
-    assert e.value.field == field
     assert not list(tmp_path.glob("out/*.parquet"))
 
 
@@ -195,16 +190,7 @@ def test_forms_of_the_same_autoencoder(source: Path, tmp_path: Path) -> None:
     assert load_features(tmp_path / "named").info.sae == Path(demo_sae()).name
 
 
-def test_a_full_disk_keeps_what_was_finished(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, full = os.pwrite, [False]
-
-    def pwrite(*args: Any) -> int:
-        if full[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(*args)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-
+def test_a_full_disk_keeps_what_was_finished(source: Path, tmp_path: Path, full: list[bool]) -> None:
     class Engine(FakeFeatureEngine):
         def read(self, prompts: Any) -> Any:
             full[0] = self.reads == 4

@@ -64,8 +64,22 @@ def finish(source: Path, url: str, options: dict[str, Any]) -> None:
     assert again.requests == 0 and again.held == RECORDS - 2 and sorted(again.skipped) == [17, 90]
 
 
+def thorough(*given: Any) -> Any:
+    return pytest.param(*given, marks=pytest.mark.thorough)
+
+
 @pytest.mark.parametrize(
-    ("layout", "kills", "seed"), [("sharded", 30, 0), ("packed", 12, 1), ("per_request", 8, 2), ("npz", 6, 3)]
+    ("layout", "kills", "seed"),
+    [
+        ("sharded", 6, 0),
+        ("packed", 4, 1),
+        ("per_request", 4, 2),
+        ("npz", 4, 3),
+        thorough("sharded", 30, 4),
+        thorough("packed", 12, 5),
+        thorough("per_request", 8, 6),
+        thorough("npz", 6, 7),
+    ],
 )
 def test_killed_on_a_local_disk(layout: str, kills: int, seed: int, tmp_path: Path, source: Path, forks: Any) -> None:
     options: dict[str, Any] = {"layout": layout, "on_error": "skip"}
@@ -89,10 +103,10 @@ def test_killed_on_a_local_disk(layout: str, kills: int, seed: int, tmp_path: Pa
         finish(source, url, options)
         assert differences(load(url), whole) == []
         assert not list(Path(url).rglob(".*.tmp"))
-    assert died >= 0.7 * kills, died
+    assert died >= kills / 2, died
 
 
-@pytest.mark.parametrize("seed", [5, 6])
+@pytest.mark.parametrize("seed", [5, thorough(6)])
 def test_features_killed_on_a_local_disk(seed: int, tmp_path: Path, source: Path, forks: Any) -> None:
     options: dict[str, Any] = {"on_error": "skip", "sae": {"mood": demo_sae()}, "shard_bytes": 20_000}
     run_fake(source, str(tmp_path / "whole"), **options, start_engine=FakeFeatureEngine)
@@ -117,9 +131,9 @@ def test_killed_on_an_object_store(tmp_path: Path, source: Path, forks: Any, s3:
     run_fake(source, str(tmp_path / "whole"), on_error="skip")
     rng = random.Random(4)
     died = 0
-    for i in range(8):
-        writes, seconds = (rng.randint(2, 12), 0.0) if i % 2 else (0, rng.uniform(0.1, 1.0))
+    for i in range(4):
+        writes, seconds = (rng.randint(2, 12), 0.0) if i % 2 else (0, rng.uniform(0.1, 0.5))
         died += kill(forks, source, "s3://acts/killed", writes, seconds, options | {"start_engine": SlowEngine}) == -9
     finish(source, "s3://acts/killed", options)
     assert differences(load("s3://acts/killed", storage_options=s3), load(tmp_path / "whole")) == []
-    assert died >= 4, died
+    assert died >= 2, died

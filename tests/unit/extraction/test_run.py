@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -14,10 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.support.extracting import D, FakeEngine, differences, run_fake, texts, write_jsonl
+from tests.support.extracting import D, FakeAheadEngine, FakeEngine, differences, run_fake, texts, write_jsonl
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.engine import VllmEngine
+from vllm_weir.extraction.engine import PIECES_AHEAD, VllmEngine
 from vllm_weir.extraction.run import extract
 from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
@@ -43,7 +42,7 @@ def test_rows_are_the_records(layout: str, source: Path, tmp_path: Path) -> None
         assert request.startswith(f"{i:010d}-") and ds.metadata(request)["record"] == i
         assert ds.metadata(request)["prompt_tokens"] == words[i]
         assert ds[request].positions.tolist() == list(range(words[i]))
-        expected = FakeEngine(_wanted()).read([ds[request].token_ids.tolist()])[0].rows
+        expected = FakeEngine(RunSpec("fake")).read([ds[request].token_ids.tolist()])[0].rows
         for batch in expected:
             assert torch.equal(ds[request][batch.hook, batch.layer], batch.rows)
     assert (summary.records, summary.requests, summary.held, summary.skipped) == (50, 50, 0, {})
@@ -51,27 +50,23 @@ def test_rows_are_the_records(layout: str, source: Path, tmp_path: Path) -> None
     assert summary.bytes == ds.count() * 64 and not summary.interrupted
 
 
-def _wanted() -> Any:
-    from vllm_weir.extraction.run_spec import RunSpec
+def never(wanted: object) -> Any:
+    """In place of an engine that must not be started."""
+    raise AssertionError("an engine was started")
 
-    return RunSpec("fake")
+
+def same_as_whole(out: Path, source: Path, tmp_path: Path) -> bool:
+    """Whether a dataset equals that of a run that nothing stopped, whose engine reads a batch at a time."""
+    run_fake(source, str(tmp_path / "whole"))
+    return differences(load(out), load(tmp_path / "whole")) == []
 
 
 def test_limit_then_all(source: Path, tmp_path: Path) -> None:
-    run_fake(source, str(tmp_path / "whole"))
     first = run_fake(source, str(tmp_path / "out"), limit=11)
     assert (first.records, first.requests, first.held) == (11, 11, 0)
     rest = run_fake(source, str(tmp_path / "out"), batch=7)
     assert (rest.records, rest.requests, rest.held) == (50, 39, 11)
-    assert differences(load(tmp_path / "out"), load(tmp_path / "whole")) == []
-
-
-def test_a_finished_run_starts_no_engine(source: Path, tmp_path: Path) -> None:
-    run_fake(source, str(tmp_path / "out"))
-
-    def never(wanted: object) -> Any:
-        raise AssertionError
-
+    assert same_as_whole(tmp_path / "out", source, tmp_path)
     again = run_fake(source, str(tmp_path / "out"), start_engine=never)
     assert (again.requests, again.held) == (0, 50)
 
@@ -122,15 +117,19 @@ def test_other_weights_under_the_same_path_are_refused(source: Path, tmp_path: P
     assert extract(source, str(model), out, **options).held == 11
 
 
-def test_another_layout_in_the_same_place_is_refused(source: Path, tmp_path: Path) -> None:
-    run_fake(source, str(tmp_path / "out"), limit=9)
-    with pytest.raises(WeirError, match="cannot be continued as 'packed'"):
-        run_fake(source, str(tmp_path / "out"), layout="packed")
+AS_WRITTEN = {"cudagraph_capture_sizes": (1, 2), "lora_extra": {1: "a"}}
 
 
-def test_options_that_only_decide_how_fast_may_change(source: Path, tmp_path: Path) -> None:
-    run_fake(source, str(tmp_path / "out"), limit=9, engine={"max_num_seqs": 4, "dtype": "float32"})
-    assert run_fake(source, str(tmp_path / "out"), engine={"dtype": "float32"}).held == 9
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [({"max_num_seqs": 4, "dtype": "float32"}, {"dtype": "float32"}), (AS_WRITTEN, AS_WRITTEN)],
+    ids=["those that only decide how fast", "those that JSON has in another form"],
+)
+def test_options_of_an_engine_that_do_not_make_another_run(
+    first: dict[str, Any], then: dict[str, Any], source: Path, tmp_path: Path
+) -> None:
+    run_fake(source, str(tmp_path / "out"), limit=9, engine=first)
+    assert run_fake(source, str(tmp_path / "out"), engine=then).held == 9
 
 
 def test_a_dataset_of_something_else_is_refused(source: Path, tmp_path: Path) -> None:
@@ -206,68 +205,63 @@ def test_rows_under_way_are_bounded(source: Path, tmp_path: Path, monkeypatch: p
 
     run_fake(source, str(tmp_path / "out"), start_engine=Engine, batch=50)
     assert max(seen) <= 50 and len(seen) >= 10
-    run_fake(source, str(tmp_path / "whole"))
-    assert differences(load(tmp_path / "out"), load(tmp_path / "whole")) == []
+    assert same_as_whole(tmp_path / "out", source, tmp_path)
 
 
-def test_ctrl_c_finishes_what_is_under_way(source: Path, tmp_path: Path) -> None:
-    class Engine(FakeEngine):
+@pytest.mark.parametrize(
+    ("kind", "batch", "done"), [(FakeEngine, 8, 24), (FakeAheadEngine, 2 * PIECES_AHEAD, 2 * (3 + PIECES_AHEAD - 1))]
+)
+def test_ctrl_c_finishes_what_the_engine_has(
+    kind: type[FakeEngine], batch: int, done: int, source: Path, tmp_path: Path
+) -> None:
+    class Engine(kind):  # type: ignore[misc, valid-type]
         def read(self, prompts: Any) -> Any:
             out = super().read(prompts)
             if self.reads == 3:
                 os.kill(os.getpid(), signal.SIGINT)
             return out
 
-    handler = signal.getsignal(signal.SIGINT)
-    summary = run_fake(source, str(tmp_path / "out"), start_engine=Engine, flush_seconds=60.0, shard_bytes=10**9)
-    assert summary.interrupted and summary.requests == 24 == len(load(tmp_path / "out"))
+    handler, out = signal.getsignal(signal.SIGINT), tmp_path / "out"
+    more = {"batch": batch, "flush_seconds": 60.0, "shard_bytes": 10**9}
+    summary = run_fake(source, str(out), start_engine=Engine, **more)
+    assert summary.interrupted and summary.requests == done == len(load(out))
     assert signal.getsignal(signal.SIGINT) is handler
-    run_fake(source, str(tmp_path / "out"))
-    run_fake(source, str(tmp_path / "whole"))
-    assert differences(load(tmp_path / "out"), load(tmp_path / "whole")) == []
+    assert run_fake(source, str(out), start_engine=kind).held == done
+    assert same_as_whole(out, source, tmp_path)
 
 
 @pytest.mark.parametrize("cause", ["engine", "disk"])
-def test_a_failure_keeps_what_was_finished(
-    cause: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "batch", "reads"), [(FakeEngine, 8, 4), (FakeAheadEngine, 2 * PIECES_AHEAD, 8)])
+def test_a_failure_keeps_what_was_finished_and_drops_what_the_engine_has(
+    kind: type[FakeEngine], batch: int, reads: int, cause: str, source: Path, tmp_path: Path, full: list[bool]
 ) -> None:
-    full = [False]
-    real = os.pwrite
+    engines = []
 
-    def pwrite(*args: Any) -> int:
-        if full[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(*args)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-
-    class Engine(FakeEngine):
+    class Engine(kind):  # type: ignore[misc, valid-type]
         def read(self, prompts: Any) -> Any:
-            if self.reads == 4:
-                if cause == "engine":
-                    raise RuntimeError("the engine died")
-                full[0] = True
+            engines.append(self)
+            if self.reads == reads and cause == "engine":
+                raise RuntimeError("the engine died")
+            full[0] = self.reads == reads
             return super().read(prompts)
 
-    expected = (RuntimeError, "the engine died") if cause == "engine" else (WeirError, "No space left on device")
-    with pytest.raises(expected[0], match=expected[1]):
-        run_fake(source, str(tmp_path / "out"), start_engine=Engine)
+    out, piece = tmp_path / "out", 8 if kind is FakeEngine else 2
+    error, message = (RuntimeError, "the engine died") if cause == "engine" else (WeirError, "No space left on device")
+    with pytest.raises(error, match=message):
+        run_fake(source, str(out), start_engine=Engine, batch=batch)
     full[0] = False
-    held = len(load(tmp_path / "out"))
-    assert held == 32 if cause == "engine" else 24 <= held <= 32
-    run_fake(source, str(tmp_path / "out"))
-    run_fake(source, str(tmp_path / "whole"))
-    assert differences(load(tmp_path / "out"), load(tmp_path / "whole")) == []
+    if kind is FakeAheadEngine:
+        assert engines[-1].unread == PIECES_AHEAD - 1
+    held = len(load(out))
+    assert held == reads * piece if cause == "engine" else (reads - 1) * piece <= held <= (reads + 1) * piece
+    assert run_fake(source, str(out), start_engine=kind).held == held
+    assert same_as_whole(out, source, tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
 def test_no_texts_are_a_dataset_without_requests(layout: str, on_error: str, tmp_path: Path) -> None:
     source, out = tmp_path / "t.jsonl", str(tmp_path / "out")
-
-    def never(wanted: object) -> Any:
-        raise AssertionError
-
     source.write_bytes(b"")
     for _ in range(2):
         summary = run_fake(source, out, layout=layout, on_error=on_error, start_engine=never)
@@ -322,9 +316,6 @@ def test_arguments(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_engine_starts(source: Path, tmp_path: Path) -> None:
-    def never(wanted: object) -> FakeEngine:
-        raise AssertionError("an engine was started")
-
     (tmp_path / "file").write_text("x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("x")
@@ -388,12 +379,6 @@ def test_a_share_is_told_in_steps(source: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     run_fake(source, str(tmp_path / "out"), report=lambda step, total: seen.append((step.records, total)))
     assert sum(n for n, _ in seen) == 50 and {total for _, total in seen} == {50} and len(seen) >= 7
-
-
-def test_options_of_an_engine_are_the_same_as_they_were_written_down(source: Path, tmp_path: Path) -> None:
-    options = {"engine": {"cudagraph_capture_sizes": (1, 2), "lora_extra": {1: "a"}}}
-    run_fake(source, str(tmp_path / "out"), limit=11, **options)
-    assert run_fake(source, str(tmp_path / "out"), **options).held == 11
 
 
 class HeadEngine(FakeEngine):

@@ -21,6 +21,7 @@ from tests.support.sae_reference import (
     weights,
     write_v6,
 )
+from tests.unit.refusals import refused
 from vllm_weir.errors import WeirError
 from vllm_weir.sae.tensors import check_finite
 
@@ -60,24 +61,6 @@ def test_encode_and_decode(architecture, normalisation):
     assert torch.equal(sae.reconstruct(h), sae.decode(features, h))
 
 
-@pytest.mark.parametrize("architecture", AUTOENCODERS)
-def test_b_dec_is_subtracted_only_if_asked(architecture):
-    for flag in (True, False):
-        sae, reference = pair(architecture, apply_b_dec_to_input=flag)
-        assert_same_features(sae.encode(rows()), reference.encode(rows()))
-    with_bias, without = (pair(architecture, apply_b_dec_to_input=flag)[0].encode(rows()) for flag in (True, False))
-    assert (with_bias - without).abs().max() > 0.01
-
-
-def test_decoder_norms_decide_which_features_of_top_k_are_kept():
-    sae, reference = pair("topk", rescale_acts_by_decoder_norm=True)
-    h = rows()
-    features = sae.encode(h)
-    assert_same_features(features, reference.encode(h))
-    assert np.abs(sae.decode(features).numpy() - reference.decode(features.double().numpy(), h)).max() <= EXACT
-    assert not torch.equal(features > 0, pair("topk")[0].encode(h) > 0)
-
-
 def test_a_skip_connection_needs_the_rows():
     sae, reference = pair("skip_transcoder")
     h = rows()
@@ -89,9 +72,8 @@ def test_a_skip_connection_needs_the_rows():
 def test_row_normalisations_are_undone_with_the_rows():
     for normalisation in ("constant_norm_rescale", "layer_norm"):
         sae, _ = pair("standard", normalize_activations=normalisation)
-        with pytest.raises(WeirError) as e:
+        with refused("rows"):
             sae.decode(sae.encode(rows()))
-        assert e.value.field == "rows"
 
 
 @examples(60)
@@ -191,18 +173,16 @@ def test_decoder_direction_is_one_unit_of_a_feature():
 )
 def test_responses_that_depend_on_more_than_a_product_are_refused(architecture, options, field):
     sae, _ = pair(architecture, **options)
-    with pytest.raises(WeirError) as e:
+    with refused(field):
         sae.feature_response(0)
-    assert e.value.field == field
 
 
 @pytest.mark.parametrize("feature", [-1, D_SAE, 1.5, True, "0", None])
 def test_features_that_do_not_exist(feature):
     sae, _ = pair("standard")
     for ask in (sae.feature_response, sae.decoder_direction):
-        with pytest.raises(WeirError) as e:
+        with refused("feature"):
             ask(feature)
-        assert e.value.field == "feature"
 
 
 def test_a_feature_with_nan_is_no_instruction():
@@ -224,9 +204,8 @@ def test_heads():
     flat = weir.SAE.from_tensors("standard", ("z", 1), **weights("standard"))
     assert flat.head is None and torch.equal(flat.encode(h), flat.encode(h.flatten(1)))
     for sae, wrong in ((one, h[:, :2]), (flat, h[:, :2]), (flat, rows(5, width=23)), (flat, torch.zeros(24))):
-        with pytest.raises(WeirError) as e:
+        with refused("rows"):
             sae.encode(wrong)
-        assert e.value.field == "rows"
 
 
 def test_arrays_and_lists_are_taken_as_tensors_are():
@@ -239,9 +218,8 @@ def test_arrays_and_lists_are_taken_as_tensors_are():
     assert torch.equal(sae.decode(features.numpy()), sae.decode(features))
     for ask, field in ((sae.encode, "rows"), (sae.decode, "features")):
         for wrong in ("rows", None, [[1.0], [1.0, 2.0]]):
-            with pytest.raises(WeirError) as e:
+            with refused(field):
                 ask(wrong)
-            assert e.value.field == field
 
 
 def test_weights_that_would_give_nan_are_told_from_features_that_are_never_active():
@@ -253,9 +231,8 @@ def test_weights_that_would_give_nan_are_told_from_features_that_are_never_activ
             if value == float("inf") and name in ("b_enc", "threshold"):
                 check_finite(broken, "sae")
                 continue
-            with pytest.raises(WeirError) as e:
+            with refused(f"sae.{name}"):
                 check_finite(broken, "sae")
-            assert e.value.field == f"sae.{name}"
 
 
 def test_half_precision_weights_are_read_in_float32():
@@ -283,9 +260,8 @@ def test_half_precision_weights_are_read_in_float32():
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_name(change, field):
-    with pytest.raises(WeirError) as e:
+    with refused(field):
         weir.SAE.from_tensors("standard", SITE, **{**weights("standard"), **change})
-    assert e.value.field == field
 
 
 def test_what_an_architecture_lacks_is_refused():
@@ -293,21 +269,16 @@ def test_what_an_architecture_lacks_is_refused():
         site = ("mlp_in", 1) if architecture in TRANSCODERS else SITE
         tensors = weights(architecture)
         for name in tensors:
-            with pytest.raises(WeirError) as e:
+            with refused(name):
                 weir.SAE.from_tensors(
                     architecture, site, k=3, **{key: value for key, value in tensors.items() if key != name}
                 )
-            assert e.value.field == name
     for k in (0, -1, D_SAE + 1, 2.5):
-        with pytest.raises(WeirError) as e:
+        with refused("k"):
             weir.SAE.from_tensors("topk", SITE, k=k, **weights("topk"))
-        assert e.value.field == "k"
-    with pytest.raises(WeirError) as e:
+    with refused("out_site"):
         weir.SAE.from_tensors("transcoder", ("resid_mid", 1), **weights("transcoder"))
-    assert e.value.field == "out_site"
-    with pytest.raises(WeirError) as e:
+    with refused("head"):
         weir.SAE.from_tensors("transcoder", ("z", 1), out_site=("attn_out", 1), head=2, **weights("transcoder"))
-    assert e.value.field == "head"
-    with pytest.raises(WeirError) as e:
+    with refused("architecture"):
         weir.SAE.from_tensors("temporal", SITE)
-    assert e.value.field == "architecture"

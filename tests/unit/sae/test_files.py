@@ -23,6 +23,7 @@ from tests.support.sae_reference import (
     write_v5,
     write_v6,
 )
+from tests.unit.refusals import refused
 from vllm_weir.errors import MissingFile, StoreError, WeirError
 
 EXACT = 1e-5
@@ -45,28 +46,31 @@ def refused(field, path, **given):
     return e.value
 
 
-@pytest.mark.parametrize("architecture", ["standard", "gated", "jumprelu", "topk"])
-def test_version_5(tmp_path, architecture):
-    tensors = weights(architecture)
-    k = {"k": 9} if architecture == "topk" else {}
-    # Version 5 called a TopK SAE "standard" as well, and told them apart by the activation function.
-    for written in {architecture, "standard"} if k else {architecture}:
-        path = write_v5(tmp_path / written, written, tensors, apply_b_dec_to_input=True, **k)
-        sae = weir.SAE.load(path)
-        assert sae.architecture == architecture and sae.site == ("resid_post", 2) == sae.out_site
-        assert (sae.d_in, sae.d_sae, sae.name, sae.head) == (D_IN, D_SAE, written, None)
-        assert_like(sae, Reference(architecture, tensors, apply_b_dec_to_input=True, **k), rows())
+SAES = ("standard", "gated", "jumprelu", "topk")
 
 
-@pytest.mark.parametrize("architecture", ["standard", "gated", "jumprelu", "topk", *TRANSCODERS])
-def test_version_6(tmp_path, architecture):
-    tensors = weights(architecture)
-    k = {"k": 9, "rescale_acts_by_decoder_norm": True} if architecture == "topk" else {}
-    sae = weir.SAE.load(write_v6(tmp_path, architecture, tensors, **k), name="mine")
-    assert sae.architecture == architecture and sae.name == "mine"
-    if architecture in TRANSCODERS:
-        assert sae.site == ("mlp_in", 1) and sae.out_site == ("mlp_out", 1)
-    assert_like(sae, Reference(architecture, tensors, **k), rows())
+@pytest.mark.parametrize(
+    ("write", "written", "architecture"),
+    [
+        *((write_v5, one, one) for one in SAES),
+        # Version 5 called a TopK SAE "standard" as well, and told them apart by the activation function.
+        (write_v5, "standard", "topk"),
+        *((write_v6, one, one) for one in (*SAES, *TRANSCODERS)),
+    ],
+)
+def test_files_of_saelens(tmp_path, write, written, architecture):
+    tensors, options = weights(architecture), {"k": 9} if architecture == "topk" else {}
+    if write is write_v5:
+        options["apply_b_dec_to_input"] = True
+    elif architecture == "topk":
+        options["rescale_acts_by_decoder_norm"] = True
+    path = write(tmp_path / written, written, tensors, **options)
+    sae = weir.SAE.load(path)
+    sites = ("mlp_in", 1), ("mlp_out", 1)
+    assert (sae.site, sae.out_site) == (sites if architecture in TRANSCODERS else (("resid_post", 2),) * 2)
+    assert (sae.architecture, sae.d_in, sae.d_sae, sae.name) == (architecture, D_IN, D_SAE, written)
+    assert sae.head is None and weir.SAE.load(path, name="mine").name == "mine"
+    assert_like(sae, Reference(architecture, tensors, **options), rows())
 
 
 @pytest.mark.parametrize("rescale", [False, True])
@@ -446,6 +450,5 @@ def test_any_configuration_is_loaded_or_refused(tmp_path_factory, entries):
 
 
 def test_what_is_no_path():
-    with pytest.raises(WeirError) as e:
+    with refused("path"):
         weir.SAE.load(3)
-    assert e.value.field == "path"

@@ -17,7 +17,7 @@ def nms(dets, scores, iou_threshold): ...
 """
 
 
-@pytest.mark.parametrize("has_ops", [False, True])
+@pytest.mark.parametrize("has_ops", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_operators_are_declared_where_they_did_not_load(tmp_path, has_ops):
     package = tmp_path / "torchvision"
     package.mkdir()

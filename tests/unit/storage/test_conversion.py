@@ -166,13 +166,3 @@ def test_the_commands(tmp_path: Path) -> None:
     for arguments in (["inspect", str(tmp_path / "no")], [*copy, "--to", "zip"], [*copy, "--compress", "{"]):
         refused = run.invoke(app, arguments)
         assert refused.exit_code == 1 and "Error: " in refused.output, refused.output
-
-
-def test_statistics(tmp_path: Path) -> None:
-    make(tmp_path, "sharded", ["a"])
-    site = inspect(load(tmp_path)).sites[2]
-    rows = rows_of("a", "resid_post", 3, length_of("a")).double()
-    assert site.rows == site.sampled == len(rows)
-    assert site.mean == pytest.approx(rows.mean().item())
-    assert site.norm == pytest.approx(rows.norm(dim=-1).mean().item())
-    assert site.bad == 0

@@ -7,8 +7,8 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
+import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,31 +17,23 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
-from tests.unit.stored import SITES, check, length_of, make, rows_of, tokens_of, write
+from tests.unit.stored import WORKERS, check, make, read_all, write
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction import run_spec, source
 from vllm_weir.schema.compression import Compression
-from vllm_weir.storage import LAYOUTS, ActivationDataset, Batch, load, open_writer
+from vllm_weir.storage import LAYOUTS, Batch, load, open_writer
 from vllm_weir.storage.layouts.base import read_marker
 from vllm_weir.storage.layouts.buffered import safe_name
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.verify import verify
 
-ROOT = Path(__file__).resolve().parents[3]
 NAMES = [f"r{i}" for i in range(8)]
 
-CHILD = """
-import sys
-from tests.unit.stored import write
-from vllm_weir.storage import open_writer
-url, layout = sys.argv[1:3]
-options = {"sharded": {"shard_bytes": 3000}, "packed": {"pack_bytes": 3000}}.get(layout, {})
-with open_writer(url, layout, **options) as writer:
-    for name in sys.argv[3:]:
-        if not writer.holds(name):
-            write(writer, name)
-"""
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Crash(BaseException):
@@ -76,7 +68,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
 def test_a_crash_at_any_write_loses_and_repeats_nothing(layout: str, tmp_path: Path, dying: dict) -> None:
     options = {"sharded": {"shard_bytes": 3000}, "packed": {"pack_bytes": 3000}}.get(layout, {})
     crashes = 0
-    for after in range(0, 45, 3):
+    for after in (0, 3, 6, 9, 12, 15, 20, 27, 36):
         path = tmp_path / str(after)
         dying["left"] = after
         try:
@@ -99,22 +91,6 @@ def test_a_crash_at_any_write_loses_and_repeats_nothing(layout: str, tmp_path: P
     assert crashes >= 4
 
 
-def test_killed_and_started_again_until_done(tmp_path: Path) -> None:
-    path = tmp_path / "ds"
-    command = [sys.executable, "-c", CHILD, str(path), "sharded", *NAMES]
-    rng = random.Random(0)
-    for _ in range(2):
-        child = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"})
-        try:
-            child.wait(timeout=rng.uniform(3, 6))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}, check=True)
-    check(load(path), NAMES)
-    assert not list(path.glob(".*.tmp"))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_was_finished_before_an_error_is_published(layout: str, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), open_writer(tmp_path, layout) as writer:
@@ -128,9 +104,6 @@ def test_what_was_finished_before_an_error_is_published(layout: str, tmp_path: P
 def test_what_could_not_be_published_after_an_error_is_said_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with pytest.raises(RuntimeError, match="mine") as e, open_writer(tmp_path, "packed") as writer:
         write(writer, "a")
         monkeypatch.setattr(os, "pwrite", full)
@@ -140,28 +113,23 @@ def test_what_could_not_be_published_after_an_error_is_said_beside_it(
     assert writer._closed
 
 
-REMOTE = """
-import os, signal, sys
-from tests.unit.stored import write
-from vllm_weir.storage import open_writer
-writer = open_writer("memory://killed/ds", "sharded")
-write(writer, "a")
-if len(sys.argv) > 1:
-    print(len([n for n in os.listdir(os.environ["TMPDIR"])]), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def open_and_die(folder: str) -> None:
+    """Write to a remote store by way of `folder`; if no other's temporary file is there any more, be killed."""
+    tempfile.tempdir = folder
+    writer = open_writer("memory://killed/ds", "sharded")
+    write(writer, "a")
+    if len(os.listdir(folder)) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_a_killed_writer_had_on_its_way_to_a_remote_store_is_swept(tmp_path: Path) -> None:
-    env = os.environ | {"TMPDIR": str(tmp_path)}
-    for more in ([], ["look"]):
-        done = subprocess.run(
-            [sys.executable, "-c", REMOTE, *more], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=False
-        )
-        assert done.returncode == -9
+    for _ in range(2):
+        child = WORKERS.Process(target=open_and_die, args=(str(tmp_path),))
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
         (left,) = tmp_path.iterdir()
         assert left.stat().st_mode & 0o777 == 0o600
-    assert done.stdout.strip() == "1"
 
 
 def test_a_live_writers_files_are_not_swept(tmp_path: Path) -> None:
@@ -236,10 +204,6 @@ def test_two_writers_of_one_request_leave_it_once(tmp_path: Path) -> None:
         check(load(tmp_path / layout), ["a"])
 
 
-def full(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_full_disk_fails_the_request_and_not_its_neighbours(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -266,20 +230,6 @@ def test_a_full_disk_fails_the_request_and_not_its_neighbours(
     assert not list(tmp_path.rglob(".*.tmp"))
 
 
-def test_a_flush_that_failed_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for layout in ("sharded", "packed"):
-        writer = open_writer(tmp_path / layout, layout)
-        write(writer, "a")
-        for call in ("pwrite", "replace"):
-            with monkeypatch.context() as patch:
-                patch.setattr(os, call, full)
-                with pytest.raises(WeirError, match="No space left"):
-                    writer.flush()
-        write(writer, "b")
-        writer.close()
-        check(load(tmp_path / layout), ["a", "b"])
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_permission(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = open_writer(tmp_path, layout)
@@ -291,77 +241,6 @@ def test_no_permission(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(WeirError, match=f"cannot write {tmp_path}.*Permission denied"):
         write(writer, "a")
         writer.flush()
-
-
-def read_all(path: Path) -> ActivationDataset:
-    dataset = load(path)
-    for name in dataset:
-        for site in dataset[name]:
-            dataset[name][site]
-        dataset.metadata(name)
-    return dataset
-
-
-def same(dataset: ActivationDataset, other: ActivationDataset) -> bool:
-    return (
-        dataset.requests == other.requests
-        and all(dataset.metadata(r) == other.metadata(r) for r in other)
-        and all(dataset[r].sites == other[r].sites for r in other)
-        and all(
-            torch.equal(dataset[r][s], other[r][s])
-            and torch.equal(dataset[r].positions_of(*s), other[r].positions_of(*s))
-            and torch.equal(dataset[r].token_ids_of(*s), other[r].token_ids_of(*s))
-            for r in other
-            for s in other[r].sites
-        )
-    )
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_truncated_files_are_named(layout: str, tmp_path: Path) -> None:
-    make(tmp_path / "good", layout, NAMES[:3], compress="full8")
-    good = read_all(tmp_path / "good")
-    rng = random.Random(1)
-    files = sorted(p.relative_to(tmp_path / "good") for p in (tmp_path / "good").rglob("*") if p.is_file())
-    for i in range(60):
-        file = rng.choice(files)
-        shutil.copytree(tmp_path / "good", tmp_path / "bad", dirs_exist_ok=True)
-        size = (tmp_path / "good" / file).stat().st_size
-        os.truncate(tmp_path / "bad" / file, rng.randrange(size))
-        try:
-            dataset = read_all(tmp_path / "bad")
-        except WeirError as e:
-            assert str(file) in str(e), (file, e)
-        else:
-            assert same(dataset, good)
-        shutil.rmtree(tmp_path / "bad")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_flipped_bytes_in_what_is_not_rows_are_noticed_or_harmless(layout: str, tmp_path: Path) -> None:
-    make(tmp_path / "good", layout, NAMES[:3], compress={"method": "topk8", "k": 16})
-    good = read_all(tmp_path / "good")
-    rng = random.Random(2)
-    files = sorted(p.relative_to(tmp_path / "good") for p in (tmp_path / "good").rglob("*") if p.is_file())
-    noticed = 0
-    for i in range(120):
-        file = rng.choice(files)
-        shutil.copytree(tmp_path / "good", tmp_path / "bad", dirs_exist_ok=True)
-        raw = bytearray((tmp_path / "bad" / file).read_bytes())
-        header = 8 + int.from_bytes(raw[:8], "little") if file.suffix == ".safetensors" else len(raw)
-        at = rng.randrange(min(header, len(raw)))
-        raw[at] ^= rng.randrange(1, 256)
-        (tmp_path / "bad" / file).write_bytes(raw)
-        try:
-            dataset = read_all(tmp_path / "bad")
-        except WeirError as e:
-            noticed += 1
-            assert str(tmp_path / "bad") in str(e), e
-        else:
-            if file.suffix != ".json":  # a number in JSON text may become another one
-                assert same(dataset, good), (file, at)
-        shutil.rmtree(tmp_path / "bad")
-    assert noticed > 30
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -381,21 +260,14 @@ def test_a_shard_that_is_cut_off_behind_its_rows_is_truncated(cut: float, remote
         load(tmp_path)
 
 
-def test_a_dataset_below_another_is_none_of_it(tmp_path: Path) -> None:
-    make(tmp_path, "per_request", NAMES[:2])
-    for name in ("below", "beside/deep"):
-        make(tmp_path / name, "per_request", NAMES[1:3])
-        check(load(tmp_path / name), NAMES[1:3])
-    check(load(tmp_path), NAMES[:2])
-
-
 @pytest.mark.parametrize("below", LAYOUTS)
 @pytest.mark.parametrize("above", LAYOUTS)
 def test_a_dataset_in_a_folder_of_another_leaves_it_readable(above: str, below: str, tmp_path: Path) -> None:
     make(tmp_path, above, NAMES[:2])
-    make(tmp_path / "below", below, NAMES[1:3])
-    check(load(tmp_path), NAMES[:2])
-    check(load(tmp_path / "below"), NAMES[1:3])
+    for folder in ("below", "beside/deep"):
+        make(tmp_path / folder, below, NAMES[1:3])
+        check(load(tmp_path), NAMES[:2])
+        check(load(tmp_path / folder), NAMES[1:3])
     make(tmp_path, above, NAMES[4:5])
     check(load(tmp_path), [*NAMES[:2], NAMES[4]])
 
@@ -422,38 +294,10 @@ def test_a_store_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_site_without_rows_is_as_wide_as_one_with(layout: str, tmp_path: Path) -> None:
-    none = np.zeros(0, np.int64)
-    with open_writer(tmp_path, layout) as writer:
-        writer.write(Batch("a", "resid_post", 1, np.arange(2), np.arange(2), torch.ones(2, 48)))
-        writer.write(Batch("a", "resid_post", 2, none, none, torch.ones(0, 48)))
-        writer.finish_request("a")
-    acts = load(tmp_path)["a"]
-    assert {acts[site].shape for site in acts.sites if site.layer == 2} <= {(0, 48)}
-    assert acts["resid_post", 1].shape == (2, 48)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_request_that_is_called_as_another_one_s_file_is_no_other(layout: str, tmp_path: Path) -> None:
     names = ["user/1", safe_name("user/1")]
     make(tmp_path, layout, names)
     assert sorted(load(tmp_path).requests) == sorted(names)
-
-
-@pytest.mark.parametrize("change", ["a dtype of no fields", "another way of compression"])
-def test_what_zipfile_and_numpy_raise_for_a_damaged_npz_is_damage(change: str, tmp_path: Path) -> None:
-    file = tmp_path / "req_1" / "seq0_layer3_rank0.npz"
-    file.parent.mkdir()
-    np.savez(file, q=np.zeros((600, 32), np.uint8), scale=np.ones(600, np.float32), zero=np.zeros(600, np.float32))
-    raw = bytearray(file.read_bytes())
-    if change == "a dtype of no fields":
-        raw = raw.replace(b"'|u1'", b"()   ", 1)
-    else:
-        for signature, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
-            raw[raw.index(signature) + at] = 14
-    file.write_bytes(raw)
-    with pytest.raises(WeirError, match=r"seq0_layer3_rank0\.npz: .*damaged"):
-        read_all(tmp_path)
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
@@ -465,33 +309,38 @@ def test_every_damaged_byte_of_an_npz_header_is_damage(save: Callable, tmp_path:
     save(file, q=q, scale=np.ones(600, np.float32), zero=np.zeros(600, np.float32))
     good = file.read_bytes()
     begin = good.index(b"q.npy")
+    # A dtype without fields, and a way of compression that there is not.
+    other_way = bytearray(good)
+    for signature, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        other_way[good.index(signature) + at] = 14
+    bad = [bytes(other_way)] + [good.replace(b"'|u1'", b"()   ", 1)] * (save is np.savez)
+    for data in bad:
+        file.write_bytes(data)
+        with pytest.raises(WeirError, match=r"seq0_layer3_rank0\.npz: .*damaged"):
+            read_all(tmp_path)
     seen = set()
     for at in range(begin, begin + 135):
-        for byte in b"(\"\x00'":
-            file.write_bytes(good[:at] + bytes([byte]) + good[at + 1 :])
-            try:
-                read_all(tmp_path)
-            except WeirError as e:
-                assert "seq0_layer3_rank0.npz" in str(e), e
-                seen.add(str(e).split("is damaged: ")[-1].split(":")[0])
+        file.write_bytes(good[:at] + b"(\"\x00'"[at % 4 : at % 4 + 1] + good[at + 1 :])
+        try:
+            read_all(tmp_path)
+        except WeirError as e:
+            assert "seq0_layer3_rank0.npz" in str(e), e
+            seen.add(str(e).split("is damaged: ")[-1].split(":")[0])
     assert {"ValueError", "BadZipFile"} <= seen and (save is np.savez_compressed or "TokenError" in seen), seen
 
 
 def test_a_shard_that_is_gone_is_missed(tmp_path: Path) -> None:
     make(tmp_path, "sharded", NAMES[:3], shard_bytes=1500)
-    shards = sorted(tmp_path.glob("shard-*"))
-    shards[0].unlink()
-    with pytest.raises(WeirError, match="is missing"):
-        load(tmp_path)
-    (tmp_path / "manifest.parquet").unlink()
+    manifest, shard = tmp_path / "manifest.parquet", min(tmp_path.glob("shard-*"))
+    joined = manifest.read_bytes()
+    manifest.unlink()
+    check(load(tmp_path), NAMES[:3])  # it is only a copy
+    shard.unlink()
     with pytest.raises(WeirError, match="a shard is missing"):
         load(tmp_path)
-
-
-def test_the_manifest_is_only_a_copy(tmp_path: Path) -> None:
-    make(tmp_path, "sharded", NAMES[:3], shard_bytes=1500)
-    (tmp_path / "manifest.parquet").unlink()
-    check(load(tmp_path), NAMES[:3])
+    manifest.write_bytes(joined)
+    with pytest.raises(WeirError, match="is missing"):
+        load(tmp_path)
 
 
 def test_foreign_files(tmp_path: Path) -> None:
@@ -540,7 +389,6 @@ def test_rows_that_vanish_under_a_reader_are_an_error(tmp_path: Path) -> None:
     os.truncate(tmp_path / "a.safetensors", 1000)
     with pytest.raises(WeirError, match=r"a.safetensors"):
         dataset["a"]["resid_post", 3]
-    assert len(rows_of("a", *SITES[0], length_of("a"))) == len(tokens_of(length_of("a")))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -553,27 +401,6 @@ def test_an_index_of_topk8_outside_its_row_is_damage_of_that_file(layout: str, t
         writer.finish_request("r")
     with pytest.raises(WeirError, match=f"{tmp_path}/.*damaged: an index of topk8 lies outside a row of 16 values"):
         load(tmp_path)["r"]["resid_post", 0]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_request_without_rows_is_kept_and_its_neighbours_too(layout: str, tmp_path: Path) -> None:
-    none = np.zeros(0, np.int64)
-    with open_writer(tmp_path, layout) as writer:
-        write(writer, "before")
-        writer.write(Batch("empty", "resid_post", 1, none, none, torch.zeros(0, 8)))
-        writer.write(Batch("half", "resid_post", 1, none, none, torch.zeros(0, 8)))
-        writer.write(Batch("half", "resid_post", 2, [4], [9], torch.ones(1, 8)))
-        for name in ("empty", "half"):
-            writer.finish_request(name, {"prompt_tokens": 3})
-        write(writer, "after")
-    ds = load(tmp_path)
-    assert sorted(ds.requests) == ["after", "before", "empty", "half"]
-    assert sum(len(ds["empty"][site]) for site in ds["empty"].sites) == 0
-    assert ds.metadata("empty") == {"prompt_tokens": 3}
-    assert torch.equal(ds["half"]["resid_post", 2], torch.ones(1, 8))
-    for name in ("before", "after"):
-        assert all(torch.equal(ds[name][site], rows_of(name, *site, length_of(name))) for site in SITES)
-    assert not list(tmp_path.rglob(".*"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -620,7 +447,7 @@ def test_requests_that_are_dropped_anywhere_on_a_disk_full_at_times(
         monkeypatch.delattr(os, "posix_fallocate")
     real, chance, odds = os.pwrite, random.Random(0), {"full": 0.0}
     monkeypatch.setattr(os, "pwrite", lambda *args: full() if chance.random() < odds["full"] else real(*args))
-    for seed in range(12):
+    for seed in range(min(12, settings().max_examples // 4)):
         rng, path, kept = random.Random(seed), tmp_path / str(seed), []
         limit = rng.choice([50, 700, 1500, 5000, 4 << 20])
         monkeypatch.setattr("vllm_weir.storage.layouts.open_shard.GATHER_BYTES", limit)

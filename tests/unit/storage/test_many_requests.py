@@ -12,6 +12,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.storage import Batch, convert, load, open_writer
+from vllm_weir.storage.layouts import packed
 
 SITE = ("resid_post", 0)
 
@@ -37,16 +38,23 @@ def test_more_files_than_a_process_may_hold_open(layout: str, options: dict[str,
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_packs_of_many_small_requests_have_headers_that_can_be_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layers", "words", "limit"), [(1, 4000, 200_000), (8, 1, 40_000)])
+def test_packs_of_many_small_requests_have_headers_that_can_be_read(
+    layers: int, words: int, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files roll by the size of what stands beside the rows, too: readers take no header over 100 MB."""
-    text = {"prompt_tokens": 1, "text": "word " * 400_000}
-    with open_writer(tmp_path, "packed") as writer:
+    assert packed.HEADER_BYTES < 100_000_000
+    monkeypatch.setattr(packed, "HEADER_BYTES", limit)
+    text = {"prompt_tokens": 1, "text": "word " * words}
+    with open_writer(tmp_path, "packed", compress="rp8") as writer:
         for i in range(60):
-            writer.write(Batch(f"r{i}", *SITE, [0], [0], torch.full((1, 8), float(i))))
+            for layer in range(layers):
+                writer.write(Batch(f"r{i}", "resid_post", layer, [9], [0], torch.ones(1, 8)))
             writer.finish_request(f"r{i}", text)
     dataset = load(tmp_path)
     assert len(dataset) == 60 and dataset.metadata("r59") == text
-    assert 3 < len(list(tmp_path.glob("pack-*"))) < 10
+    sizes = [int.from_bytes(file.read_bytes()[:8], "little") for file in tmp_path.glob("pack-*")]
+    assert 5 < len(sizes) < 20 and max(sizes) < limit + 640 * layers + 6 * words
 
 
 @pytest.mark.parametrize("layout", ["packed", "per_request"])
@@ -57,18 +65,6 @@ def test_metadata_that_fit_no_header_fail_their_request_alone(layout: str, tmp_p
             writer.finish_request("large", {"text": "x" * 110_000_000})
         writer.finish_request("after")
     assert load(tmp_path).requests == (["before", "after"] if layout == "packed" else ["after", "before"])
-
-
-def test_many_sites_of_small_requests_roll_packs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_weir.storage.layouts.packed.HEADER_BYTES", 40_000)
-    with open_writer(tmp_path, "packed", compress="rp8") as writer:
-        for i in range(100):
-            for layer in range(8):
-                writer.write(Batch(f"r{i}", "resid_post", layer, [9], [0], torch.ones(1, 8)))
-            writer.finish_request(f"r{i}")
-    sizes = [int.from_bytes(file.read_bytes()[:8], "little") for file in tmp_path.glob("pack-*")]
-    assert len(sizes) > 10 and max(sizes) < 40_000 + 8 * 640
-    assert len(load(tmp_path)) == 100
 
 
 def test_looking_at_requests_one_by_one_is_not_quadratic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,23 +78,33 @@ def test_a_sink_whose_disk_was_full_takes_the_same_requests_again(
 
 
 @pytest.mark.parametrize("layout", ["sharded", "packed"])
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError, WeirError])
+@pytest.mark.parametrize(
+    ("place", "call", "error", "seen"),
+    [
+        (os, "pwrite", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), WeirError),
+        (os, "replace", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), WeirError),
+        (atomic_file.AtomicFile, "publish", KeyboardInterrupt("No space left"), KeyboardInterrupt),
+        (atomic_file.AtomicFile, "publish", RuntimeError("No space left"), RuntimeError),
+    ],
+)
 def test_whatever_stops_a_flush_it_can_be_tried_again(
-    layout: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file system's own kinds of error, and a user who interrupts."""
+    layout: str, place: Any, call: str, error: BaseException, seen: type, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A full disk, a file system's own kinds of error, and a user who interrupts."""
 
     def stopped(*_: object) -> None:
-        raise kind("stopped")
+        raise error
 
     writer = open_writer(tmp_path, layout)
     write(writer, "a")
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_file.AtomicFile, "publish", stopped)
-        with pytest.raises(kind):
+        patch.setattr(place, call, stopped)
+        with pytest.raises(seen, match="No space left"):
             writer.flush()
+    write(writer, "b")
     writer.close()
-    check(load(tmp_path), ["a"])
+    check(load(tmp_path), ["a", "b"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.support.measure import patience
+from tests.unit.refusals import refused
 from tests.unit.stored import PROMPT, SITES, D, check, length_of, make, rows_of, tokens_of, write
 from vllm_weir import analysis
 from vllm_weir.codec import decode, encode
@@ -27,6 +26,7 @@ from vllm_weir.results.activations import Activations
 from vllm_weir.schema.compression import METHODS, Compression
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage import LAYOUTS, Batch, convert, inspect, load, open_writer
+from vllm_weir.storage.local_files import LocalFiles
 from vllm_weir.storage.verify import verify
 
 NAMES = ["a", "b/../c", "ü" * 40, "req-3", "0"]
@@ -108,16 +108,13 @@ def test_rows_chosen_by_token_need_tokens(tmp_path: Path) -> None:
     dataset = load(tmp_path)
     for selector, positions in (({"token_ids": [7]}, [0, 2]), ({"not_token_ids": [7]}, [1])):
         assert dataset.rows(("resid_post", 3), "known", selector).positions.tolist() == positions
-        with pytest.raises(WeirError, match="request 'unknown' was stored without token ids") as e:
+        with refused(f"positions.{next(iter(selector))}", "request 'unknown' was stored without token ids"):
             dataset.rows(("resid_post", 3), positions=selector)
-        assert e.value.field == f"positions.{next(iter(selector))}"
-    with pytest.raises(WeirError, match="does not say where a prompt's images are") as e:
+    with refused("positions.modality", "does not say where a prompt's images are"):
         dataset.rows(("resid_post", 3), positions={"modality": "image"})
-    assert e.value.field == "positions.modality"
     for special, key in ((True, "'token_ids'"), (False, "'not_token_ids'")):
-        with pytest.raises(WeirError, match=f"{key}: tokenizer.all_special_ids") as e:
+        with refused("positions.special", f"{key}: tokenizer.all_special_ids"):
             dataset.rows(("resid_post", 3), positions={"special": special})
-        assert e.value.field == "positions.special"
     with pytest.raises(WeirError, match="an empty list"):
         dataset.rows(("resid_post", 3), positions=[])
 
@@ -249,16 +246,6 @@ def test_a_local_folder_may_have_any_name(name: str, tmp_path: Path, monkeypatch
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "deep"])
 
 
-def test_what_save_wrote_loads_too(tmp_path: Path) -> None:
-    make(tmp_path / "ds", "sharded", ["a"])
-    (tmp_path / "mine").mkdir()
-    load(tmp_path / "ds")["a"].save(tmp_path / "mine" / "one.safetensors")
-    for path in (tmp_path / "mine" / "one.safetensors", tmp_path / "mine"):
-        dataset = load(path)
-        assert dataset.requests == ["one"]
-        assert torch.equal(dataset["one"]["resid_post", 3], rows_of("a", "resid_post", 3, length_of("a")))
-
-
 def test_sites_of_different_kinds_in_one_dataset(tmp_path: Path) -> None:
     for layout in LAYOUTS:
         with open_writer(tmp_path / layout, layout) as writer:
@@ -302,6 +289,7 @@ def test_a_site_without_rows_is_there(layout: str, compress: object, tmp_path: P
     for place in ("to", "again", "fp8"):
         dataset = load(tmp_path / place)
         assert dataset.sites == [Site("resid_post", 3), Site("resid_post", 5)] and sorted(dataset) == ["a", "b"]
+        assert dataset.metadata("b") == {"prompt_tokens": 4} and not list((tmp_path / place).rglob(".*"))
         kind = torch.float32 if place == "fp8" else dtype
         for rows in (
             dataset["a"]["resid_post", 5], dataset["b"]["resid_post", 5], dataset.rows(("resid_post", 5)).rows,
@@ -383,7 +371,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
         ({"positions": [0, 0, 1]}, "batch.positions"), ({"positions": [-1, 0, 1]}, "batch.positions"),
         ({"positions": [0.5, 1, 2]}, "batch.positions"), ({"token_ids": [1]}, "batch.token_ids"),
         ({"rows": torch.zeros(3)}, "batch.rows"), ({"rows": torch.zeros(3, 8, dtype=torch.int32)}, "batch.rows"),
-        ({"rows": torch.zeros(3, 8, dtype=torch.uint8)}, "batch.rows"), ({"header": {}}, "batch.header.format"),
+        ({"rows": torch.zeros(3, 8, dtype=torch.uint8)}, "batch.rows"), ({"rows": torch.zeros(3, 2, 0)}, "compress"),
+        ({"header": {}}, "batch.header.format"),
         ({"header": Compression().header(9, "float32")}, "batch.rows"),
     ],
 )  # fmt: skip
@@ -391,9 +380,8 @@ def test_bad_batches_are_refused_with_their_field(change: dict, field: str, tmp_
     fields = {"request_id": "a", "hook": "resid_post", "layer": 1, "positions": [0, 1, 2], "token_ids": [1, 2, 3],
               "rows": torch.zeros(3, 8)}  # fmt: skip
     with open_writer(tmp_path) as writer:
-        with pytest.raises(WeirError) as e:
+        with refused(field):
             writer.write(Batch(**(fields | change)))
-        assert e.value.field == field
         writer.write(Batch(**fields))  # a refused batch spoils nothing
         writer.finish_request("a")
         with pytest.raises(WeirError, match="metadata"):
@@ -411,6 +399,7 @@ def test_rows_of_a_site_come_in_one_kind_only(layout: str, begun_with: int, tmp_
     others: list[tuple[torch.Tensor, dict | None, str]] = [
         (rows.float(), None, "uncompressed, float32 rows of 48"),
         (rows[:, :2].contiguous(), None, "uncompressed, bfloat16 rows of 2"),
+        (rows.view(6, 3, 16), None, "uncompressed, bfloat16 rows of 3 x 16"),
         (*packed, r"rp8 \(k 32, seed 7\), bfloat16 rows of 48"),
     ]
     with open_writer(tmp_path, layout) as writer:
@@ -424,7 +413,7 @@ def test_rows_of_a_site_come_in_one_kind_only(layout: str, begun_with: int, tmp_
             writer.write(Batch("a", "resid_pre", other.shape[1], later, later, other[later], header))
         writer.write(Batch("a", "resid_post", 3, later, later, rows[later]))
         writer.finish_request("a")
-    assert load(tmp_path)["a"]["resid_post", 3].equal(rows) and len(load(tmp_path)["a"]) == 4
+    assert load(tmp_path)["a"]["resid_post", 3].equal(rows) and len(load(tmp_path)["a"]) == 5
 
 
 def test_bad_options_are_refused(tmp_path: Path) -> None:
@@ -432,9 +421,8 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
         ({"layout": "tar"}, "layout"), ({"pack_bytes": 3}, "pack_bytes"), ({"shard_bytes": 0}, "shard_bytes"),
         ({"compress": "zip"}, "compress.method"), ({"layout": "npz", "buffer_bytes": "1e9"}, "buffer_bytes"),
     ]:  # fmt: skip
-        with pytest.raises(WeirError) as e:
+        with refused(field):
             open_writer(tmp_path, **arguments)
-        assert e.value.field == field
     with pytest.raises(WeirError, match="what://"):
         load("what://there")
     with open_writer(tmp_path, "per_request", buffer_bytes=100) as writer:
@@ -443,21 +431,23 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
         assert "a" in writer.failed
 
 
-def test_a_million_rows_index_and_load_in_under_a_second(tmp_path: Path) -> None:
-    # 2,000 requests of 500 tokens; small rows, because the index is what is measured
+def test_many_rows_are_indexed_and_one_request_read_in_few_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long it takes for a million of them `bench/keep.py` measures."""
     with open_writer(tmp_path) as writer:
-        rows = torch.arange(500 * 4, dtype=torch.float32).view(500, 4)
-        for i in range(2000):
-            writer.write(Batch(f"request-{i}", "resid_post", 0, np.arange(500), np.arange(500) % 97, rows + i))
+        rows = torch.arange(100 * 4, dtype=torch.float32).view(100, 4)
+        for i in range(200):
+            writer.write(Batch(f"request-{i}", "resid_post", 0, np.arange(100), np.arange(100) % 97, rows + i))
             writer.finish_request(f"request-{i}")
-    begin = time.perf_counter()
+    read: list[int] = []
+    real = LocalFiles.cat_file
+    monkeypatch.setattr(LocalFiles, "cat_file", lambda *a, **k: read.append(len(out := real(*a, **k))) or out)
     dataset = load(tmp_path)
-    first = next(iter(dataset.torch(("resid_post", 0), batch_size=64, buffer_rows=4096)))
-    one = dataset["request-1234"]["resid_post", 0]
-    took = time.perf_counter() - begin
-    assert len(first) == 64 and torch.equal(one, rows + 1234)
-    assert dataset.count() == 1_000_000
-    assert took < patience(3), took  # under 1 s on an idle machine; bench/keep.py measures it
+    assert dataset.count() == 20_000 and len(read) < 10 and sum(read) < rows.nbytes * 200
+    read.clear()
+    assert torch.equal(dataset["request-123"]["resid_post", 0], rows + 123)
+    assert len(read) <= 1 and sum(read) <= rows.nbytes
 
 
 _READ = """
@@ -480,7 +470,7 @@ def test_reading_leaves_no_thread_that_could_abort_the_process_at_its_end(tmp_pa
     """An Arrow thread that lets go of Python's memory while the interpreter ends calls std::terminate."""
     make(tmp_path / "rows", "sharded", NAMES[:4])
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "texts.parquet")
-    subprocess.run([sys.executable, "-c", _READ, str(tmp_path / "rows"), str(tmp_path)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", _READ, str(tmp_path / "rows"), str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize(
@@ -494,9 +484,8 @@ def test_a_url_that_is_none_is_refused(url: Any, why: str, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     for call in (load, open_writer, analysis.load_activation_file, analysis.load_activation_manifest):
-        with pytest.raises(WeirError, match=f"^url: .*{why}") as e:
+        with refused("url", f"^url: .*{why}"):
             call(url)
-        assert e.value.field == "url"
     assert sorted(tmp_path.iterdir()) == before
     check(load("."), ["a"])
 
@@ -504,6 +493,5 @@ def test_a_url_that_is_none_is_refused(url: Any, why: str, tmp_path: Path, monke
 @pytest.mark.parametrize("options", [[1], "x", 7, {1: 2}])
 def test_storage_options_that_are_none_are_refused(options: Any, tmp_path: Path) -> None:
     for call in (load, open_writer):
-        with pytest.raises(WeirError, match=r"^storage_options: expected a dict whose keys are names of options$") as e:
+        with refused("storage_options", r"^storage_options: expected a dict whose keys are names of options$"):
             call(tmp_path, storage_options=options)
-        assert e.value.field == "storage_options"

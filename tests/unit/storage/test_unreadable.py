@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.unit.stored import make
+from tests.unit.mi_patch import write_request
+from tests.unit.stored import make, read_all
 from vllm_weir import analysis
 from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.storage import LAYOUTS, load
@@ -35,11 +35,6 @@ ERRORS = (
 )
 
 
-def write_mi_patch(path: Path) -> None:
-    (path / "req_1").mkdir(parents=True)
-    np.savez(path / "req_1" / "seq0_layer2_rank0.npz", q=np.zeros((4, 5), np.uint8), scale=np.ones(4), zero=np.ones(4))
-
-
 def write_fork(path: Path) -> None:
     path.mkdir()
     np.zeros((4, 5), "<f4").tofile(path / "4_post_block.bin")
@@ -47,23 +42,18 @@ def write_fork(path: Path) -> None:
     (path / "4_post_block.json").write_text(json.dumps(sidecar))
 
 
-def read_all(path: Path) -> None:
-    dataset = load(path)
-    for name in dataset:
-        dict(dataset[name])
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("kind", [*LAYOUTS, "mi_patch", "fork"])
+@pytest.mark.parametrize(("kind", "error"), zip([*LAYOUTS, "mi_patch", "fork"], [*ERRORS, *ERRORS[:2]], strict=True))
 def test_a_read_that_fails_is_called_that(
     kind: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every read of a file, one after the other, fails once."""
     path = tmp_path / "ds"
-    write: Callable[[Path], None] = {"mi_patch": write_mi_patch, "fork": write_fork}.get(
-        kind, lambda path: make(path, kind, ["a", "b"], compress="full8")
-    )
-    write(path)
+    if kind == "mi_patch":
+        write_request(path / "req_1", (2,))
+    elif kind == "fork":
+        write_fork(path)
+    else:
+        make(path, kind, ["a", "b"], compress="full8")
     real, left = LocalFiles.cat_file, [10**6]
 
     def cat_file(self: Any, *args: Any, **kwargs: Any) -> bytes:
@@ -108,8 +98,7 @@ def test_a_folder_that_cannot_be_listed_is_not_called_empty(tmp_path: Path, monk
         load(tmp_path)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(("layout", "error"), zip(LAYOUTS, ERRORS[::-1], strict=True))
 def test_a_connection_that_breaks_while_rows_are_verified_is_no_damage(
     layout: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

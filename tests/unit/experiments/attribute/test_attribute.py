@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import vllm_weir as weir
+from tests.unit.refusals import refused
 from vllm_weir.errors import WeirError
 
 HAPPY = "Tom went to the garden. Tom grinned happily, for the garden was lovely. Tom was so"
@@ -79,9 +80,8 @@ def test_files_round_trip(result, tmp_path):
         assert getattr(again, name) == getattr(result, name), name
     (tmp_path / "b.npz").write_bytes(b"no archive")
     for path in (tmp_path / "b.npz", tmp_path / "c.npz"):
-        with pytest.raises(WeirError, match="cannot read") as e:
+        with refused("path", "cannot read"):
             weir.Attribution.load(path)
-        assert e.value.field == "path"
     with pytest.raises(WeirError, match="cannot write"):
         result.save(tmp_path / "no folder" / "a.npz")
 
@@ -128,14 +128,12 @@ def test_pictures(result, tmp_path):
 )
 def test_wrong_arguments_name_their_field(arguments, field, message):
     given = dict(model=weir.demo_model(), clean=HAPPY, corrupt=SAD, metric=METRIC) | arguments
-    with pytest.raises(WeirError, match=message) as e:
+    with refused(field, message):
         weir.attribute(**given)
-    assert e.value.field == field
 
 
 def test_a_loaded_model_takes_token_ids_and_stays_where_it_is(network):
-    with pytest.raises(WeirError, match="no tokenizer") as e:
+    with refused("clean", "no tokenizer"):
         weir.attribute(network, HAPPY, SAD, metric=lambda x: x[5])
-    assert e.value.field == "clean"
     with pytest.raises(WeirError, match="stays where it is"):
         weir.attribute(network, ids(HAPPY), ids(SAD), metric=lambda x: x[5], device="cpu")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_weir.errors import WeirError
+from tests.unit.refusals import refused
 from vllm_weir.experiments.fit.rows import DROP, KEEP, CallerRows, WorkerRows
 from vllm_weir.fitting.collection import FitTask
 from vllm_weir.schema.capture import Capture
@@ -46,6 +46,5 @@ def test_a_prompt_without_a_row_is_named() -> None:
     rows = CallerRows(Capture(SITE.hook, SITE.layer, {"token_ids": [7]}), [SITE])
     outs = [SimpleNamespace(request_id=str(n), activations={SITE: torch.ones(n, 4)}) for n in (1, 0)]
     names = [rows.take(out) for out in outs]
-    with pytest.raises(WeirError, match="prompt 1 of both lists together cannot be read: positions select none") as e:
+    with refused("positive", "prompt 1 of both lists together cannot be read: positions select none"):
         rows.fit(SITE, names, FitTask("diff", 1, 1))
-    assert e.value.field == "positive"

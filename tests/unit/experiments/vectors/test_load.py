@@ -45,20 +45,12 @@ def test_gguf_counts_blocks_from_0(tmp_path):
     assert "leaves block N, counted from 0: resid_post[N]" in found.convention
 
 
-def test_the_content_decides_not_the_name(tmp_path):
-    same(load_vector(control_vector(tmp_path / "v.safetensors", {"direction.2": A})), {2: A})
-
-
 def test_gguf_says_its_layers_and_its_hook_point(tmp_path):
     path = control_vector(tmp_path / "v.gguf", {"direction.1": A})
     refused("layers", path, layers=2)
     refused("numbering", path, numbering="hidden_states")
     refused("hook", path, hook="mlp_out")
     same(load_vector(path, hook="resid_post", numbering="blocks"), {1: A})
-
-
-def test_repeng_writes_block_0_into_gguf(tmp_path):
-    same(load_vector(control_vector(tmp_path / "v.gguf", {"direction.0": A, "direction.1": B})), {0: A, 1: B})
 
 
 @pytest.mark.parametrize(
@@ -111,14 +103,6 @@ def test_a_name_that_holds_another_hook_point_is_not_passed_over(tmp_path, name,
         save_file(arrays, tmp_path / str(i))
         assert f"write {hook}.3" in refused(f"file.{name}", tmp_path / str(i))
     same(load_vector(tmp_path / "1", hook=hook), {3: A, 4: B})
-
-
-@pytest.mark.parametrize("name", ["resid_post_3", "happy_z_3", "quiz.3", "residual_3", "behaviour_pattern_3"])
-def test_other_words_before_the_number(tmp_path, name):
-    save_file({name: A}, tmp_path / "v")
-    found = load_vector(tmp_path / "v")
-    same(found, {3: A})
-    assert found.hook == "resid_post"
 
 
 def test_a_number_that_may_be_a_version_yields_to_the_block_given(tmp_path):
@@ -188,16 +172,29 @@ def test_numpy_numbers_arrays_without_names_and_not_blocks(tmp_path):
     same(found, {**dict.fromkeys(range(20, 31), A), 31: B})
 
 
-def test_torch_dictionaries_by_block(tmp_path):
-    torch.save({3: torch.tensor(A).bfloat16(), 4: torch.tensor(B)}, tmp_path / "v.pt")
-    same(load_vector(tmp_path / "v.pt"), {3: A, 4: B})
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (lambda path: control_vector(path, {"direction.2": A}), {2: A}),  # the content decides, not the name
+        (lambda path: control_vector(path, {"direction.0": A, "direction.1": B}), {0: A, 1: B}),  # of repeng
+        (lambda path: save_torch({"layer.3": torch.tensor(A).bfloat16()}, path), {3: A}),
+        (lambda path: torch.save({3: torch.tensor(A).bfloat16(), 4: torch.tensor(B)}, path), {3: A, 4: B}),
+        *(
+            (lambda path, name=name: save_file({name: A}, path), {3: A})
+            for name in ("resid_post_3", "happy_z_3", "quiz.3", "residual_3", "behaviour_pattern_3")
+        ),
+    ],
+)
+def test_keys_that_say_blocks_and_no_other_hook_point(tmp_path, write, expected):
+    write(tmp_path / "v.safetensors")
+    found = load_vector(tmp_path / "v.safetensors")
+    same(found, expected)
+    assert found.hook == "resid_post"
+
+
+def test_no_block_is_negative(tmp_path):
     torch.save({-1: torch.tensor(A)}, tmp_path / "w.pt")
     refused("file.-1", tmp_path / "w.pt")
-
-
-def test_bfloat16_safetensors(tmp_path):
-    save_torch({"layer.3": torch.tensor(A).bfloat16()}, tmp_path / "v")
-    same(load_vector(tmp_path / "v"), {3: A})
 
 
 def test_steering_vectors_fields_name_the_hook_point(tmp_path):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from tests.support.properties import examples
+from tests.unit.refusals import refused
 from vllm_weir.errors import StoreError, WeirError
 from vllm_weir.experiments.directions import Directions
 from vllm_weir.experiments.vectors.load import load_vector
@@ -22,7 +23,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | NUMBERS | TEXT, 
 
 
 @st.composite
-def directions(draw, hooks=("resid_post",)):
+def directions(draw, hooks):
     layers = draw(st.lists(st.integers(0, 200), min_size=1, max_size=5, unique=True))
     width = draw(st.integers(1, 40))
     by_layer = st.none() | st.dictionaries(st.sampled_from(layers), NUMBERS)
@@ -42,19 +43,15 @@ def bits(found: Directions) -> dict[int, bytes]:
 
 
 @pytest.mark.filterwarnings("ignore:llama.cpp and repeng")
+@pytest.mark.parametrize(
+    ("kind", "hooks"),
+    [("gguf", ("resid_post",)), ("safetensors", ("resid_post", "resid_pre", "mlp_out", "z", "mlp_post"))],
+)
 @examples(60)
-@given(saved=directions())
-def test_gguf(tmp_path_factory, saved):
-    path = tmp_path_factory.mktemp("v") / "v.gguf"
-    saved.save(path)
-    found = load_vector(path)
-    assert found == saved and bits(found) == bits(saved)
-
-
-@examples(60)
-@given(saved=directions(("resid_post", "resid_pre", "mlp_out", "z", "mlp_post")))
-def test_safetensors(tmp_path_factory, saved):
-    path = tmp_path_factory.mktemp("v") / "v.safetensors"
+@given(data=st.data())
+def test_what_is_saved_is_read(tmp_path_factory, kind, hooks, data):
+    saved = data.draw(directions(hooks))
+    path = tmp_path_factory.mktemp("v") / f"v.{kind}"
     saved.save(path)
     found = load_vector(path)
     assert found == saved and bits(found) == bits(saved)
@@ -118,6 +115,5 @@ def test_a_description_that_is_damaged(tmp_path):
         ("{", "file.weir_directions"),
     ):
         save_file({"direction.1": np.float32([1])}, tmp_path / "v", {"weir_directions": text})
-        with pytest.raises(WeirError) as e:
+        with refused(field):
             load_vector(tmp_path / "v")
-        assert e.value.field == field

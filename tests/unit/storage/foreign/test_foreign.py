@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.machine import module, needs
+from tests.unit.mi_patch import codes_of, top_codes, write_request
 from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.storage import load
 from vllm_weir.storage.record_blocks import ArrayBlock
@@ -22,31 +23,10 @@ from vllm_weir.storage.verify import verify
 D, N = 32, 6
 
 
-def mi_patch_codes(x: np.ndarray) -> dict[str, np.ndarray]:
-    """Vllm_mi_patch's affine code with a scale for each row: q = x / scale + zero."""
-    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
-    scale = (high - low) / 255
-    zero = np.clip(-low / scale, 0, 255)
-    return {
-        "codes": np.clip(np.rint(x / scale + zero), 0, 255).astype(np.uint8),
-        "scale": scale[:, 0],
-        "zero": zero[:, 0],
-    }
-
-
 @pytest.fixture
 def mi_patch(tmp_path: Path) -> tuple[Path, np.ndarray]:
     x = np.random.default_rng(0).normal(size=(N, D)).astype(np.float32)
-    codes = mi_patch_codes(x)
-    (tmp_path / "req_1-abcdef01").mkdir()
-    for layer in (0, 10):
-        np.savez_compressed(
-            tmp_path / "req_1-abcdef01" / f"seq0_layer{layer}_rank0.npz",
-            q=codes["codes"],
-            scale=codes["scale"],
-            zero=codes["zero"],
-        )
-    return tmp_path, x
+    return tmp_path, write_request(tmp_path / "req_1-abcdef01", (0, 10), x)
 
 
 def test_mi_patch_rows_by_the_inverse_that_fits_its_code(mi_patch: tuple[Path, np.ndarray]) -> None:
@@ -75,10 +55,8 @@ def test_mi_patch_scales_per_dimension_keep_nothing_and_say_so(tmp_path: Path) -
 def test_mi_patch_topk8_needs_its_width_and_unwraps_indices(tmp_path: Path) -> None:
     d = 40_000
     values = np.array([[3.0, -4.0, 5.0]], np.float32)
-    codes = mi_patch_codes(values)
     file = tmp_path / "seq0_layer0_rank0.npz"
-    indices = np.array([[1, 39_999, 7]]).astype(np.int16)  # 39,999 wraps
-    np.savez_compressed(file, indices=indices, values=codes["codes"], scale=codes["scale"], zero=codes["zero"])
+    np.savez_compressed(file, **top_codes(values, [[1, 39_999, 7]]))  # 39,999 wraps
     unknown = load(file)
     assert unknown.requests == ["request"] and unknown.count() == 1
     with pytest.raises(WeirError, match=r"seq0_layer0_rank0\.npz: .* pass hidden_size") as e:
@@ -95,10 +73,7 @@ def test_mi_patch_topk8_needs_its_width_and_unwraps_indices(tmp_path: Path) -> N
 def test_mi_patchs_manifest_says_how_wide_topk8_is(manifest: str, tmp_path: Path) -> None:
     folder = tmp_path / "req_1-abc"
     folder.mkdir()
-    codes = mi_patch_codes(np.array([[3.0, -4.0, 5.0]], np.float32))
-    stored = {"indices": np.array([[1, 30, 7]], np.int16), "values": codes["codes"]} | {
-        key: codes[key] for key in ("scale", "zero")
-    }
+    stored = top_codes(np.array([[3.0, -4.0, 5.0]], np.float32), [[1, 30, 7]])
     np.savez_compressed(folder / "seq0_layer4_rank0.npz", **stored)
     (folder / "manifest.json").write_text(manifest)
     with pytest.raises(WeirError, match="pass hidden_size"):
@@ -145,12 +120,12 @@ def test_a_refused_connection_is_not_a_missing_file() -> None:
 def test_a_dataset_that_is_gone_leaves_no_rows_to_the_next(tmp_path: Path) -> None:
     """Unpacked arrays are kept for their block only: another at the same address reads its own file."""
     file = tmp_path / "seq0_layer0_rank0.npz"
-    for i in range(10):
-        codes = mi_patch_codes((i + 1) * np.arange(D, dtype=np.float32)[None])
-        np.savez(file, q=codes["codes"], scale=codes["scale"], zero=codes["zero"] * 0)
+    for i in range(3):
+        codes = codes_of((i + 1) * np.arange(D, dtype=np.float32)[None])  # from 0 on
+        np.savez(file, **codes)
         dataset = load(file)
         got = dataset.rows(("resid_post", 0)).rows.numpy()
-        assert np.array_equal(got, codes["codes"] * codes["scale"][:, None])
+        assert np.array_equal(got, codes["q"] * codes["scale"][:, None])
         del dataset
         gc.collect()
         assert not ArrayBlock._recent
@@ -189,42 +164,38 @@ def raw(x: torch.Tensor) -> bytes:
     return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def test_the_forks_tags_may_use_the_same_ids(tmp_path: Path) -> None:
-    for k, tag in enumerate(("a", "b")):
-        folder = tmp_path / tag / "r1"
-        folder.mkdir(parents=True)
-        np.full((N, D), k, "<f4").tofile(folder / "4_post_block.bin")
-        sidecar = {"request_id": "r1", "layer": 4, "hook": "post_block", "shape": [N, D], "dtype": "float32"}
-        (folder / "4_post_block.json").write_text(json.dumps(sidecar))
-    dataset = load(tmp_path)
-    assert sorted(dataset.requests) == ["a/r1", "b/r1"] and load(tmp_path / "b").requests == ["r1"]
-    for k, request in enumerate(("a/r1", "b/r1")):
-        assert torch.equal(dataset[request]["resid_post", 4], torch.full((N, D), float(k)))
+def capture(path: Path, request: str, at: int, point: str, rows: torch.Tensor, **changed: object) -> None:
+    """Write one capture of the fork, and what is said of it but for what is changed."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / f"{at}_{point}.bin").write_bytes(raw(rows))
+    dtype = str(rows.dtype).removeprefix("torch.")
+    about = {"request_id": request, "layer": at, "hook": point, "shape": list(rows.shape), "dtype": dtype} | changed
+    (path / f"{at}_{point}.json").write_text(json.dumps(about))
 
 
 def test_runs_side_by_side_are_told_apart(tmp_path: Path) -> None:
     for k, run in enumerate(("a", "b")):
+        rows = torch.full((N, D), float(k))
         (tmp_path / "native" / run).mkdir(parents=True)
-        states = {"hidden_states": torch.full((N, 1, D), float(k)), "token_ids": torch.arange(N)}
+        states = {"hidden_states": rows[:, None].contiguous(), "token_ids": torch.arange(N)}
         save_file(states, tmp_path / "native" / run / "0.safetensors")
         (tmp_path / "npz" / run / "req_1").mkdir(parents=True)
         q = np.full((N, D), k, np.uint8)
         np.savez(tmp_path / "npz" / run / "req_1" / "seq0_layer3_rank0.npz", q=q, scale=np.ones(N), zero=np.zeros(N))
-    native, npz = load(tmp_path / "native", layer_ids=[4]), load(tmp_path / "npz")
-    assert native.requests == ["a/0", "b/0"] and npz.requests == ["a/req_1", "b/req_1"]
-    assert load(tmp_path / "native" / "b", layer_ids=[4]).requests == ["0"]
-    for dataset in (native, npz):
-        assert [float(acts["resid_post", 3].mean()) for acts in dataset.values()] == [0.0, 1.0]
+        capture(tmp_path / "fork" / run / "r1", "r1", 3, "post_block", rows)  # its tags
+    for kind, request, more in (("native", "0", {"layer_ids": [4]}), ("npz", "req_1", {}), ("fork", "r1", {})):
+        dataset = load(tmp_path / kind, **more)
+        assert sorted(dataset.requests) == [f"a/{request}", f"b/{request}"]
+        for k, run in enumerate(("a", "b")):
+            assert torch.equal(dataset[f"{run}/{request}"]["resid_post", 3], torch.full((N, D), float(k)))
+        if kind != "npz":
+            assert load(tmp_path / kind / "b", **more).requests == [request]
 
 
 def test_the_forks_files(tmp_path: Path) -> None:
     x = torch.randn(N, D).bfloat16()
     one = tmp_path / "run" / "r1"
-    one.mkdir(parents=True)
-    (one / "4_post_mlp.bin").write_bytes(raw(x))
-    (one / "4_post_mlp.json").write_text(
-        json.dumps({"request_id": "r1", "layer": 4, "hook": "post_mlp", "shape": [N, D], "dtype": "bfloat16"})
-    )
+    capture(one, "r1", 4, "post_mlp", x)
     two = tmp_path / "run" / "r2"
     two.mkdir()
     (two / "packed.bin").write_bytes(raw(x[:4]) + raw(x.flip(0)) + raw(x[4:]))
@@ -260,8 +231,7 @@ def test_the_forks_files(tmp_path: Path) -> None:
     with pytest.raises(WeirError, match=r"packed.bin: truncated"):
         load(tmp_path)
     for change in ({"shape": [N]}, {"dtype": "float64"}, {"hook": "nose"}, {"layer": -1}, {"positions": [0]}):
-        sidecar = {"request_id": "r1", "layer": 4, "hook": "post_mlp", "shape": [N, D], "dtype": "bfloat16"} | change
-        (one / "4_post_mlp.json").write_text(json.dumps(sidecar))
+        capture(one, "r1", 4, "post_mlp", x, **change)
         with pytest.raises(WeirError, match=r"4_post_mlp.json"):
             load(one)
 
@@ -269,19 +239,12 @@ def test_the_forks_files(tmp_path: Path) -> None:
 def test_the_forks_points_without_a_name_are_left_out_and_said(tmp_path: Path) -> None:
     x = torch.randn(N, D)
 
-    def capture(request: str, layer: int, hook: str) -> None:
-        (tmp_path / request).mkdir(exist_ok=True)
-        (tmp_path / request / f"{layer}_{hook}.bin").write_bytes(raw(x + layer))
-        sidecar = {"request_id": request, "layer": layer, "hook": hook, "shape": [N, D], "dtype": "float32"}
-        (tmp_path / request / f"{layer}_{hook}.json").write_text(json.dumps(sidecar))
-
     for layer in (3, 4):
-        capture("r1", layer, "nose")
+        capture(tmp_path / "r1", "r1", layer, "nose", x + layer)
     with pytest.raises(WeirError, match=r"3_nose.json: no capture is left .* 2 x 'nose' \(blocks 3, 4\)"):
         load(tmp_path)
-    capture("r1", 4, "post_mlp")
-    capture("r1", 4, "mlp_in")
-    capture("r2", 5, "nose")
+    for request, layer, hook in (("r1", 4, "post_mlp"), ("r1", 4, "mlp_in"), ("r2", 5, "nose")):
+        capture(tmp_path / request, request, layer, hook, x + layer)
     packed = [
         {"layer": 0, "hook": "nose", "offset": 0, "shape": [N, D]},
         {"layer": 0, "hook": "pre_attn", "offset": N * D * 4, "shape": [N, D]},

@@ -158,13 +158,13 @@ def test_manifests_of_earlier_versions_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compress", [None, "fp8", "full8", {"method": "topk8", "k": 8}, {"method": "rp8", "k": 32}])
-def test_the_manifest_gives_shapes_as_mi_patch_does(compress: object, tmp_path: Path) -> None:
-    """As wide as the model's rows, but for rp8."""
+def test_the_manifest_says_as_mi_patchs_what_there_is(compress: object, tmp_path: Path) -> None:
+    """Shapes are as wide as the model's rows, but for rp8."""
     write(tmp_path, compress, torch.randn(6, D))
-    (entry,) = analysis.load_activation_manifest(tmp_path / "req_a" / "manifest.json")["sequences"]["0"][
-        "layers"
-    ].values()
-    assert entry["shape"] == [6, 32 if Compression.parse(compress).method == "rp8" else D]
+    manifest = analysis.load_activation_manifest(tmp_path / "req_a" / "manifest.json")
+    sequence = manifest["sequences"]["0"]
+    assert manifest["request_id"] == "a" and sequence["total_len"] == 6 and list(sequence["layers"]) == ["3"]
+    assert sequence["layers"]["3"]["shape"] == [6, 32 if Compression.parse(compress).method == "rp8" else D]
 
 
 @pytest.mark.parametrize("fits", range(4))
