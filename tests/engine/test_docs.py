@@ -31,7 +31,6 @@ import vllm_weir as weir
 from tests.support.engines import DEFAULTS, EAGER, close_all, get_llm, quick_start, shut_down
 from tests.support.machine import engine_processes, needs
 from tests.support.markdown import ROOT, Block, blocks, commands, pages, split_environment
-from tests.support.named import ENGINES
 from tests.unit.server.routes.test_admin import gguf
 from vllm_weir.cli.main import app
 from vllm_weir.extraction.engine import VllmEngine
@@ -83,7 +82,7 @@ class Engines:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vllm, "LLM", self.kind)
             patch.delenv("WEIR_END_WITH_PARENT", raising=False)  # set by `weir.extract`, for other processes
-            llm = get_llm(model, **ENGINES["demo"].arguments | options)
+            llm = get_llm(model, **options)
         self.used.append(llm)
         return llm
 

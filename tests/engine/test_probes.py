@@ -215,7 +215,7 @@ def test_sklearn(llm, truth):
         expected = torch.from_numpy(pipeline.predict_proba(out.activations["resid_post", 2].numpy())).double()
         got = out.scores["fitted"].double()
         # A score is rounded by its summed products' size.
-        size = float((out.activations["resid_post", 2].abs() @ torch.from_numpy(probe.weight.array).abs().T).max())
+        size = float((out.activations["resid_post", 2].abs() @ torch.tensor(probe.weight.array).abs().T).max())
         wanted = expected[:, 1:] if classes == 2 else expected
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 * max(1.0, size))
 
