@@ -125,15 +125,16 @@ def test_features_killed_on_a_local_disk(seed: int, tmp_path: Path, source: Path
     assert died >= 3, died
 
 
+@pytest.mark.thorough
 @needs(object_store)
 def test_killed_on_an_object_store(tmp_path: Path, source: Path, forks: Any, s3: dict[str, Any]) -> None:
     options: dict[str, Any] = {"on_error": "skip", "storage_options": s3, "batch": 16}
     run_fake(source, str(tmp_path / "whole"), on_error="skip")
     rng = random.Random(4)
     died = 0
-    for i in range(4):
-        writes, seconds = (rng.randint(2, 12), 0.0) if i % 2 else (0, rng.uniform(0.1, 0.5))
+    for i in range(8):
+        writes, seconds = (rng.randint(2, 12), 0.0) if i % 2 else (0, rng.uniform(0.1, 1.0))
         died += kill(forks, source, "s3://acts/killed", writes, seconds, options | {"start_engine": SlowEngine}) == -9
     finish(source, "s3://acts/killed", options)
     assert differences(load("s3://acts/killed", storage_options=s3), load(tmp_path / "whole")) == []
-    assert died >= 2, died
+    assert died >= 4, died

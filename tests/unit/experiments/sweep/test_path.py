@@ -10,23 +10,10 @@ from hypothesis import strategies as st
 
 from tests.unit.refusals import refused
 from vllm_weir.experiments.sweep.path import FREEZABLE, Receiver, frozen_sites, parse_freeze, precedes
-from vllm_weir.schema.hooks import READ_ONLY_HOOKS, Site
+from vllm_weir.schema.hooks import BLOCK_HOOKS, READ_ONLY_HOOKS, Site
 
-ORDER = (
-    "resid_pre",
-    "attn_in",
-    "q",
-    "k",
-    "v",
-    "z",
-    "attn_out",
-    "resid_mid",
-    "mlp_in",
-    "mlp_post",
-    "mlp_out",
-    "resid_post",
-)
-SITES = st.builds(Site, st.sampled_from(ORDER), st.integers(0, 3))
+HOOKS = [hook for hook in BLOCK_HOOKS if hook not in READ_ONLY_HOOKS]
+SITES = st.builds(Site, st.sampled_from(HOOKS), st.integers(0, 3))
 
 
 @pytest.mark.parametrize(
