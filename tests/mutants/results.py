@@ -51,7 +51,7 @@ def _next(table: Mapping[str, Mutant], name: str) -> Mutant:
 
 def _killer(result: Mapping[str, Any] | None) -> str:
     if result is None:
-        return "not run | "
+        return "not run yet | "
     if result["killed_by"] is None:
         return "**survived** | "
     how = "" if result["how"] == "failed" else f" ({result['how']})"
