@@ -39,10 +39,9 @@ def assert_like(sae, reference, h, seen=None):
     assert np.abs(sae.reconstruct(h).numpy() - reference.decode(features.double().numpy(), seen)).max() <= EXACT
 
 
-def refused(field, path, **given):
-    with pytest.raises(WeirError) as e:
+def not_loaded(field, path, **given):
+    with refused(field) as e:
         weir.SAE.load(path, **given)
-    assert e.value.field == field, e.value
     return e.value
 
 
@@ -171,26 +170,26 @@ def test_a_head(tmp_path):
     assert_like(flat, Reference("standard", weights("standard")), h.flatten(1))
     flat.save(tmp_path / "flat")
     assert json.loads((tmp_path / "flat" / "cfg.json").read_text())["reshape_activations"] == "hook_z"
-    refused("hook_head_index", write_v5(tmp_path / "no", "standard", tensors, hook_head_index=2))
-    refused("hook_head_index", write_v5(tmp_path / "negative", "standard", tensors, **{**z, "hook_head_index": -1}))
+    not_loaded("hook_head_index", write_v5(tmp_path / "no", "standard", tensors, hook_head_index=2))
+    not_loaded("hook_head_index", write_v5(tmp_path / "negative", "standard", tensors, **{**z, "hook_head_index": -1}))
     of_one_head = {"hook_name": "blocks.1.attn.hook_z", "hook_head_index": 2}
-    refused("hook_head_index", write_v6(tmp_path / "t", "transcoder", weights("transcoder"), metadata=of_one_head))
+    not_loaded("hook_head_index", write_v6(tmp_path / "t", "transcoder", weights("transcoder"), metadata=of_one_head))
 
 
 def test_names_that_mean_two_things(tmp_path):
     tensors, transcoder = weights("standard"), weights("transcoder")
     mlp_in = {"hook_name": "blocks.4.hook_mlp_in"}
     path = write_v6(tmp_path / "before", "standard", tensors, metadata=mlp_in)
-    assert "resid_mid" in refused("hook_name", path).message
+    assert "resid_mid" in not_loaded("hook_name", path).message
     assert weir.SAE.load(path, site=("resid_mid", 4)).site == ("resid_mid", 4)
     after = {**mlp_in, "hf_hook_name": "model.layers.4.pre_feedforward_layernorm.output"}
     assert weir.SAE.load(write_v6(tmp_path / "after", "standard", tensors, metadata=after)).site == ("mlp_in", 4)
     # SAELens's own name of the inputs of Gemma Scope 2's transcoders.
     assert weir.SAE.load(write_v6(tmp_path / "gemma", "transcoder", transcoder, metadata=mlp_in)).site == ("mlp_in", 4)
     path = write_v6(tmp_path / "odd", "standard", tensors, metadata={"hook_name": "transformer.h.3"})
-    refused("hook_name", path)
+    not_loaded("hook_name", path)
     assert weir.SAE.load(path, site="resid_post.3").site == ("resid_post", 3)
-    refused("hook_layer", write_v5(tmp_path / "layer", "standard", tensors, hook_layer=1))
+    not_loaded("hook_layer", write_v5(tmp_path / "layer", "standard", tensors, hook_layer=1))
 
 
 @pytest.mark.parametrize("architecture", ["gated", "jumprelu_skip_transcoder"])
@@ -205,8 +204,8 @@ def test_rows_before_the_norms_weight(tmp_path, architecture):
         metadata={"hook_name": "blocks.3.ln2.hook_normalized"},
         apply_b_dec_to_input=apply,
     )
-    assert "norm_weight" in refused("norm_weight", path).message
-    refused("norm_weight", path, site=("mlp_in", 3))
+    assert "norm_weight" in not_loaded("norm_weight", path).message
+    not_loaded("norm_weight", path, site=("mlp_in", 3))
     weight, bias = 1.5 + 0.2 * torch.randn(D_IN), 0.4 * torch.randn(D_IN)
     sae = weir.SAE.load(path, norm_weight=weight, norm_bias=bias)
     assert sae.site == ("mlp_in", 3)
@@ -227,9 +226,9 @@ def test_rows_before_the_norms_weight(tmp_path, architecture):
     assert (sae.reconstruct(h * weight + bias) - expected).abs().max() < 2e-5
     as_it_is = weir.SAE.load(path, norm_weight=1)
     assert_like(as_it_is, reference, h)
-    refused("norm_weight", path, norm_weight=torch.zeros(D_IN))
-    refused("norm_weight", path, norm_weight=torch.ones(D_IN + 1))
-    refused("norm_bias", write_v6(tmp_path / "b", "standard", weights("standard")), norm_bias=1)
+    not_loaded("norm_weight", path, norm_weight=torch.zeros(D_IN))
+    not_loaded("norm_weight", path, norm_weight=torch.ones(D_IN + 1))
+    not_loaded("norm_bias", write_v6(tmp_path / "b", "standard", weights("standard")), norm_bias=1)
 
 
 def test_norms_of_the_decoder_are_those_of_the_file(tmp_path):
@@ -274,7 +273,7 @@ def test_centred_streams(tmp_path):
         apply_b_dec_to_input=True,
         model_from_pretrained_kwargs={"center_writing_weights": True},
     )
-    assert "LayerNorm" in refused("model_from_pretrained_kwargs.center_writing_weights", path).message
+    assert "LayerNorm" in not_loaded("model_from_pretrained_kwargs.center_writing_weights", path).message
     h, reference = rows(), Reference("standard", tensors, apply_b_dec_to_input=True)
     assert_like(weir.SAE.load(path, center_rows=False), reference, h)
     sae = weir.SAE.load(path, center_rows=True)
@@ -287,19 +286,23 @@ def test_the_factor_of_the_input(tmp_path):
     tensors, factor = weights("gated"), 0.3
     entries = {"normalize_activations": "expected_average_only_in", "apply_b_dec_to_input": True}
     path = write_v6(tmp_path / "6", "gated", tensors, **entries)
-    assert "norm_scaling_factor" in refused("normalize_activations", path).message
+    assert "norm_scaling_factor" in not_loaded("normalize_activations", path).message
     reference = Reference("gated", tensors, **entries, norm_scaling_factor=factor)
     assert_like(weir.SAE.load(path, norm_scaling_factor=factor), reference, 3 * rows())
     (path / "activation_scaler.json").write_text(json.dumps({"scaling_factor": factor, "has_whitening": False}))
     assert_like(weir.SAE.load(path), reference, 3 * rows())
     (path / "activation_scaler.json").write_text(json.dumps({"scaling_factor": None, "has_whitening": True}))
-    refused("activation_scaler.json.has_whitening", path)
+    not_loaded("activation_scaler.json.has_whitening", path)
     for wrong in (0, -1.0, float("nan"), "2", True):
-        refused("norm_scaling_factor", write_v6(tmp_path / "w", "gated", tensors, **entries), norm_scaling_factor=wrong)
+        not_loaded(
+            "norm_scaling_factor", write_v6(tmp_path / "w", "gated", tensors, **entries), norm_scaling_factor=wrong
+        )
     # Versions before 3 wrote a bool.
     old = write_v5(tmp_path / "old", "standard", weights("standard"), normalize_activations=True)
-    refused("normalize_activations", old)
-    refused("norm_scaling_factor", write_v5(tmp_path / "n", "standard", weights("standard")), norm_scaling_factor=2.0)
+    not_loaded("normalize_activations", old)
+    not_loaded(
+        "norm_scaling_factor", write_v5(tmp_path / "n", "standard", weights("standard")), norm_scaling_factor=2.0
+    )
 
 
 @pytest.mark.parametrize("name", ["scaling_factor", "finetuning_scaling_factor"])
@@ -307,7 +310,7 @@ def test_factors_of_fine_tuning(tmp_path, name):
     tensors, factors = weights("jumprelu"), 1 + 0.2 * torch.rand(D_SAE)
     path = write_v5(tmp_path / "a", "jumprelu", {**tensors, name: factors}, finetuning_scaling_factor=True)
     assert_like(weir.SAE.load(path), Reference("jumprelu", tensors, factors=factors.double().numpy()), rows())
-    refused("finetuning_scaling_factor", write_v5(tmp_path / "b", "jumprelu", {**tensors, name: factors}))
+    not_loaded("finetuning_scaling_factor", write_v5(tmp_path / "b", "jumprelu", {**tensors, name: factors}))
     ones = write_v5(tmp_path / "c", "jumprelu", {**tensors, name: torch.ones(D_SAE)})
     assert_like(weir.SAE.load(ones), Reference("jumprelu", tensors), rows())
 
@@ -315,7 +318,7 @@ def test_factors_of_fine_tuning(tmp_path, name):
 def test_gemma_scope(tmp_path):
     tensors = weights("jumprelu")
     path = write_npz(tmp_path / "layer_20" / "average_l0_71", tensors)
-    assert "site" in refused("site", path).message
+    assert "site" in not_loaded("site", path).message
     for place in (path, path.parent):
         sae = weir.SAE.load(place, site=("resid_post", 20))
         assert sae.architecture == "jumprelu" and sae.site == ("resid_post", 20) and sae.name == "average_l0_71"
@@ -327,7 +330,7 @@ def test_gemma_scope(tmp_path):
 def test_gemma_scope_transcoders(tmp_path):
     tensors = weights("jumprelu_transcoder")
     path = write_npz(tmp_path, tensors)
-    message = refused("norm_weight", path, site=("mlp_in", 5)).message
+    message = not_loaded("norm_weight", path, site=("mlp_in", 5)).message
     assert "norm_weight=1 if" in message and ".save(directory)" in message
     reference, weight = Reference("jumprelu_transcoder", tensors), 1 + torch.rand(D_IN)
     as_it_is = weir.SAE.load(path, site=("mlp_in", 5), norm_weight=1)
@@ -368,12 +371,14 @@ def test_entries_that_are_not_supported_are_named(tmp_path, entries, field):
     if entries == {"metadata": []}:  # empty, as good as missing
         weir.SAE.load(path)
         return
-    refused(field, path)
+    not_loaded(field, path)
 
 
 def test_changed_values_of_heads_are_refused(tmp_path):
     z = {"hook_name": "blocks.2.attn.hook_z", "model_from_pretrained_kwargs": {"fold_value_biases": True}}
-    refused("model_from_pretrained_kwargs.fold_value_biases", write_v5(tmp_path, "standard", weights("standard"), **z))
+    not_loaded(
+        "model_from_pretrained_kwargs.fold_value_biases", write_v5(tmp_path, "standard", weights("standard"), **z)
+    )
 
 
 def test_files_that_are_missing_or_damaged(tmp_path):
@@ -385,16 +390,16 @@ def test_files_that_are_missing_or_damaged(tmp_path):
     whole = (path / "sae_weights.safetensors").read_bytes()
     for cut in (0, 4, 100, len(whole) - 1):
         (path / "sae_weights.safetensors").write_bytes(whole[:cut])
-        refused("sae_weights.safetensors", path)
+        not_loaded("sae_weights.safetensors", path)
     (path / "sae_weights.safetensors").unlink()
     with pytest.raises(MissingFile):
         weir.SAE.load(path)
     (path / "cfg.json").write_text("{")
-    refused("cfg.json", path)
+    not_loaded("cfg.json", path)
     (path / "cfg.json").write_text("[]")
-    refused("cfg.json", path)
+    not_loaded("cfg.json", path)
     (tmp_path / "weights.pt").write_bytes(b"x")
-    refused("path", tmp_path / "weights.pt", site=("resid_post", 1))
+    not_loaded("path", tmp_path / "weights.pt", site=("resid_post", 1))
 
 
 def test_no_pickle_is_opened(tmp_path):
@@ -403,17 +408,17 @@ def test_no_pickle_is_opened(tmp_path):
             return (pytest.fail, ("a pickle was executed",))
 
     np.savez(tmp_path / "params.npz", W_enc=np.array([Bomb()], dtype=object))
-    refused("params.npz", tmp_path, site=("resid_post", 1))
+    not_loaded("params.npz", tmp_path, site=("resid_post", 1))
     whole = write_npz(tmp_path / "b", weights("jumprelu")).read_bytes()
     (tmp_path / "params.npz").write_bytes(whole[: len(whole) // 2])
-    refused("params.npz", tmp_path, site=("resid_post", 1))
+    not_loaded("params.npz", tmp_path, site=("resid_post", 1))
 
 
 def test_unknown_and_missing_tensors_are_named(tmp_path):
     tensors = weights("standard")
-    refused("b_gate", write_v6(tmp_path / "a", "standard", {**tensors, "b_gate": torch.zeros(D_SAE)}))
+    not_loaded("b_gate", write_v6(tmp_path / "a", "standard", {**tensors, "b_gate": torch.zeros(D_SAE)}))
     del tensors["b_enc"]
-    refused("b_enc", write_v6(tmp_path / "b", "standard", tensors))
+    not_loaded("b_enc", write_v6(tmp_path / "b", "standard", tensors))
 
 
 def test_dtypes(tmp_path):
@@ -421,7 +426,7 @@ def test_dtypes(tmp_path):
     assert weir.SAE.load(path).dtype == torch.bfloat16
     assert weir.SAE.load(path, dtype="float32").dtype == torch.float32
     assert weir.SAE.load(path, dtype=torch.float16).dtype == torch.float16
-    refused("dtype", path, dtype="int4")
+    not_loaded("dtype", path, dtype="int4")
 
 
 junk = st.one_of(
