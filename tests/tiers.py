@@ -64,10 +64,10 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="begin no test after so many minutes")
     parser.add_argument("--since", help="the commit that `reached` compares with (default: that of the stored run)")
     parser.add_argument("--store", action="store_true", help="store the durations of a run in which nothing failed")
-    parser.add_argument("more", nargs="*", help="arguments of pytest, after --")
-    args = parser.parse_args()
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    args = parser.parse_args(own)
     started = time.time()
-    common = ["-n", str(args.workers), *args.more]
+    common = ["-n", str(args.workers), *sys.argv[len(own) + 2 :]]
     if args.minutes is not None:
         common += ["--until", str(started + 60 * args.minutes)]
     runs = _runs(args.tier, args.since)
