@@ -55,11 +55,11 @@ def test_fast_leaves_out_what_is_thorough_and_all_does_not():
         ("src/vllm_weir/codec.py", ["tests/unit/test_codec.py", "tests/engine/test_compress.py"], [UNTOUCHED]),
         ("src/vllm_weir/worker/runtime.py", ["tests/engine/test_steer_ops.py"], ["tests/unit/test_codec.py"]),
         ("src/vllm_weir/experiments/sweep/plan.py", ["tests/engine/test_sweep.py"], ["tests/engine/test_steer_ops.py"]),
-        ("tests/support/oracle.py", ["tests/engine/test_exact.py"], ["tests/unit/test_codec.py"]),
-        ("tests/engine/test_fit.py", ["tests/engine/test_fit.py"], ["tests/engine/test_exact.py"]),
-        ("README.md", ["tests/engine/test_docs.py", "tests/unit/test_docs.py"], ["tests/engine/test_exact.py"]),
-        ("pyproject.toml", ["tests/engine/test_exact.py", "tests/unit/test_docs.py"], []),
-        ("tests/engine/conftest.py", ["tests/engine/test_exact.py"], []),
+        ("tests/support/oracle.py", ["tests/engine/test_families.py"], ["tests/unit/test_codec.py"]),
+        ("tests/engine/test_fit.py", ["tests/engine/test_fit.py"], ["tests/engine/test_families.py"]),
+        ("README.md", ["tests/engine/test_docs.py", "tests/unit/test_docs.py"], ["tests/engine/test_families.py"]),
+        ("pyproject.toml", ["tests/engine/test_families.py", "tests/unit/test_docs.py"], []),
+        ("tests/engine/conftest.py", ["tests/engine/test_families.py"], []),
     ],
 )  # fmt: skip
 def test_a_change_reaches_what_imports_it(changed, reached, not_reached):
