@@ -15,7 +15,7 @@ import torch
 
 from tests.conformance.inside import INNER
 from tests.support.check import expected_positions
-from tests.support.measure import rel_err, rounding
+from tests.support.measure import alike, rel_err, rounding
 from tests.support.models import make_model
 from tests.support.oracle import Oracle, Site
 from tests.support.remembered import REFERENCES
@@ -272,6 +272,12 @@ def logprobs(out: Any) -> tuple[list[int], list[dict[int, float]]]:
     """
     one = out.outputs[0]
     return list(one.token_ids), [{t: p.logprob for t, p in step.items()} for step in one.logprobs]
+
+
+def same_answers(outs: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether plain outputs have the same tokens and logprobs as others, in steps of the same shapes (`alike`)."""
+    pairs = ((logprobs(out), logprobs(other)) for out, other in zip(outs, others, strict=True))
+    return all(out[0] == other[0] and alike(out[1], other[1]) for out, other in pairs)
 
 
 def generated(llm: Any, prompts: Any, params: Any) -> list[Any]:
