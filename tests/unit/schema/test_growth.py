@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -44,28 +45,29 @@ DOORS: dict[str, tuple[int, Callable[[int], Any], Callable[[Any], Any]]] = {
 }  # fmt: skip
 
 
-def cost(call: Callable[[], Any]) -> tuple[float, int]:
-    """CPU seconds, the least of five, and bytes at the peak."""
-    seconds = []
-    for _ in range(5):
-        began = time.process_time()
-        call()
-        seconds.append(time.process_time() - began)
+def seconds(call: Callable[[], Any]) -> float:
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
+def peak(call: Callable[[], Any]) -> int:
     tracemalloc.start()
     call()
-    peak = tracemalloc.get_traced_memory()[1]
+    bytes_at_most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return min(seconds), peak
+    return bytes_at_most
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_costs_grow_no_faster_than_what_is_sent(door):
     size, made, read = DOORS[door]
-    small, large = made(size), made(FOLD * size)
-    few, many = (cost(lambda sent=sent: refused(lambda: read(sent))) for sent in (small, large))
+    small, large = (functools.partial(refused, functools.partial(read, made(n))) for n in (size, FOLD * size))
     # A call of microseconds, and one of a few kilobytes, are what the clock and the allocator make of them.
-    assert many[0] <= MOST * max(few[0], 2e-4), (few, many)
-    assert many[1] <= MOST * max(few[1], 1 << 14), (few, many)
+    assert peak(large) <= MOST * max(peak(small), 1 << 14)
+    # Other processes take turns on the caches: what grows too fast does so in every attempt.
+    least = max(min(seconds(small) for _ in range(5)), 2e-4)
+    assert any(seconds(large) <= MOST * least for _ in range(20)), least
 
 
 def test_lists_hold_numbers_at_a_depth_that_arrays_have():
