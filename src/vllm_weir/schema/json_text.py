@@ -36,7 +36,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]], path: str) -> dict[str, An
     """Build an object; refuse a repeated key, whose first value `json` would drop silently."""
     out = dict(pairs)
     if len(out) < len(pairs):
-        keys = [key for key, _ in pairs]
-        duplicate = next(key for key in keys if keys.count(key) > 1)
+        seen: set[str] = set()
+        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise WeirError(f"the key {brief(duplicate)!r} comes twice in one object; keep one of them", path)
     return out

@@ -80,11 +80,13 @@ def meant(key: str, in_body: bool = False) -> str | None:
     if key in KEYS or key in FORK_FIELDS or len(key) > _MAX_MISSPELT:
         return None
     letters = _letters(key)
-    own_keys = (WIRE_KEY, *FORK_FIELDS, *LENS_KEYS) if in_body else (WIRE_KEY, *LENS_KEYS)
     if letters in _OTHER_NAMES and not in_body:
         return _OTHER_NAMES[letters]
-    for own in own_keys:
-        own_letters = _letters(own)
+    # A request may have a hundred thousand keys of others: nearly all are told apart by their ends alone.
+    for own in (*_BY_END.get(letters[:2], ()), *_BY_END.get(letters[-2:], ())):
+        if own in FORK_FIELDS and not in_body:
+            continue
+        own_letters = _LETTERS[own]
         if letters == own_letters or _swapped_or_doubled(letters, own_letters):
             return own
         if own not in LENS_REFUSED and own != WIRE_KEY and _one_letter_off(letters, own_letters):
@@ -194,9 +196,12 @@ def _fork_field_offline(key: str) -> WeirError:
     )
 
 
+_PUNCTUATION = str.maketrans("", "", "_-. \t")
+
+
 def _letters(key: str) -> str:
     """Return a key in small letters, without punctuation."""
-    return "".join(c for c in key.lower() if c not in "_-. \t")
+    return key.lower().translate(_PUNCTUATION)
 
 
 def _swapped_or_doubled(a: str, b: str) -> bool:
@@ -216,3 +221,24 @@ def _one_letter_off(a: str, b: str) -> bool:
 def _differ_at(a: str, b: str) -> int:
     """Return how many first letters they share."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+_LETTERS = {own: _letters(own) for own in (WIRE_KEY, *FORK_FIELDS, *LENS_KEYS)}
+
+
+def _by_end() -> dict[str, list[str]]:
+    """Return Weir's keys by the first and the last two letters that a misspelt one may have.
+
+    A slip changes one end at most, except in the four letters of `WIRE_KEY`, of which every slip is listed.
+    """
+    found: dict[str, list[str]] = {}
+    for own, letters in _LETTERS.items():
+        ends = {letters[:2], letters[-2:]}
+        if own == WIRE_KEY:
+            ends |= {letters[i : i + 2][::-1] for i in range(3)} | {letters[:1] + letters[2:3]}
+        for end in ends:
+            found.setdefault(end, []).append(own)
+    return found
+
+
+_BY_END = _by_end()

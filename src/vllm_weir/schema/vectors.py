@@ -20,6 +20,8 @@ from vllm_weir.util.lru import LruCache
 
 KEPT = (1, 2, 3)
 """Numbers of dimensions that a registered vector may have: [d], [n, d], or [layers, n, d]."""
+MAX_NDIM = 8
+"""No field takes as many; more would be an error of numpy's, or of the stack."""
 MAX_ROWS = 8192
 MAX_ELEMENTS = 1 << 26
 _FLOAT32 = np.dtype("<f4")
@@ -131,7 +133,9 @@ def _decode(value: Mapping, field: str) -> np.ndarray:
         raise WeirError(message, f"{field}.b64")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise WeirError(f"unknown dtype {brief(dtype)!r}; choose from {', '.join(_DTYPES)}", f"{field}.dtype")
-    if not isinstance(shape, (list, tuple)) or not shape or not all(type(n) is int and n > 0 for n in shape):
+    if not isinstance(shape, (list, tuple)) or not 0 < len(shape) <= MAX_NDIM:
+        raise WeirError(f"shape is a list of 1 to {MAX_NDIM} positive ints", f"{field}.shape")
+    if not all(type(n) is int and n > 0 for n in shape):
         raise WeirError("shape is a list of positive ints", f"{field}.shape")
     count = 1
     for n in shape:
@@ -165,6 +169,8 @@ def _checked(value: Any, field: str, ndim: tuple[int, ...]) -> np.ndarray:
         value = _of_tensor(value, field)
     elif isinstance(value, (list, tuple)) and any(hasattr(v, "detach") for v in value):
         value = [_of_tensor(v, f"{field}[{i}]") if hasattr(v, "detach") else v for i, v in enumerate(value)]
+    if isinstance(value, (list, tuple)):
+        _refuse_other_leaves(value, field, MAX_NDIM)
     try:
         array = np.asarray(value)
     except (ValueError, TypeError):
@@ -186,6 +192,25 @@ def _checked(value: Any, field: str, ndim: tuple[int, ...]) -> np.ndarray:
         raise WeirError("contains NaN or Inf (or overflows float32)", field)
     out.setflags(write=False)
     return out
+
+
+def _refuse_other_leaves(value: list | tuple, field: str, deepest: int) -> None:
+    """Raise WeirError unless a nested list holds numbers, at most `deepest` lists deep.
+
+    `numpy.asarray` gives each element the room of the longest text, so one text among many short ones would take
+    gigabytes before its type could be told.
+    """
+    types = set(map(type, value))
+    if types <= {int, float}:
+        return
+    for kind in types:
+        if kind not in (list, tuple) and not issubclass(kind, (int, float, np.number, np.ndarray)):
+            raise WeirError(f"expected numbers, got {kind.__name__}", field)
+    if deepest == 1 and types & {list, tuple}:
+        raise WeirError(f"lists more than {MAX_NDIM} deep", field)
+    for one in value:
+        if isinstance(one, (list, tuple)):
+            _refuse_other_leaves(one, field, deepest - 1)
 
 
 def is_finite(array: np.ndarray) -> bool:
