@@ -20,6 +20,7 @@ import vllm_weir as weir
 from tests.engine.serve_cases import PROMPTS, D, other_sae
 from tests.engine.serve_probe import PATH as HELD
 from tests.engine.serve_probe import WHY
+from tests.support.engines import DEFAULTS
 from tests.support.measure import eventually
 from tests.support.ports import free_port
 from tests.support.zygote import ROOT, Child, zygote
@@ -62,6 +63,8 @@ def running(
     environ = {k: v for k, v in os.environ.items() if k not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PLUGINS")}
     environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | (env or {})
     command = [*command, model or weir.demo_model(), *args, "--port", str(port), "--api-key", API_KEY, *more]
+    if (share := DEFAULTS.get("gpu_memory_utilization")) is not None:
+        command += ["--gpu-memory-utilization", str(share)]  # other processes may be on the card
     process: subprocess.Popen | Child
     if forked:
         process = zygote().start(command[1:], environ, ROOT, log)

@@ -56,6 +56,7 @@ MAX_GRAPHS = 2 * 64 * (MAX_SETS + 2)
 BOUNDED = {
     "GraphSets._captured": MAX_GRAPHS,
     "GraphSets._late_captures": MAX_GRAPHS,
+    "GraphSets._substitutes": MAX_REMEMBERED,
     "LiveGraph": 2 * MAX_REMEMBERED,
     "MarkBuffer._ended": MAX_ENDED,
     "ScoreSeries._series": 2 * KEPT,

@@ -84,8 +84,6 @@ def get_llm(
 
     while len(_alive) >= max(1, keep):
         _close(next(iter(_alive)))
-    if in_process and torch.version.cuda is not None:
-        hold_graph_pool()
     with environment(env), quick_start() if in_process else quick_processes():
         from vllm import LLM
 
@@ -163,6 +161,8 @@ def quick_start() -> Iterator[None]:
     """
     if torch.version.cuda is None:
         import_vllm()
+    else:
+        hold_graph_pool()
     with _collector_at_rest():
         yield
 

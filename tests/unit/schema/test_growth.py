@@ -1,4 +1,4 @@
-"""What a client sends costs in proportion to its length: 16 times as much, at most 24 times the time and memory."""
+"""What a client sends costs in proportion to its length, and not to a power of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from vllm_weir.schema import keys
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.vectors import Vector
 
-FOLD, MOST = 16, 24
+FOLD = 16
+MOST_BYTES, MOST_TIME = 24, 64
+"""How much more 16 times as much may take: 256 is quadratic. Caches hold the small one alone."""
 
 
 def refused(call: Callable[[], Any]) -> Any:
@@ -64,10 +66,9 @@ def test_costs_grow_no_faster_than_what_is_sent(door):
     size, made, read = DOORS[door]
     small, large = (functools.partial(refused, functools.partial(read, made(n))) for n in (size, FOLD * size))
     # A call of microseconds, and one of a few kilobytes, are what the clock and the allocator make of them.
-    assert peak(large) <= MOST * max(peak(small), 1 << 14)
-    # Other processes take turns on the caches: what grows too fast does so in every attempt.
+    assert peak(large) <= MOST_BYTES * max(peak(small), 1 << 14)
     least = max(min(seconds(small) for _ in range(5)), 2e-4)
-    assert any(seconds(large) <= MOST * least for _ in range(20)), least
+    assert min(seconds(large) for _ in range(5)) <= MOST_TIME * least
 
 
 def test_lists_hold_numbers_at_a_depth_that_arrays_have():

@@ -164,6 +164,15 @@ def test_rows_that_come_too_late_are_freed(server):
     assert len(made) == 1 and len(server.spool) == 0
 
 
+def test_each_choice_gets_its_own_answer(server):
+    views = {k: View(receipt=lambda k=k: SimpleNamespace(to_dict=lambda: {"choice": k})) for k in (1, 0, 3)}
+    made = reply(server, views[0])
+    for choice in (3, 1):
+        made.add_view(choice, views[choice])
+    told = asyncio.run(made.weir_objects())
+    assert {choice: found["receipt"]["choice"] for choice, found in told.items()} == {0: 0, 1: 1, 3: 3}
+
+
 def test_lost_rows_are_said_on_the_choice_of_a_stream(server):
     view = View(activations=failing())
     (out,) = rewritten(reply(server, view), chunk("stop"))

@@ -276,3 +276,15 @@ def test_the_checksums_are_those_of_the_format(tmp_path: Path) -> None:
     assert tensors["resid_post.3.checksums"].dtype == torch.uint32
     rows = rows_of("a", *SITE, length_of("a"))
     assert tensors["resid_post.3.checksums"].tolist() == [plainly(r.view(torch.uint8).numpy().tobytes()) for r in rows]
+
+
+def test_rows_with_checksums_are_compared_beside_rows_without(tmp_path: Path) -> None:
+    make(tmp_path, "per_request", NAMES[:1])
+    index = load(tmp_path).index
+    runs, rows = index.expand(np.arange(len(index.run_rows)))
+    records = np.concatenate([found for _, found in index.gather(runs, rows).values()])
+    index.run_has_checksums[0] = False
+    kept = runs > 0
+    assert len(index.mismatches(runs, rows, records)) == 0
+    index.checksums[rows] ^= 1
+    assert index.mismatches(runs, rows, records).tolist() == np.flatnonzero(kept).tolist()

@@ -161,3 +161,13 @@ def test_more_than_there_is_memory_for_is_refused(monkeypatch):
         worker.kept.endpoint("k")
     monkeypatch.undo()
     assert kept_rows.available_bytes() > 1 << 20
+
+
+def test_of_rows_that_arrive_together_the_last_counts():
+    worker, rows = Worker(), values()
+    worker.begin()
+    names = [f"r{k}" for k in range(PROMPTS)]
+    for k, name in enumerate(names):
+        worker.send(k, name, torch.cat([torch.zeros_like(rows[k]), rows[k]]))
+    found, wanted = fitted(worker, SITES[1], names), expected(rows, SITES[1])
+    assert (found.direction.vector == wanted.direction.vector).all()

@@ -99,3 +99,17 @@ def test_a_full_device_gives_up_other_lenses_and_then_refuses(tmp_path, monkeypa
     with pytest.raises(WeirError, match="160 bytes of this lens; start the engine with a lower") as e:
         weight(made, save(tmp_path / "3", state(3)))
     assert e.value.field == "lens.path"
+
+
+def test_a_row_is_translated_by_the_matrix_and_not_its_transpose(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"{i}.weight": torch.randn(D, D, generator=generator) for i in range(LAYERS)}
+    tensors |= {f"{i}.bias": torch.randn(D, generator=generator) for i in range(LAYERS)}
+    reader = lenses().reader(ReadOut(LENS, Site("resid_post", 0), str(save(tmp_path / "lens", tensors)), D))
+    rows = torch.randn(6, D, generator=generator)
+    logits = rows + torch.einsum("ij,nj->ni", tensors["1.weight"], rows) + tensors["1.bias"]
+    records = reader.read(rows)
+    order = logits.argsort(1, descending=True)
+    assert torch.equal(records[:, :D].long(), order)
+    logprobs = logits.double().log_softmax(1).gather(1, order)
+    assert (records[:, D:].contiguous().view(torch.float32) - logprobs).abs().max() <= 1e-5 * logits.abs().max()

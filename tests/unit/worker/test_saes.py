@@ -138,3 +138,14 @@ def test_a_full_device_and_a_missing_file_are_answers(tmp_path, file, monkeypatc
         answer = worker.load("a", file)
     assert "the device is full" in answer["error"]
     assert len(worker) == 0 and worker.nbytes == 0
+
+
+def test_who_joins_again_finds_what_was_unloaded_meanwhile(file):
+    worker = WorkerSAEs(CPU)
+    worker.load("a", file)
+    held = worker.hold("r", "a")
+    worker.unload("a")
+    assert worker.hold("r", "a") is held
+    worker.release("r")
+    with pytest.raises(WeirError, match="unloaded while the request waited"):
+        worker.hold("r", "a")

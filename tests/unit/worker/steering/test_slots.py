@@ -51,6 +51,18 @@ def test_rows_are_held_once_and_keep_their_content(steps):
         assert {k for k, n in users.items() if n} <= table.slots.slot_of.keys()
 
 
+def test_what_is_in_use_again_is_given_to_no_other():
+    slots = Slots(2)
+    for key in "ab":
+        slots.hold(key)
+    slots.release("a")
+    assert slots.hold("a") == (slots.slot_of["a"], False)
+    with pytest.raises(IndexError):
+        slots.hold("c")
+    slots.release("b")
+    assert slots.hold("c")[1] and slots.slot_of.keys() == {"a", "c"}
+
+
 def test_scattered_free_rows_are_brought_together():
     table = Table()
     for key in range(CAPACITY):

@@ -143,3 +143,22 @@ def test_the_reader_fails_every_request_that_it_waits_for():
     header = messages.MessageHeader("t", "w", D, "float32", broken="lost")
     deliver(store, "t", [messages.encode(header), b"", b""], lambda worker: MappedBuffer())
     assert (one.failure, other.failure) == ("lost", "its own reason")
+
+
+def test_rows_of_a_later_extent_are_sent_from_where_they_lie(tmp_path):
+    """To a reader elsewhere: ranks go on from one extent to the next."""
+    reader = Reader(tmp_path, near=False)
+    try:
+        first, second = reader.arena.allocate(4), reader.arena.allocate(6)
+        reader.drain.send(reader.parcel(**opening(first)))
+        reader.hear()
+        arrivals = np.array([(1, 3, 7, 2, 1)], ARRIVAL)
+        placed = messages.LayoutUpdate(placed=[messages.ExtentPlaced(1, 2, 3, second)])
+        reader.drain.send(
+            StepNotice(lambda: None, layout_updates={reader.reply: placed}, arrivals={reader.reply: arrivals})
+        )
+        frames = reader.hear()[2]
+        wanted = reader.rows[second + 2 : second + 6]  # two rows a rank
+        assert np.frombuffer(frames[3], np.float32).tolist() == wanted.flatten().tolist()
+    finally:
+        reader.close()

@@ -83,3 +83,16 @@ def test_ties_come_by_index():
     ids, top = top_values(values, 5)
     assert ids.tolist() == [[1, 3, 0, 2, 4], [4, 3, 0, 1, 5]]
     assert torch.equal(top, values.gather(1, ids))
+
+
+def test_what_is_read_together_goes_to_its_own_column():
+    """Untranslated lenses of all blocks are read in one product."""
+    sites = [STREAM, Site("resid_post", 2), Site("resid_post", 3)]
+    read_outs, codecs = store()
+    asked = tuple(ReadOut(LENS, site, "", 3) for site in sites)
+    codec = codecs[read_outs.hold("r", asked)(tuple(column_of(site, False) for site in sites))]
+    rows = torch.randn(5, 3, D, generator=torch.Generator().manual_seed(4))
+    records = codec.encode_columns(rows, 0)
+    for k in range(3):
+        ids = records[:, k, :12].contiguous().view(torch.int32).long()
+        assert torch.equal(ids, (rows[:, k] @ HEAD).topk(3).indices)

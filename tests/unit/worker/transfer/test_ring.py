@@ -62,3 +62,10 @@ def test_a_piece_larger_than_the_ring_is_an_error():
     with pytest.raises(ValueError, match="11 rows do not fit a ring of 10"):
         ring.take(11)
     assert ring.take(10) == 0
+
+
+@pytest.mark.parametrize(("dtype", "starts"), [(torch.bfloat16, [0, 4, 6]), (torch.float32, [0, 3, 5])])
+def test_pieces_begin_where_float32_may_lie(dtype, starts):
+    """Reductions keep float32 in the ring's rows, whose width may be odd."""
+    ring = Ring(16, 1, dtype, torch.device("cpu"))
+    assert [ring.take(rows) for rows in (3, 2, 1)] == starts
