@@ -149,6 +149,16 @@ def test_prompts_that_are_reduced_bound_a_step_by_their_groups():
     assert budget.tokens(live, 16_384) == 16_384
 
 
+@pytest.mark.parametrize(("computed", "groups_beside"), [(0, 1), (100, 2)])
+def test_a_prompt_that_goes_on_inside_a_group_takes_one_more(computed, groups_beside):
+    """Seven groups fit: those that the tokens fill, one that they begin, and one that they finish."""
+    budget = StepBudget(28, 10**9)
+    reduced = {"max_row_tokens": 0, "rows_per_group": 4, "first_position": 0, "last_reduced": 9999}
+    budget.join("r", asks(rows_per_token=1, rows_per_tap=1, **reduced))
+    live = {"r": SimpleNamespace(num_computed_tokens=computed)}
+    assert budget.tokens(live, 2000) == (7 - groups_beside + 1) * GROUP - 1
+
+
 @given(data=st.data(), ring=st.integers(20, 400), chunk=st.sampled_from([0, 7, 100]), seqs=st.integers(1, 9))
 def test_no_step_has_more_groups_than_fit(data, ring, chunk, seqs):
     """Whatever requests a step is made of, and however much of each it has."""
