@@ -162,7 +162,7 @@ def test_predicates_ask_the_machine():
     flags = Path("/proc/cpuinfo").read_text()
     if machine.on_cpu():
         assert machine.has_op("rms_norm") and 64 in machine.head_sizes()
-    if machine.platform.machine() == "x86_64":
+    if machine.platform.machine() == "x86_64" and "WEIR_TEST_PROCESSOR" not in os.environ:
         assert ("avx512f" in flags) == machine.instruction_set().startswith("AVX-512")
         assert ("amx_tile" in flags) == machine.has_amx()
 
