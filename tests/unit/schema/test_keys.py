@@ -14,6 +14,7 @@ from tests.unit.refusals import pairs, refused
 from vllm_weir import WeirError
 from vllm_weir.client.payload import body_of
 from vllm_weir.config.settings import Settings
+from vllm_weir.schema import keys
 from vllm_weir.schema.keys import FORK_FIELDS, KEYS, LENS_KEYS, asks, meant, misplaced, refuse_slips
 from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.request import WeirRequest
@@ -181,3 +182,23 @@ def test_a_slip_does_not_reach_the_engine(module):
     params = SimpleNamespace(extra_args={"wier": WISH})
     with refused("wier", "did you mean 'weir'"):
         wrapper(SimpleNamespace(), SimpleNamespace(sampling_params=params, request_id="r", mm_features=[]))
+
+
+def test_looking_at_the_ends_of_a_key_misses_no_slip():
+    """Every slip of every key, against a comparison with all keys one after the other."""
+
+    def compared_with_all(letters: str) -> str | None:
+        for own, theirs in keys._LETTERS.items():
+            if letters == theirs or keys._swapped_or_doubled(letters, theirs):
+                return own
+            if own not in keys.LENS_REFUSED and own != keys.WIRE_KEY and keys._one_letter_off(letters, theirs):
+                return own
+        return keys._OTHER_NAMES.get(letters)
+
+    for own in keys._LETTERS.values():
+        cuts = [(own[:i], own[j:]) for i in range(len(own) + 1) for j in (i, i + 1)]
+        slips = [before + letter + after for before, after in cuts for letter in ("", "q")]
+        slips += [own[:i] + own[i + 1 : i + 2] + own[i : i + 1] + own[i + 2 :] for i in range(len(own) - 1)]
+        for slip in {*slips, *(own[:i] + own[i] + own[i:] for i in range(len(own)))}:
+            if slip not in keys.KEYS and len(slip) <= keys._MAX_MISSPELT:
+                assert keys.meant.__wrapped__(slip, True) == compared_with_all(slip), slip
