@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import vllm_weir as weir
 from tests.engine.test_kv_connectors import BY_KEYS, BY_TOKENS, CAPTURE, P, conditions, connect, quiet, run, start
 from tests.support.engines import close_all
-from tests.support.offloading import HostWorker
+from tests.support.offloading import device_caches
 from tests.support.steered import check, directory, prompt, sampling, tokens, truth
 from vllm_weir.errors import WeirError
 
@@ -41,7 +42,10 @@ class Failing:
         connector = get_kv_transfer_group()
         monkeypatch.setattr(connector, "get_block_ids_with_load_errors", self.report)
         if hasattr(connector, "connector_worker"):
-            monkeypatch.setattr(HostWorker, "get_finished", self.finish)
+            worker = connector.connector_worker.worker
+            self.loads: dict[int, int] = {}
+            monkeypatch.setattr(worker, "submit_load", partial(self.submit, worker, worker.submit_load))
+            monkeypatch.setattr(worker, "get_finished", partial(self.finish, worker, worker.get_finished))
         else:
             self.connector = connector
             monkeypatch.setattr(connector, "start_load_kv", self.load)
@@ -52,20 +56,20 @@ class Failing:
             if not request.is_store:
                 self.blocks.update((request.slot_mapping // 32).tolist())
 
-    def finish(self):
-        """Of the OffloadingConnector, between steps."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-        from vllm.v1.kv_offload.base import TransferResult
+    def submit(self, _worker, submit, job, source, target):
+        """Of the OffloadingConnector: not all blocks of a load fail, or vLLM would load them again and again."""
+        self.loads[job] = int(target.block_ids[-1])
+        return submit(job, source, target)
 
-        worker = get_kv_transfer_group().connector_worker.worker
-        done, worker.jobs = worker.jobs, []
-        for _, _, source, target in done:
-            if target is not None:
-                self.blocks.add(int(target[-1]))  # not all of them, or vLLM would load them again and again
-                for cache, kept in zip(worker.caches, worker.kept, strict=True):
-                    cache[target] = kept[source]
-                    cache[target[-1]] = 7  # rubbish
-        return [TransferResult(job_id=job[1], success=True) for job in done]
+    def finish(self, worker, finished):
+        """Of the OffloadingConnector, between steps."""
+        done = finished()
+        for job in done:
+            if (block := self.loads.pop(job.job_id, None)) is not None:
+                self.blocks.add(block)
+                for cache in device_caches(worker):
+                    cache[block] = 7  # rubbish
+        return done
 
     def report(self):
         failed, self.blocks = self.blocks, set()

@@ -230,9 +230,12 @@ def free_blocks(llm: Any) -> int:
     return scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks()
 
 
-def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether numbers are the same but for rounding: on a GPU kernels round by how many rows a step has."""
-    bound = 1e-5 if on_cpu() else 1e-3
+def close(name: str, got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether numbers are the same but for rounding: on a GPU kernels round by how many rows a step has.
+
+    Numbers of 8 bits may fall to the next step there.
+    """
+    bound = 1e-5 if on_cpu() else 2 / 127 if name == "compressed" else 1e-3
     return torch.allclose(got.double(), wanted.double(), rtol=bound, atol=bound * float(wanted.abs().max()))
 
 
@@ -258,7 +261,7 @@ def test_a_thousand_aborted_requests_leave_nothing(root, llm, request):
     for name, values in wanted.items():
         assert got[name].keys() == values.keys(), name
         for part, value in values.items():
-            assert close(got[name][part], value), (name, part)
+            assert close(name, got[name][part], value), (name, part)
     params, sites = asking("all", truth.num_layers)
     (last,) = llm.generate(prompts([64]), params, use_tqdm=False)
     verify(last, sites, truth)

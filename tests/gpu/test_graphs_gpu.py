@@ -227,7 +227,9 @@ def test_ranks_capture_alike(directory, oracle, parallel):
                 check_rows(out, kind, oracle)
     first, second = llm.collective_rpc("weir_graphs")
     print(f"\n{parallel}: {first['live']} live graphs, ms {[round(1000 * late[2]) for late in first['captured_late']]}")
-    assert first["live"] == second["live"] > 0 == first["failed"] == second["failed"]
+    assert min(first["live"], second["live"]) > 0 == first["failed"] == second["failed"]
+    # Each pipeline stage has its own blocks' taps, hence its own sets.
+    assert parallel.startswith("pipeline") or first["live"] == second["live"]
 
 
 if __name__ == "__main__":

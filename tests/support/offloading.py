@@ -63,3 +63,8 @@ class HostWorker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """Stores are made when they are submitted, so there is nothing to wait for."""
+
+
+def device_caches(worker: Any) -> list[torch.Tensor]:
+    """The KV cache that a worker copies from and to: int8 [blocks, bytes of a block] of each layer."""
+    return worker.caches if isinstance(worker, HostWorker) else worker._load_handler.dst_tensors

@@ -54,9 +54,11 @@ def patch_runner(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) 
             return capture_model(*args, **kwargs)
 
     @functools.wraps(execute_model)
-    def execute(*args: Any, **kwargs: Any) -> Any:
+    def execute(scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if intermediate_tensors is not None:
+            intermediate_tensors = _PaddedWhenRead(intermediate_tensors)
         try:
-            return execute_model(*args, **kwargs)
+            return execute_model(scheduler_output, intermediate_tensors, *args, **kwargs)
         finally:
             if (graph_sets := sets()) is not None:
                 graph_sets.restore()
@@ -75,6 +77,30 @@ def patch_runner(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) 
 
     runner.capture_model, runner.execute_model, runner.shutdown = capture, execute, shut_down
     return report
+
+
+class _PaddedWhenRead:
+    """What the pipeline stage before sent, with as many rows as this stage's graph takes.
+
+    The stages pad a step alike under vLLM alone. With Weir each chooses a graph for the taps in its
+    own blocks, so the stage before may have padded less. Rows of padding are read by nobody.
+    """
+
+    def __init__(self, received: Any) -> None:
+        self._received = received
+
+    @property
+    def tensors(self) -> dict[str, _PaddedRows]:
+        return {name: _PaddedRows(rows) for name, rows in self._received.tensors.items()}  # waits for them to arrive
+
+
+class _PaddedRows:
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+
+    def __getitem__(self, wanted: slice) -> torch.Tensor:
+        rows = self._rows[wanted]
+        return torch.nn.functional.pad(rows, (0, 0, 0, wanted.stop - len(rows)))
 
 
 def _make_sets(runner: Any, runtime: WorkerRuntime, config: Any, lazy: bool) -> GraphSets:
