@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.example_package import run_with_packages
+from tests.support.machine import cpu, needs
 
-pytestmark = [pytest.mark.engine, pytest.mark.thorough, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.thorough,
+    pytest.mark.timeout(600),
+    needs(cpu("the program takes a whole GPU")),
+]
 USE = """
 import json
 import torch

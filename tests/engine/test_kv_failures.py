@@ -11,7 +11,8 @@ import torch
 import vllm_weir as weir
 from tests.engine.test_kv_connectors import BY_KEYS, BY_TOKENS, CAPTURE, P, conditions, connect, quiet, run, start
 from tests.support.engines import close_all
-from tests.support.offloading import device_caches
+from tests.support.machine import needs
+from tests.support.offloading import device_caches, sound_connectors
 from tests.support.steered import check, directory, prompt, sampling, tokens, truth
 from vllm_weir.errors import WeirError
 
@@ -78,6 +79,7 @@ class Failing:
 
 
 @THOROUGH
+@needs(sound_connectors)
 def test_rows_are_exact_if_a_step_runs_on_blocks_that_were_not_loaded(tmp_path, oracle, monkeypatch):
     """A plain request loads in the step that needs the blocks; others find these in the prefix cache."""
     llm = start(BY_TOKENS, tmp_path, transfer=RECOMPUTE)

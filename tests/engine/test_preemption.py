@@ -13,6 +13,7 @@ from tests.engine.probe_cases import preemptions
 from tests.engine.test_compress import asked as compressed
 from tests.engine.test_compress import decoded
 from tests.support.engines import get_llm
+from tests.support.machine import cpu, needs
 from tests.support.named import ENGINES
 from tests.support.references import reference
 from tests.support.steered import check, prompt, vectors
@@ -23,16 +24,15 @@ SELECTORS = ["all", "generated", "sampled", "prompt", "30:90:2", {"token_ids": l
 LENGTHS = (30, 31, 40, 33, 32, 35)
 WITHOUT_CACHE = {"enable_prefix_caching": False}
 WINDOWS = {"num_gpu_blocks_override": 14}  # blocks of two kinds of layers
-# On a GPU blocks that every layer's window has left are free again.
-LEFT = WITHOUT_CACHE | {"num_gpu_blocks_override": 7}
+LEFT = needs(cpu("blocks that the window has left are free again there: six requests fit"))
 MODELS = [
     pytest.param(("llama", {}), id="llama"),
     *(
-        pytest.param((family, more), id=name, marks=pytest.mark.thorough)
-        for name, family, more in (
+        pytest.param((family, more), id=name, marks=[pytest.mark.thorough, *marks])
+        for name, family, more, *marks in (
             ("llama, no cache", "llama", WITHOUT_CACHE),
             ("gemma2", "gemma2", WINDOWS),
-            ("mistral, no cache", "mistral", LEFT),
+            ("mistral, no cache", "mistral", WITHOUT_CACHE, LEFT),
         )
     ),
 ]
