@@ -13,6 +13,7 @@ import torch
 import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling, tokens
 from tests.engine.probe_cases import D, preemptions, random_probe, small_engine
+from tests.support.measure import alike
 from tests.support.probe_reference import Act, GateCase, GatedOracle
 from tests.support.sae_reference import Reference, weights
 from tests.support.steered import SteeredOracle, chunks, vectors
@@ -109,7 +110,7 @@ def test_every_intervention(llm, truth, size):
         check(out, items, truth)
         assert out.outputs[0].token_ids == twin.outputs[0].token_ids
         for site in out.activations.sites:
-            assert torch.equal(out.activations[site], twin.activations[site]), (items, site)
+            assert alike(out.activations[site], twin.activations[site]), (items, site)
         for one, other in zip(out.receipt.interventions, twin.receipt.interventions, strict=True):
             assert (one.acted, one.layers) == (other.acted, other.layers)
             assert other.relative_dose is None and not other.relative_dose_by_layer

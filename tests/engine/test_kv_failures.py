@@ -12,7 +12,7 @@ import vllm_weir as weir
 from tests.engine.test_kv_connectors import BY_KEYS, BY_TOKENS, CAPTURE, P, conditions, connect, quiet, run, start
 from tests.support.engines import close_all
 from tests.support.machine import needs
-from tests.support.offloading import device_caches, sound_connectors
+from tests.support.offloading import device_caches, failed_loads
 from tests.support.steered import check, directory, prompt, sampling, tokens, truth
 from vllm_weir.errors import WeirError
 
@@ -79,7 +79,7 @@ class Failing:
 
 
 @THOROUGH
-@needs(sound_connectors)
+@needs(failed_loads)
 def test_rows_are_exact_if_a_step_runs_on_blocks_that_were_not_loaded(tmp_path, oracle, monkeypatch):
     """A plain request loads in the step that needs the blocks; others find these in the prefix cache."""
     llm = start(BY_TOKENS, tmp_path, transfer=RECOMPUTE)
@@ -200,7 +200,7 @@ def test_a_connector_of_made_up_numbers(tmp_path):
 
 
 @THOROUGH
-@pytest.mark.parametrize("kind", [BY_TOKENS, BY_KEYS])
+@pytest.mark.parametrize("kind", [pytest.param(BY_TOKENS, marks=needs(failed_loads)), BY_KEYS])
 def test_a_request_whose_load_fails_for_good(kind, tmp_path, oracle, monkeypatch):
     """vLLM ends it with an error. Rows of a step that ran without the blocks are not handed out."""
     llm = start(kind, tmp_path)

@@ -23,7 +23,7 @@ from tests.engine.probe_cases import (
 from tests.support.machine import module, needs
 from tests.support.probe_reference import Act, GateCase
 from tests.support.sae_reference import weights
-from tests.support.steered import chunks
+from tests.support.steered import chunks, same_answers
 from vllm_weir.errors import WeirError
 
 pytestmark = pytest.mark.engine("default")
@@ -124,16 +124,6 @@ def oracle_of(truth):
     return oracle(truth.model_dir)
 
 
-def told(outs):
-    return [
-        (
-            list(out.outputs[0].token_ids),
-            [sorted((t, p.logprob) for t, p in one.items()) for one in out.outputs[0].logprobs],
-        )
-        for out in outs
-    ]
-
-
 @pytest.mark.parametrize("gated", [False, True])
 def test_neighbours_get_the_same_bits(llm, truth, gated):
     """Beside requests with probes, or gates, and beside the same requests without; probes change nothing themselves."""
@@ -149,8 +139,8 @@ def test_neighbours_get_the_same_bits(llm, truth, gated):
     llm.reset_prefix_cache()
     mixed = [asked(plain, probes, acts) if k % 2 else plain for k in range(16)]
     outs = llm.generate(texts, mixed, use_tqdm=False)
-    assert told(outs[::2]) == told(before[::2])
-    assert (told(outs[1::2]) == told(before[1::2])) is not gated
+    assert same_answers(outs[::2], before[::2])
+    assert same_answers(outs[1::2], before[1::2]) is not gated
     for k, out in enumerate([] if gated else outs):
         if k % 2:
             check_scores(out, probes, truth)

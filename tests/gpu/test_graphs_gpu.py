@@ -94,6 +94,16 @@ def check_rows(out, kind, oracle):
         assert rel_err(out.activations[site], wanted) <= 5e-3, (kind, site)
 
 
+def same_or_tied(out, expected, oracle):
+    """Whether an output has these tokens, up to one that the reference holds for as likely but for TF32's rounding."""
+    made = list(out.outputs[0].token_ids)
+    at = next((k for k, (one, other) in enumerate(zip(made, expected, strict=True)) if one != other), None)
+    if at is None:
+        return True
+    logits = oracle.logits([*out.prompt_token_ids, *expected[:at]])[-1]
+    return abs(logits[made[at]] - logits[expected[at]]) <= 5e-3 * logits.abs().max()
+
+
 def sets(llm):
     return llm.collective_rpc("weir_graphs")[0]
 
@@ -135,7 +145,7 @@ def test_alternating_batches(directory, oracle, without_weir, mode, monkeypatch)
             if kind != "plain":
                 check_rows(out, kind, oracle)
             if kind != "steer":
-                assert list(out.outputs[0].token_ids) == expected, kind
+                assert same_or_tied(out, expected, oracle), kind
         if all(k == "plain" for k in kinds):
             assert sets(llm)["live"] == seen[-1], "a plain batch captured a graph"
         seen.append(sets(llm)["live"])

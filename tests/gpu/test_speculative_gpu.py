@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ D = 128
 )
 def llm(request, directory):
     method, ahead = request.param
+    if method == "draft_model" and version("vllm").startswith("0.33."):
+        pytest.skip("stock vLLM 0.33 gives a draft model more tokens than it compiled it for")
     yield get_llm(
         directory,
         enforce_eager=False,

@@ -20,13 +20,14 @@ BOUNDED = "max_load_tokens" in getattr(RequestOffloadState, "__annotations__", {
 """Whether this vLLM's connector can be asked for less than it has."""
 
 
-def sound_connectors() -> str | None:
-    """Need (`machine.needs`) connectors that vLLM 0.26 has not on a GPU, where stock vLLM shows the same.
-
-    It decodes from blocks whose load was reported as failed, and the OffloadingConnector's assertion about a request's
-    keys fails after requests were aborted.
-    """
+def aborts() -> str | None:
+    """Need (`machine.needs`) an OffloadingConnector whose own assertion holds after requests were aborted."""
     return None if BOUNDED or torch.version.cuda is None else "stock vLLM 0.26 fails here on a GPU as well"
+
+
+def failed_loads() -> str | None:
+    """Need a runner that does not decode from blocks whose load was reported as failed, as stock vLLM's V2 does."""
+    return None if torch.version.cuda is None else "stock vLLM decodes from such blocks on a GPU"
 
 
 class HostSpec(CPUOffloadingSpec):

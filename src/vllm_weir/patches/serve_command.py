@@ -13,8 +13,12 @@ def vllm_serve(arguments: list[str]) -> None:
     """
     from vllm import logger
     from vllm.entrypoints.cli.serve import cmd_init
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.startup import cli_env_setup
+    except ImportError:  # before 0.33
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     sys.argv = ["vllm", "serve", *arguments]  # the parser looks there, and so do messages
     cli_env_setup()
