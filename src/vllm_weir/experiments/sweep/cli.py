@@ -11,6 +11,7 @@ import typer
 from vllm_weir.errors import WeirError
 from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
 from vllm_weir.util.start_llm import start_llm
+from vllm_weir.util.text_lines import read_json_lines
 
 if TYPE_CHECKING:
     from vllm_weir.experiments.sweep.result import Sweep
@@ -113,14 +114,12 @@ def _prompts(
     for name, value in given.items():
         if value is not None:
             raise WeirError("the pairs come from a file (--pairs); leave it out", name)
-    try:
-        with open(pairs, encoding="utf-8") as file:
-            records = [json.loads(line) for line in file if line.strip()]
-        prompts = Prompts(*([record[name] for record in records] for name in given))
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise WeirError(
-            f"cannot read {pairs}: {type(e).__name__}: {e}; each line is an object with {', '.join(given)}", "pairs"
-        ) from None
+    records = list(read_json_lines(pairs, "pairs"))
+    for where, record in records:
+        if not isinstance(record, dict) or (missing := set(given) - set(record)):
+            lacks = f"lacks {min(missing)!r}" if isinstance(record, dict) else f"is a {type(record).__name__}"
+            raise WeirError(f"{where} {lacks}; each line is an object with {', '.join(given)}", "pairs")
+    prompts = Prompts(*([record[name] for _, record in records] for name in given))
     if not prompts.clean:
         raise WeirError(f"there are no pairs in {pairs}", "pairs")
     return prompts
