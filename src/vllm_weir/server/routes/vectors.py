@@ -191,7 +191,7 @@ def _format(media: str, data: bytes) -> str:
     file_format = MEDIA.get(media.partition(";")[0].strip().lower())
     if file_format is None:
         raise WeirError(f"unsupported type {brief(media)!r}; send {', '.join(MEDIA)}", "Content-Type")
-    return file_format or kind_of(data)
+    return file_format or kind_of(data, "vector")
 
 
 def _check(directions: Directions, capabilities: EngineCapabilities) -> None:
