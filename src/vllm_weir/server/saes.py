@@ -84,7 +84,7 @@ async def load(state: ServerState, name: str, source: SAESource, again: bool = F
     check_name(name)
     await state.capabilities()
     loop = asyncio.get_running_loop()
-    return await state.run(lambda: _load(state, loop, name, source, again))
+    return await state.change(lambda: _load(state, loop, name, source, again))
 
 
 async def unload(state: ServerState, name: str) -> bool:
@@ -117,7 +117,7 @@ async def _unload(state: ServerState, name: str) -> bool:
         loading.refuse_used(removed.key, name, contents.always, contents.modules)
         return replace(contents, saes={kept: one for kept, one in contents.saes.items() if kept != name})
 
-    await state.run(lambda: state.names.change(remove))
+    await state.change(lambda: state.names.change(remove))
     if removed is None:
         return False
     shared = removed
@@ -128,7 +128,7 @@ async def _unload(state: ServerState, name: str) -> bool:
     try:
         await loading.caller_of(state.engine_client)(loading.UNLOAD, shared.key)
     except BaseException:
-        await state.run(lambda: state.names.change(put_back))
+        await state.change(lambda: state.names.change(put_back))
         raise
     Path(shared.path).unlink(missing_ok=True)  # who has mapped it keeps it
     return True

@@ -137,7 +137,7 @@ def router() -> APIRouter:
         data, media = await request.body(), request.headers.get("content-type", UNKNOWN)
         settings = {"everyone": everyone, "alert": alert, "buckets": bucket}
         await state.capabilities()
-        return await state.run(lambda: _put(state, name, data, media, settings))
+        return await state.change(lambda: _put(state, name, data, media, settings))
 
     @routes.delete(
         "/v1/probes/{name}",
@@ -148,7 +148,7 @@ def router() -> APIRouter:
         summary="Delete a name; requests already admitted go on",
     )
     async def delete(name: Name, state: State) -> Response:
-        found = await state.run(lambda: probes.forget(state, name))
+        found = await state.change(lambda: probes.forget(state, name))
         return Response(status_code=204) if found else _unknown(name)
 
     return routes
