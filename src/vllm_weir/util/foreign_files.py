@@ -89,12 +89,12 @@ def open_regular(path: str | os.PathLike, field: str = "path") -> BinaryIO:
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     except FileNotFoundError:
-        raise MissingFile(f"there is no file {brief(path, 200)}", field) from None
+        raise MissingFile(f"cannot read {brief(path, 200)}: there is no such file", field) from None
     except (OSError, ValueError) as e:
         raise StoreError(f"cannot read {brief(path, 200)}: {str(e)[:80]}", field) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise StoreError(f"{brief(path, 200)} is a pipe or a device; name a regular file", field)
+        raise StoreError(f"cannot read {brief(path, 200)}: it is a pipe or a device; name a regular file", field)
     return file
 
 
