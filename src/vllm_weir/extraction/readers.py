@@ -211,8 +211,8 @@ def _text_column(names: list[str], column: str) -> str:
     raise WeirError(f"there is no column {column!r}; there are {', '.join(names[:20]) or 'none'}", "column")
 
 
-class _Rows:
-    """Tables, which Arrow reads."""
+class Parquet:
+    """Parquet, read by row groups, and like manifests without Arrow's threads."""
 
     unit = "row"
 
@@ -220,29 +220,16 @@ class _Rows:
         """Return a counter for a file."""
         return _FileCounter(name, self._count)
 
-    def read(
-        self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield the numbers, from 1, and values of rows `start` to `stop` - 1."""
-        return enumerate(self._read(store, part, start, stop, column), start + 1)
-
-    def _count(self, store: ObjectStore, name: str, column: str) -> int:
-        raise NotImplementedError
-
-    def _read(self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str) -> Iterator[Any]:
-        raise NotImplementedError
-
-
-class Parquet(_Rows):
-    """Parquet, read by row groups, and like manifests without Arrow's threads."""
-
     def _count(self, store: ObjectStore, name: str, column: str) -> int:
         with store.open(name) as stream:
             file = pq.ParquetFile(stream, pre_buffer=False)
             _text_column(file.schema_arrow.names, column)
             return file.metadata.num_rows
 
-    def _read(self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str) -> Iterator[Any]:
+    def read(
+        self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the numbers, from 1, and values of rows `start` to `stop` - 1."""
         with store.open(part.name) as stream:
             file = pq.ParquetFile(stream, pre_buffer=False)
             name = _text_column(file.schema_arrow.names, column)
@@ -252,27 +239,36 @@ class Parquet(_Rows):
                 if group_start < stop and group_start + rows > start:
                     batch_start = group_start
                     for batch in file.iter_batches(1024, row_groups=[group], columns=[name], use_threads=False):
-                        yield from _values(batch.column(0), start - batch_start, stop - batch_start)
+                        yield from _values(batch.column(0), batch_start, start, stop)
                         batch_start += len(batch)
                 group_start += rows
 
 
-class Arrow(_Rows):
+class Arrow:
     """Arrow IPC streams, as HF `datasets` saves them, and files."""
+
+    unit = "row"
+
+    def counter(self, name: str) -> RecordCounter:
+        """Return a counter for a file."""
+        return _FileCounter(name, self._count)
 
     def _count(self, store: ObjectStore, name: str, column: str) -> int:
         with self._batches(store, name) as (schema, batches):
             _text_column(schema.names, column)
             return sum(batch.num_rows for batch in batches)
 
-    def _read(self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str) -> Iterator[Any]:
+    def read(
+        self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the numbers, from 1, and values of rows `start` to `stop` - 1."""
         with self._batches(store, part.name) as (schema, batches):
             column_index = schema.names.index(_text_column(schema.names, column))
             batch_start = 0
             for batch in batches:
                 if batch_start >= stop:
                     return
-                yield from _values(batch.column(column_index), start - batch_start, stop - batch_start)
+                yield from _values(batch.column(column_index), batch_start, start, stop)
                 batch_start += batch.num_rows
 
     @contextlib.contextmanager
@@ -290,10 +286,10 @@ class Arrow(_Rows):
                 yield reader.schema, iter(reader)
 
 
-def _values(array: pa.Array, start: int, stop: int) -> list[Any]:
-    """Return entries `start` to `stop` - 1, as far as they exist, as Python values."""
-    low, high = max(start, 0), min(max(stop, 0), len(array))
-    return array.slice(low, high - low).to_pylist() if low < high else []
+def _values(array: pa.Array, first: int, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+    """Yield rows `start` to `stop` - 1 of a file, numbered from 1, those of them in a batch whose first is `first`."""
+    low, high = max(start - first, 0), min(max(stop - first, 0), len(array))
+    yield from enumerate(array.slice(low, high - low).to_pylist() if low < high else [], first + low + 1)
 
 
 READERS: dict[str, FileReader] = {"jsonl": JsonLines(), "txt": Lines(), "parquet": Parquet(), "arrow": Arrow()}

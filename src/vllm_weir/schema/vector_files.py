@@ -55,9 +55,11 @@ def kind_of(data: bytes, field: str = "file") -> str:
     """
     if data[:4] == b"GGUF":
         return "gguf"
-    if not is_json(data) and (reason := stand_in(data[:2048])):
+    if is_json(data):
+        return "json"
+    if reason := stand_in(data[:2048]):
         raise WeirError(f"{reason}; read are safetensors, GGUF and JSON", field)
-    return "json" if is_json(data) and not is_safetensors(data) else "safetensors"
+    return "safetensors"
 
 
 def is_safetensors(data: bytes) -> bool:

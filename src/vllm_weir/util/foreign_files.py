@@ -50,20 +50,21 @@ _STAND_INS = (
 
 
 @contextmanager
-def damage_refused(says: str, field: str, head: bytes = b"none") -> Iterator[None]:
+def damage_refused(says: str, field: str, head: bytes | None = None) -> Iterator[None]:
     """Raise what damage looks like as a WeirError.
 
     Args:
         says: what is wrong then.
         field: named by the error.
-        head: the file's first bytes, if they are at hand, which may tell more.
+        head: the file's first bytes, which may tell more; None if they are not at hand.
     """
     try:
         yield
     except WeirError:
         raise
     except DAMAGE as e:
-        reason = stand_in(head) or (str(e).splitlines() or [type(e).__name__])[0][:120]
+        reason = "" if head is None else stand_in(head)
+        reason = reason or (str(e).splitlines() or [type(e).__name__])[0][:120]
         raise WeirError(f"{says} ({reason})", field) from None
 
 

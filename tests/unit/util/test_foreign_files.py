@@ -28,6 +28,8 @@ from vllm_weir.experiments.grid import Grid
 from vllm_weir.experiments.grid_file import GridFile
 from vllm_weir.experiments.vectors.load import load_vector
 from vllm_weir.schema.gguf import write_gguf
+from vllm_weir.schema.json_text import is_json
+from vllm_weir.schema.vector_files import kind_of
 from vllm_weir.util import foreign_files
 from vllm_weir.worker.lenses import check_tuned_lens
 
@@ -197,6 +199,23 @@ def test_what_is_no_file_of_tensors_is_told(tmp_path: Path, data: bytes, why: st
     (tmp_path / "params.npz").write_bytes(data)
     with refused("params.npz", why):
         weir.SAE.load(tmp_path / "params.npz", site=("resid_post", 1))
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_json_is_told_by_its_first_bytes(tmp_path: Path, mark: bytes) -> None:
+    """With a byte-order mark or not, after blanks, and although a safetensors file may begin with any of them."""
+    (tmp_path / "v").write_bytes(mark + b'\r\n {"directions": {"1": [0.5, 1.0]}}\r\n')
+    assert load_vector(tmp_path / "v").layers == (1,)
+    assert kind_of((tmp_path / "v").read_bytes()) == "json"
+    (tmp_path / "v").write_bytes(mark + b'{"kind": "linear", "name": "a", "layer": 1, "weight": [0.5]}')
+    assert weir.load_probe(tmp_path / "v").layer == 1
+    (tmp_path / "config.json").write_bytes(mark + b'{"num_hidden_layers": 2, "d_model": 3}')
+    (tmp_path / "params.pt").touch()
+    check_tuned_lens(tmp_path, 2, 3)
+    for blanks in range(6):
+        data = save({"layer.1": A}, {"a": " " * (0x5B + 0x20 * blanks)})
+        (tmp_path / "v").write_bytes(data)
+        assert not is_json(data) and load_vector(tmp_path / "v").layers == (1,)
 
 
 def pipe(path: Path) -> None:
