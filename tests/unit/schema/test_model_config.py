@@ -44,6 +44,22 @@ def test_what_a_config_says(tmp_path: Path, config: Any, facts: tuple[Any, ...])
     assert ModelConfig.read(str(tmp_path), {"hf_overrides": {"num_hidden_layers": 99}}) == (None, None, None)
 
 
+@pytest.mark.thorough
+def test_no_architecture_is_refused_what_it_has(tmp_path: Path) -> None:
+    """The tiny models of the conformance tests: 4 blocks, 4 heads or more, a stream of 128."""
+    from transformers import AutoConfig
+
+    from tests.conformance.zoo import ZOO
+
+    for name, entry in ZOO.items():
+        config: dict[str, Any] = {"model_type": entry.model_type, **entry.fields()}
+        if entry.oracle:
+            config = json.loads(AutoConfig.for_model(entry.model_type, **entry.fields()).to_json_string())
+        (tmp_path / "config.json").write_text(json.dumps({**config, **entry.config_json}))
+        found = ModelConfig.read(str(tmp_path), {})
+        assert found.layers in (4, None) and (found.heads or 4) >= 4 and found.width in (128, None), (name, found)
+
+
 def test_what_says_nothing(tmp_path: Path) -> None:
     for text in (None, "{", "\x00"):
         if text is not None:
