@@ -119,6 +119,21 @@ def test_the_row_is_the_decoded_features_and_the_error(llm, loaded):
         assert (got - wanted).abs().max() <= BOUND * wanted.abs().max()
 
 
+def test_the_value_is_read_back(llm, loaded):
+    """Features one by one in a batch, on rows where each is active and where it is not."""
+    sae = loaded("back", coder("jumprelu", ("resid_post", 2), 3))
+    responses = [sae.feature_response(feature) for feature in range(FEATURES)]
+    seen = [one for one in range(FEATURES) if responses[one].w @ responses[one].u > 0.1][:6]
+    assert len(seen) == 6
+    asked = [[weir.SetFeature("back", feature, value=6.0, read_back=True)] for feature in seen]
+    found = run(llm, asked, [prompt(20, 4)] * 6, weir.Capture("resid_post", 2))
+    for feature, out in zip(seen, found, strict=True):
+        rows = out.activations["resid_post", 2].float()
+        size = rows.norm(dim=1).max() * float((responses[feature].w ** 2).sum()) ** 0.5
+        assert (sae.encode(rows)[:, feature] - 6.0).abs().max() <= BOUND * size
+        assert out.receipt.steered == ({("resid_post", 2): len(rows)},)
+
+
 def test_a_row_in_which_the_feature_is_positive_and_not_among_the_largest(llm, loaded):
     """Its activation is 0, so the whole value is added; without the selection it would be less."""
     sae = loaded("few", coder("topk", ("resid_post", 2), 30, k=4))

@@ -14,7 +14,7 @@ from vllm_weir.schema.json_text import fits_header
 from vllm_weir.server.endpoint_plugin import load_route_modules
 from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
 from vllm_weir.server.saes import OPTION as SAE_OPTION
-from vllm_weir.server.saes import put_options
+from vllm_weir.server.saes import check_given, put_options
 from vllm_weir.server.shared.directory import clear
 
 OPTION = "--weir-admin-key"
@@ -40,6 +40,7 @@ def serve(arguments: list[str]) -> None:
     """
     rest = prepare(arguments, os.environ)
     _check_loading()
+    check_given(rest)
     from vllm_weir.patches.serve_command import vllm_serve
 
     # vLLM kills its API-server processes when there are several. Runs after what this process

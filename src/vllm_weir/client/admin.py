@@ -19,6 +19,7 @@ from vllm_weir.schema.probe_files import load_probe
 from vllm_weir.schema.probes import parse_probe
 from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.vectors import KEPT, Vector
+from vllm_weir.util.foreign_files import read_regular
 
 INFO = SendRequest("GET", "/v1/weir/info")
 _MEDIA_TYPES = {
@@ -61,7 +62,7 @@ class VectorAdmin:
             if media_type is None:
                 raise WeirError(f"expected a file ending in {', '.join(_MEDIA_TYPES)}, got {vector.name!r}", "vector")
             headers = {"Content-Type": media_type}
-            content = vector.read_bytes()
+            content = read_regular(vector, "vector")
             return self._request_json(
                 SendRequest("PUT", _path("/v1/vectors", name), content=content, headers=headers, admin=True)
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -15,6 +14,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.grid import Grid
 from vllm_weir.util.atomic_write import atomic_write
+from vllm_weir.util.foreign_files import damage_refused, npz_arrays, open_regular
 
 T = TypeVar("T")
 
@@ -65,15 +65,14 @@ class GridFile:
         Raises:
             WeirError: if the file cannot be read, or is anything else.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                about: dict[str, Any] = json.loads(str(file["about"]))
-                if (about["format"], about["version"]) != (self._format, self.version):
-                    raise ValueError(f"no {self.kind}, or one of another version of Weir")
-                grid = Grid(file[self.array], {name: tuple(labels) for name, labels in about["axes"].items()})
+        with damage_refused(f"cannot read {path}", "path"):
+            with open_regular(path) as file:
+                arrays, _ = npz_arrays(file)
+            about: dict[str, Any] = json.loads(str(arrays["about"]))
+            if (about["format"], about["version"]) != (self._format, self.version):
+                raise ValueError(f"no {self.kind}, or one of another version of Weir")
+            grid = Grid(arrays[self.array], {name: tuple(labels) for name, labels in about["axes"].items()})
             return build(grid, about)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as e:
-            raise WeirError(f"cannot read {path}: {e}", "path") from None
 
     @property
     def _format(self) -> str:

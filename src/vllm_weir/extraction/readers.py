@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -16,9 +16,10 @@ import pyarrow.parquet as pq
 
 from vllm_weir.errors import WeirError
 from vllm_weir.storage.object_store import ObjectStore
+from vllm_weir.util.text_lines import text_lines
 
 MARK_LINES = 256
-"""The place of every so many lines is kept, so that reading can begin in the middle of a file."""
+"""The place of every so many records is kept, so that reading can begin in the middle of a file."""
 CHAT_COLUMN = "messages"
 
 
@@ -29,13 +30,15 @@ class InputFile:
     Attributes:
         name: Its name in the store.
         records: Number of records.
-        marks: Bytes at which every MARK_LINES-th line begins (line formats that are not
-            compressed).
+        marks: Byte at which every MARK_LINES-th record begins, and the number of its line (line
+            formats that are not compressed).
+        blank: Whether it has blank lines, which are no records.
     """
 
     name: str
     records: int
-    marks: tuple[int, ...] = ()
+    marks: tuple[tuple[int, int], ...] = ()
+    blank: bool = False
 
 
 class RecordCounter(Protocol):
@@ -63,28 +66,52 @@ class FileReader(Protocol):
         """Return a counter for a file."""
         ...
 
-    def read(self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str) -> Iterator[Any]:
-        """Yield the raw values of records `start` to `stop` - 1, or exceptions."""
+    def read(
+        self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the units, counted from 1, and raw values of records `start` to `stop` - 1, or exceptions."""
         ...
 
 
 class _LineCounter:
+    """Counts the lines that `text_lines` yields."""
+
     def __init__(self, name: str) -> None:
-        self.name, self.lines, self.offset, self.marks = name, 0, 0, [0]
+        self.name, self.lines, self.records, self.offset = name, 0, 0, 0
+        self.head, self.marks = b"", [(0, 1)]
         self.decompressor = zlib.decompressobj(31) if name.endswith(".gz") else None
-        self.in_line = False
+        self.in_line, self.is_blank = False, True
 
     def feed(self, block: bytes) -> None:
         if self.decompressor is not None:
             block = self._decompressed(block)
+        if not self.offset:  # the first bytes may be a byte-order mark
+            self.head += block
+            if len(self.head) < len(BOM_UTF8):
+                return
+            block = self.head.removeprefix(BOM_UTF8)
+            self.offset = len(self.head) - len(block)
+        self._count(block)
+
+    def _count(self, block: bytes) -> None:
         line_start = 0
         while (end := block.find(b"\n", line_start)) >= 0:
-            self.lines += 1
+            self._add(block[line_start:end])
+            self._end_line()
             line_start = end + 1
-            if self.lines % MARK_LINES == 0:
-                self.marks.append(self.offset + line_start)
-        self.in_line = line_start < len(block) or (self.in_line and not block)
+            if self.records == MARK_LINES * len(self.marks):
+                self.marks.append((self.offset + line_start, self.lines + 1))
+        self._add(block[line_start:])
         self.offset += len(block)
+
+    def _add(self, text: bytes) -> None:
+        """Take a part of a line."""
+        if text:
+            self.in_line, self.is_blank = True, self.is_blank and text.isspace()
+
+    def _end_line(self) -> None:
+        self.lines, self.records = self.lines + 1, self.records + (not self.is_blank)
+        self.in_line, self.is_blank = False, True
 
     def _decompressed(self, block: bytes) -> bytes:
         assert self.decompressor is not None
@@ -100,14 +127,18 @@ class _LineCounter:
         return text
 
     def part(self, store: ObjectStore, column: str) -> InputFile:
+        if not self.offset:
+            self._count(self.head)
         if self.decompressor is not None and not self.decompressor.eof and self.offset:
             raise OSError("the gzip data ends too early")
-        lines = self.lines + self.in_line
-        return InputFile(self.name, lines, () if self.decompressor is not None else tuple(self.marks))
+        if self.in_line:
+            self._end_line()
+        marks = () if self.decompressor is not None else tuple(self.marks)
+        return InputFile(self.name, self.records, marks, blank=self.records < self.lines)
 
 
 class Lines:
-    """Plain text with one text a line; an empty line is an empty text."""
+    """Plain text with one text a line."""
 
     unit = "line"
 
@@ -115,21 +146,21 @@ class Lines:
         """Return a counter for a file."""
         return _LineCounter(name)
 
-    def read(self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str) -> Iterator[Any]:
-        """Yield the texts of lines `start` to `stop` - 1, or an exception for an invalid line."""
-        skip = start
+    def read(
+        self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the lines and texts of records `start` to `stop` - 1, or an exception for an invalid line."""
+        records_read, skip, first_line = 0, start, 1
         with store.open(part.name, "gzip" if not part.marks else None) as stream:
             if part.marks:
                 mark = start // MARK_LINES
-                stream.seek(part.marks[mark])
+                place, first_line = part.marks[mark]
+                stream.seek(place)
                 skip = start - mark * MARK_LINES
-            lines_read = 0
-            for line in islice(stream, skip, skip + stop - start):
-                if start + lines_read == 0:  # some editors begin a file with a byte order mark
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                lines_read += 1
-                yield self.value(line.removesuffix(b"\n").removesuffix(b"\r"), column)
-        if lines_read != stop - start:
+            for number, line in islice(text_lines(stream, first_line), skip, skip + stop - start):
+                records_read += 1
+                yield number, self.value(line, column)
+        if records_read != stop - start:
             raise EOFError("it has become shorter while it was read")
 
     def value(self, line: bytes, column: str) -> Any:
@@ -195,8 +226,10 @@ class Parquet:
             _text_column(file.schema_arrow.names, column)
             return file.metadata.num_rows
 
-    def read(self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str) -> Iterator[Any]:
-        """Yield the values of rows `start` to `stop` - 1."""
+    def read(
+        self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the numbers, from 1, and values of rows `start` to `stop` - 1."""
         with store.open(part.name) as stream:
             file = pq.ParquetFile(stream, pre_buffer=False)
             name = _text_column(file.schema_arrow.names, column)
@@ -206,7 +239,7 @@ class Parquet:
                 if group_start < stop and group_start + rows > start:
                     batch_start = group_start
                     for batch in file.iter_batches(1024, row_groups=[group], columns=[name], use_threads=False):
-                        yield from _values(batch.column(0), start - batch_start, stop - batch_start)
+                        yield from _values(batch.column(0), batch_start, start, stop)
                         batch_start += len(batch)
                 group_start += rows
 
@@ -225,15 +258,17 @@ class Arrow:
             _text_column(schema.names, column)
             return sum(batch.num_rows for batch in batches)
 
-    def read(self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str) -> Iterator[Any]:
-        """Yield the values of rows `start` to `stop` - 1."""
+    def read(
+        self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the numbers, from 1, and values of rows `start` to `stop` - 1."""
         with self._batches(store, part.name) as (schema, batches):
             column_index = schema.names.index(_text_column(schema.names, column))
             batch_start = 0
             for batch in batches:
                 if batch_start >= stop:
                     return
-                yield from _values(batch.column(column_index), start - batch_start, stop - batch_start)
+                yield from _values(batch.column(column_index), batch_start, start, stop)
                 batch_start += batch.num_rows
 
     @contextlib.contextmanager
@@ -251,10 +286,10 @@ class Arrow:
                 yield reader.schema, iter(reader)
 
 
-def _values(array: pa.Array, start: int, stop: int) -> list[Any]:
-    """Return entries `start` to `stop` - 1, as far as they exist, as Python values."""
-    low, high = max(start, 0), min(max(stop, 0), len(array))
-    return array.slice(low, high - low).to_pylist() if low < high else []
+def _values(array: pa.Array, first: int, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+    """Yield rows `start` to `stop` - 1 of a file, numbered from 1, those of them in a batch whose first is `first`."""
+    low, high = max(start - first, 0), min(max(stop - first, 0), len(array))
+    yield from enumerate(array.slice(low, high - low).to_pylist() if low < high else [], first + low + 1)
 
 
 READERS: dict[str, FileReader] = {"jsonl": JsonLines(), "txt": Lines(), "parquet": Parquet(), "arrow": Arrow()}

@@ -20,6 +20,7 @@ from vllm_weir.extraction.run_spec import RunSpec, check_run, read_skipped, requ
 from vllm_weir.extraction.source import open_source
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import MODEL_HOOKS, Site, normalise_hook
+from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.storage.layouts.base import MARKER
 
 ON_ERROR = ("fail", "skip")
@@ -144,6 +145,7 @@ def extract(
         model, "resid_post" if hook is None else hook, "all" if layers is None else layers, positions,
         max_tokens=max_tokens, max_length=max_length, engine=engine or {}, features=features, **rows,
     )  # fmt: skip
+    _check_model(spec, start_engine)
     texts = open_source(source, column, split=split, storage_options=source_options)
     target = _target(str(out), layout, options, features)
     plan = ExtractionPlan(spec, texts, target, batch, on_error == "skip", flush_seconds, start_engine)
@@ -178,6 +180,20 @@ def extract(
         str(out), total, counts.requests, counts.rows, counts.tokens, counts.bytes, counts.held, counts.truncated,
         counts.skipped, time.monotonic() - started[0], counts.records < total,
     )  # fmt: skip
+
+
+def _check_model(spec: RunSpec, start_engine: Any) -> None:
+    """Raise WeirError for what the engine would refuse once it has started, as far as files tell."""
+    if start_engine is not VllmEngine:
+        return
+    config, capture = ModelConfig.read(spec.model, spec.engine), spec.capture
+    config.check_layers(capture.hook, capture.layers, "layers" if spec.features is None else "sae")
+    config.check_heads(capture.heads)
+    if spec.features is not None and (width := spec.features.info.cfg.get("d_in")) is not None:
+        config.check_width(capture.hook, width, "sae")
+    length = spec.engine.get("max_model_len")
+    if spec.max_length is not None and type(length) is int and spec.max_length > length - spec.max_tokens:
+        raise WeirError(f"the engine takes prompts of up to {length - spec.max_tokens} tokens", "max_length")
 
 
 def _features(sae: Any, top_k: Any, ids: Any, model: str, positions: Any) -> FeatureSpec | None:

@@ -73,8 +73,9 @@ class TextSource:
         file = self.store.describe(part.name)
         with store_errors("read", file):
             try:
-                for i, raw in enumerate(READERS[self.kind].read(self.store, part, start, stop, self.column), start):
-                    yield _record(first + i, raw, f"{file}, {READERS[self.kind].unit} {i + 1}", self.column)
+                found = READERS[self.kind].read(self.store, part, start, stop, self.column)
+                for i, (number, raw) in enumerate(found, first + start):
+                    yield _record(i, raw, f"{file}, {READERS[self.kind].unit} {number}", self.column)
             except (pa.ArrowException, KeyError, EOFError) as e:
                 raise WeirError(f"cannot read {file}: {str(e)[:200]}", "source") from e
 
@@ -91,7 +92,8 @@ def open_source(
     Args:
         url: ``.jsonl`` (``.ndjson``, ``.json`` with one object a line), ``.parquet``, ``.txt`` (one
             text a line), any of the line formats with ``.gz``, a folder of files of one of these
-            kinds, or a folder of ``Dataset.save_to_disk``; a local path or any fsspec URL.
+            kinds, or a folder of ``Dataset.save_to_disk``; a local path or any fsspec URL. Blank
+            lines are no records.
         column: Column of the text. A record is a chat if its value is a list of messages, or if it
             lacks this column and has a column ``messages``.
         split: Split of a saved ``DatasetDict``.
@@ -141,9 +143,12 @@ def _scan(store: ObjectStore, name: str, kind: str, digest: Any, column: str) ->
                 size += len(block)
         digest.update(json.dumps([posixpath.basename(name), size]).encode())
         try:
-            return counter.part(store, column)
+            part = counter.part(store, column)
         except (pa.ArrowException, EOFError, OSError) as e:
             raise WeirError(f"cannot read {file}: {str(e)[:200]}", "source") from e
+        if part.blank:  # earlier versions numbered records otherwise
+            digest.update(b"without blank lines")
+        return part
 
 
 def _folder_files(

@@ -46,7 +46,7 @@ class SAE:
     tensors: Mapping[str, torch.Tensor]
 
     def __post_init__(self) -> None:
-        set_fields(self, tensors=dict(self.tensors))
+        set_fields(self, tensors={name: as_tensor(value, name) for name, value in self.tensors.items()})
         check_tensors(self.config, self.tensors)
 
     @classmethod
@@ -113,15 +113,12 @@ class SAE:
             site: hook point and layer, e.g. ``("resid_post", 10)``.
             name: what it is called.
             k: active features of a row (TopK).
-            given: the weights by name (``W_enc=``, ``W_dec=``, ...), and fields of `SAEConfig`.
+            given: the weights by name (``W_enc=``, ``W_dec=``, ...), tensors or arrays of floats, and
+                fields of `SAEConfig`.
         """
-        tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
-        options = {key: value for key, value in given.items() if key not in tensors}
-        unknown = set(options) - set(SAEConfig.__dataclass_fields__)
-        if unknown:
-            raise WeirError("no tensor, and no field of SAEConfig", min(unknown))
+        options = {key: value for key, value in given.items() if key in SAEConfig.__dataclass_fields__}
         config = SAEConfig(architecture, site, name=name, k=k, **options)  # type: ignore[arg-type]
-        return cls(config, tensors)
+        return cls(config, {key: value for key, value in given.items() if key not in options})
 
     @property
     def site(self) -> Site:
@@ -214,8 +211,8 @@ class SAE:
 
         Args:
             features: the activations.
-            rows: the rows that were encoded: needed by autoencoders that normalise each row by its
-                own length; adds the skip connection of transcoders that have one.
+            rows: the rows that were encoded. Autoencoders that normalise each row by its own length
+                need them, and so do transcoders with a skip connection, which adds W_skip @ row.
 
         Raises:
             WeirError: if they are needed, or the activations have another width.
@@ -223,12 +220,13 @@ class SAE:
         features = as_tensor(features, "features")
         if features.ndim != 2 or features.shape[1] != self.d_sae:
             raise WeirError(f"expected activations [n, {self.d_sae}], got {list(features.shape)}", "features")
-        by_row = self.config.normalize_activations != "none" and not self.config.is_transcoder
-        if by_row and rows is None:
-            raise WeirError(
-                f"{self.config.normalize_activations} is undone with the rows' own lengths: decode(features, rows)",
-                "rows",
-            )
+        config = self.config
+        why = f"{config.normalize_activations} is undone with the rows' own lengths"
+        if config.has_skip:
+            why = "its skip connection adds W_skip @ row"
+        by_row = config.normalize_activations != "none" and not config.is_transcoder
+        if rows is None and (by_row or config.has_skip):
+            raise WeirError(f"{why}: decode(features, rows), or reconstruct(rows)", "rows")
         flat = None if rows is None else self._flat(rows).float()
         return activations.decode(self.config, self.tensors, features.to(self.device, torch.float32), flat)
 

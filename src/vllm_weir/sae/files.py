@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from vllm_weir.errors import MissingFile, StoreError, WeirError, brief
+from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.sae import tensors as folding
 from vllm_weir.sae.config import ROW_NORMALISATIONS, SAEConfig
 from vllm_weir.sae.saelens import Given, ParsedFile, parse_cfg, to_cfg
 from vllm_weir.schema.hooks import parse_site
-from vllm_weir.schema.json_text import loads
+from vllm_weir.schema.json_text import is_json, loads
 from vllm_weir.util.atomic_write import atomic_write
+from vllm_weir.util.foreign_files import MAX_NAMES, damage_refused, npz_arrays, open_regular, stand_in
 
 CFG, WEIGHTS, SCALER, PARAMS = "cfg.json", "sae_weights.safetensors", "activation_scaler.json", "params.npz"
 MAX_JSON_BYTES = 1 << 24
@@ -108,12 +108,14 @@ def _read_saelens(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict
     file = parse_cfg(cfg, given, name or path.resolve().name)
     if not (path / WEIGHTS).exists():
         raise MissingFile(f"{path} has no {WEIGHTS}", "path")
-    try:
-        with safe_open(path / WEIGHTS, framework="pt", device="cpu") as weights:
-            tensors = {key: weights.get_tensor(key) for key in weights.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as e:
-        raise WeirError(f"truncated, damaged or no safetensors file ({str(e)[:80]})", WEIGHTS) from None
-    return file, tensors
+    with open_regular(path / WEIGHTS) as opened:
+        head = opened.read(1024)
+    says = "truncated, damaged or no safetensors file"
+    with damage_refused(says, WEIGHTS, head), safe_open(path / WEIGHTS, framework="pt", device="cpu") as weights:
+        names = list(weights.keys())
+        if len(names) > MAX_NAMES:
+            raise ValueError(f"{len(names)} names, more than the limit of {MAX_NAMES}")
+        return file, {name: weights.get_tensor(name) for name in names}
 
 
 def _read_gemma_scope(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict[str, torch.Tensor]]:
@@ -134,25 +136,26 @@ def _read_gemma_scope(path: Path, given: Given, name: str) -> tuple[ParsedFile, 
         out_site,
         name=name or path.resolve().parent.name,
     )
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            tensors = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as e:
-        raise WeirError(f"truncated, damaged or no .npz file of numbers ({str(e)[:80]})", path.name) from None
+    with open_regular(path) as opened:
+        head = opened.read(1024)
+        with damage_refused("truncated, damaged or no .npz file of numbers", path.name, head):
+            arrays, _ = npz_arrays(opened)
+    tensors = {key: folding.as_tensor(array, key) for key, array in arrays.items()}
     # Its transcoders read what the norm returns before its weight.
     return ParsedFile(config, center=bool(given.center_rows), before_weight=site.hook == "mlp_in"), tensors
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > MAX_JSON_BYTES:
             raise WeirError(f"more than {MAX_JSON_BYTES} bytes", path.name)
-        data = loads(path.read_bytes(), path.name)
-    except OSError as e:
-        raise StoreError(f"cannot read {path}: {e.strerror}", "path") from None
-    if not isinstance(data, dict):
-        raise WeirError(f"expected an object, got {type(data).__name__}", path.name)
-    return data
+        data = file.read()
+    if reason := stand_in(data) if not is_json(data) else "":
+        raise WeirError(f"no JSON: {reason}", path.name)
+    found = loads(data, path.name)
+    if not isinstance(found, dict):
+        raise WeirError(f"expected an object, got {type(found).__name__}", path.name)
+    return found
 
 
 def _take_scaling_factors(file: ParsedFile, tensors: dict[str, torch.Tensor]) -> None:
@@ -237,10 +240,7 @@ def _norm(
 def _vector(value: Any, width: int, name: str) -> torch.Tensor | None:
     if value is None:
         return None
-    try:
-        vector = torch.as_tensor(value, dtype=torch.float32).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        raise WeirError(f"expected numbers, got {brief(type(value).__name__)}", name) from None
+    vector = folding.as_tensor(value, name).detach().to("cpu", torch.float32)
     if vector.ndim == 0:
         vector = vector.expand(width)
     if tuple(vector.shape) != (width,) or not bool(torch.isfinite(vector).all()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
@@ -33,9 +34,16 @@ def as_tensor(value: torch.Tensor | ArrayLike, field: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     try:
+        if isinstance(value, np.ndarray):  # torch takes none that is read-only, reversed or of another byte order
+            value = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        raise WeirError(f"expected a tensor or an array of numbers, got {type(value).__name__}", field) from None
+        raise WeirError(f"expected a tensor or an array of numbers, got {_described(value)}", field) from None
+
+
+def _described(value: object) -> str:
+    dtype = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
+    return f"{type(value).__name__}{dtype}"
 
 
 def for_file(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import parse_layers
-from vllm_weir.schema.fields import refuse_unknown_keys, set_fields
+from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, set_fields
 from vllm_weir.schema.gates import When
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.scalars import is_int, plain
@@ -71,7 +71,9 @@ class SetFeature:
     """Set the activation of a feature of a sparse autoencoder; all that it does not explain is kept.
 
     A row h becomes ``h + (target - a) * W_dec[feature]``, where a is the feature's activation and
-    target is one of ``value``, ``scale * a`` and ``a + add``. Transcoders take the activation of the
+    target is one of ``value``, ``scale * a`` and ``a + add``. So the decoder's contribution is set. The
+    encoder reads another activation of the changed row, unless its column and W_dec[feature] have a
+    product of 1; with `read_back` that is what is set. Transcoders take the activation of the
     row that they read, after all interventions there, and change the one that they write. Rows of
     TopK autoencoders are encoded whole, in steps without CUDA graphs.
 
@@ -81,6 +83,10 @@ class SetFeature:
         value: the activation's new value.
         scale: factor of the activation.
         add: what is added to the activation.
+        read_back: with `value`: the change along W_dec[feature] is the one after which the encoder
+            reads `value`, up to the rounding of the row. Refused where the encoder cannot: in TopK and
+            transcoders, if `value` is not 0 or above the feature's threshold, and if the encoder does
+            not see what the decoder adds.
         positions: selector, as for `Capture`.
         when: a `When`, the condition under which it is set; None: always.
 
@@ -89,12 +95,15 @@ class SetFeature:
     """
 
     op: ClassVar[str] = "set_feature"
-    wire_fields: ClassVar[tuple[str, ...]] = ("op", "name", "feature", "value", "scale", "add", "positions", "when")
+    wire_fields: ClassVar[tuple[str, ...]] = (
+        "op", "name", "feature", "value", "scale", "add", "read_back", "positions", "when",
+    )  # fmt: skip
     name: str
     feature: int
     value: float | None = field(default=None, kw_only=True)
     scale: float | None = field(default=None, kw_only=True)
     add: float | None = field(default=None, kw_only=True)
+    read_back: bool = field(default=False, kw_only=True)
     positions: Any = field(default="all", kw_only=True)
     when: Any = field(default=None, kw_only=True)
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
@@ -106,6 +115,8 @@ class SetFeature:
             got = ", ".join(given) or "none"
             raise WeirError(f"give one of value, scale and add, got {got}", f"{self.path}.value")
         parsed = {name: number(value, f"{self.path}.{name}") for name, value in given.items()}
+        if parse_flag(self.read_back, "read_back", self.path) and not parsed.get("value", -1.0) >= 0:
+            raise WeirError("the encoder reads activations of 0 or more: give such a value", f"{self.path}.read_back")
         set_fields(
             self,
             name=_name(self.name, f"{self.path}.name"),
@@ -134,6 +145,8 @@ class SetFeature:
         for name in ("value", "scale", "add"):
             if getattr(self, name) is not None:
                 out[name] = getattr(self, name)
+        if self.read_back:
+            out["read_back"] = True
         if self.when is not None:
             out["when"] = self.when.to_json()
         return _with_positions(out, self.positions)

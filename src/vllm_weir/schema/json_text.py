@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+
+
+def is_json(data: bytes) -> bool:
+    """Return whether the bytes of a file begin as an object or a list of JSON does, and no safetensors file."""
+    # A byte-order mark may come first. The length with which safetensors begins has bytes of 0.
+    return re.match(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*[\[{]", data) is not None and b"\0" not in data[:8]
 
 
 def loads(text: str | bytes, path: str) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.json_text import loads
+from vllm_weir.schema.json_text import is_json, loads
+from vllm_weir.schema.vector_files import parse_safetensors
 from vllm_weir.schema.vectors import Vector
 
 METADATA = "weir_probe"
@@ -50,9 +51,7 @@ def decode(data: bytes, field: str) -> dict[str, Any]:
     Raises:
         WeirError: for a file that is damaged or foreign.
     """
-    # The first bytes of a safetensors file are the length of its header, which the first letters of a text are not.
-    is_text = data.lstrip()[:1] in (b"{", b"[") and int.from_bytes(data[:8], "little") > len(data)
-    found = loads(data, field) if is_text else _safetensors(data, field)
+    found = loads(data, field) if is_json(data) else _safetensors(data, field)
     if not isinstance(found, dict):
         raise WeirError(f"a probe is an object, got {type(found).__name__}", field)
     return found
@@ -60,15 +59,7 @@ def decode(data: bytes, field: str) -> dict[str, Any]:
 
 def _safetensors(data: bytes, field: str) -> dict[str, Any]:
     """Return the tensors of a file, and the fields in its metadata."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        tensors = load(data)
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, OverflowError) as e:
-        raise WeirError(f"truncated, damaged or no file of a probe ({str(e)[:80]})", field) from None
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    metadata = header.get("__metadata__") or {}  # null is the same as none
+    tensors, metadata = parse_safetensors(data, field)
     text = metadata.get(METADATA)
     found = {} if text is None else loads(text, f"{field}.{METADATA}")
     if not isinstance(found, dict):

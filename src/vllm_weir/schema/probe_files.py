@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from vllm_weir.errors import MissingFile, StoreError, WeirError, brief
+from vllm_weir.errors import WeirError
 from vllm_weir.schema.probe_codec import decode
 from vllm_weir.schema.probes import KINDS, AnyProbe, parse_probe
+from vllm_weir.util.foreign_files import read_regular
 
 
 def read_probe(data: bytes, field: str, **fields: Any) -> AnyProbe:
@@ -46,10 +46,4 @@ def load_probe(path: str | os.PathLike, **fields: Any) -> AnyProbe:
     Raises:
         WeirError: for a file that is damaged or foreign; StoreError if it cannot be read.
     """
-    try:
-        data = Path(path).read_bytes()
-    except FileNotFoundError:
-        raise MissingFile(f"there is no file {brief(path, 200)}", "path") from None
-    except (OSError, ValueError) as e:
-        raise StoreError(f"cannot read {brief(path, 200)}: {str(e)[:80]}", "path") from None
-    return read_probe(data, "probe", **fields)
+    return read_probe(read_regular(path), "probe", **fields)

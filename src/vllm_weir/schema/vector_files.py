@@ -13,13 +13,13 @@ from typing import Any
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.gguf import read_gguf
-from vllm_weir.schema.json_text import loads
+from vllm_weir.schema.json_text import is_json, loads
 from vllm_weir.schema.vectors import KEPT, Vector
+from vllm_weir.util.foreign_files import MAX_NAMES, damage_refused, stand_in
 
 Directions = dict[int | None, Vector]
 """One vector under None, or directions by block."""
 
-MAX_LAYERS = 4096
 _NUMBERED = re.compile(r"^(?:|.*[^0-9-]|.*[A-Za-z0-9]-)(\d{1,9})$", re.ASCII | re.DOTALL)
 """A name that ends in the number of a block. A dash before the number is a separator after a letter
 or digit, elsewhere a minus sign, which is refused."""
@@ -47,12 +47,19 @@ def read_vectors(data: bytes, kind: str, field: str) -> Directions:
     return readers[kind](data, field)
 
 
-def kind_of(data: bytes) -> str:
-    """Return the file format that the first bytes indicate."""
+def kind_of(data: bytes, field: str = "file") -> str:
+    """Return the file format that the first bytes indicate.
+
+    Raises:
+        WeirError: naming `field`, for a file that is none of a program with tensors, saying what it is.
+    """
     if data[:4] == b"GGUF":
         return "gguf"
-    # A header's length may begin with a blank, as JSON may.
-    return "json" if data[:1] in b"[{ \n\t\r" and data[:1] and not is_safetensors(data) else "safetensors"
+    if is_json(data):
+        return "json"
+    if reason := stand_in(data[:2048]):
+        raise WeirError(f"{reason}; read are safetensors, GGUF and JSON", field)
+    return "safetensors"
 
 
 def is_safetensors(data: bytes) -> bool:
@@ -60,25 +67,31 @@ def is_safetensors(data: bytes) -> bool:
     return data[8:9] == b"{" and int.from_bytes(data[:8], "little") <= len(data) - 8
 
 
-def read_safetensors(data: bytes, field: str) -> tuple[dict[str, Any], dict[str, str]]:
+def parse_safetensors(data: bytes, field: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the tensors of a safetensors file by name, and its metadata.
 
     Raises:
-        WeirError: for a file that is damaged, or holds anything but floats.
+        WeirError: for a file that is damaged, or has more than `MAX_NAMES` tensors.
     """
-    import torch
-    from safetensors import SafetensorError
     from safetensors.torch import load
 
-    try:
+    with damage_refused("truncated, damaged or no safetensors file", field, data[:2048]):
+        header = data[8 : 8 + int.from_bytes(data[:8], "little")]
+        if (count := header.count(b'"data_offsets"')) > MAX_NAMES:
+            raise ValueError(f"{count} names, more than the limit of {MAX_NAMES}")
         tensors = dict(sorted(load(data).items()))
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, OverflowError) as e:
-        raise WeirError(f"truncated, damaged or no safetensors file ({str(e)[:80]})", field) from None
+        return tensors, json.loads(header).get("__metadata__") or {}
+
+
+def read_safetensors(data: bytes, field: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Do what `parse_safetensors` does; raise WeirError for anything but floats, too."""
+    import torch
+
+    tensors, metadata = parse_safetensors(data, field)
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise WeirError(f"expected floats, got {tensor.dtype}", f"{field}.{brief(name)}")
-    return tensors, header.get("__metadata__", {})
+    return tensors, metadata
 
 
 def _safetensors(data: bytes, field: str) -> Directions:
@@ -113,8 +126,8 @@ def _named(arrays: Mapping[str, Any], field: str) -> Directions:
 
 
 def _by_layer(arrays: Mapping[str, Any], field: str, names: re.Pattern[str] = _NUMBERED) -> Directions:
-    if len(arrays) > MAX_LAYERS:
-        raise WeirError(f"{len(arrays)} directions, more than the limit of {MAX_LAYERS}", field)
+    if len(arrays) > MAX_NAMES:
+        raise WeirError(f"{len(arrays)} directions, more than the limit of {MAX_NAMES}", field)
     out: Directions = {}
     for name, array in arrays.items():
         array_field = f"{field}.{brief(name)}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Mapping, MutableMapping
+from collections.abc import Awaitable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.sae.named_path import NamedPath
+from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.server.errors import StateNotSaved
 from vllm_weir.server.limits import SAES as VARIABLE
@@ -56,6 +58,39 @@ def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
         environ[VARIABLE] = json.dumps(sources)
 
 
+def check_given(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse what `load_given` would refuse once the engine has started, as far as files tell.
+
+    Args:
+        arguments: of ``vllm serve``.
+        environ: where `put_options` has put the autoencoders.
+
+    Raises:
+        WeirError: if one cannot be loaded, or is for another model.
+    """
+    sources = json.loads(environ.get(VARIABLE) or "{}")
+    config = ModelConfig.read(*_model_in(arguments)) if sources else ModelConfig()
+    for name, source in sources.items():
+        try:
+            path, site = SAESource(*source)
+            sae = SAE.load(path, site=site, name=name)
+            config.check_layers(sae.site.hook, (sae.site.layer,), "site")
+            config.check_width(sae.site.hook, sae.d_in, "d_in")
+        except WeirError as e:
+            raise WeirError(f"{name}: {e}", OPTION) from None
+
+
+def _model_in(arguments: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the model of ``vllm serve``, empty if it is elsewhere, such as in a file; and its options with a value."""
+    options = {}
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            options[name[2:].replace("-", "_")] = value if equals else following
+    first = arguments[0] if arguments and not arguments[0].startswith("-") else ""
+    return options.get("model", first), options
+
+
 async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ) -> None:
     """Load what the environment names; processes that come later find it loaded.
 
@@ -84,7 +119,7 @@ async def load(state: ServerState, name: str, source: SAESource, again: bool = F
     check_name(name)
     await state.capabilities()
     loop = asyncio.get_running_loop()
-    return await state.run(lambda: _load(state, loop, name, source, again))
+    return await state.change(lambda: _load(state, loop, name, source, again))
 
 
 async def unload(state: ServerState, name: str) -> bool:
@@ -117,7 +152,7 @@ async def _unload(state: ServerState, name: str) -> bool:
         loading.refuse_used(removed.key, name, contents.always, contents.modules)
         return replace(contents, saes={kept: one for kept, one in contents.saes.items() if kept != name})
 
-    await state.run(lambda: state.names.change(remove))
+    await state.change(lambda: state.names.change(remove))
     if removed is None:
         return False
     shared = removed
@@ -128,7 +163,7 @@ async def _unload(state: ServerState, name: str) -> bool:
     try:
         await loading.caller_of(state.engine_client)(loading.UNLOAD, shared.key)
     except BaseException:
-        await state.run(lambda: state.names.change(put_back))
+        await state.change(lambda: state.names.change(put_back))
         raise
     Path(shared.path).unlink(missing_ok=True)  # who has mapped it keeps it
     return True

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 THREADS = 8
 """Responses that can wait for their rows at the same time."""
+CHANGES = 4
+"""Changes of what is kept under names at the same time, which read files that may be far away, or wait."""
 
 
 class ServerState:
@@ -66,6 +68,7 @@ class ServerState:
         self._metrics: ServerMetrics | None = None
         self._registry = registry
         self._threads = ThreadPoolExecutor(THREADS, "weir-answer")
+        self._changes = ThreadPoolExecutor(CHANGES, "weir-change")
         frontend.serve(self.limits.rows)
         frontend.pacing.pace = self.limits.pace
 
@@ -108,8 +111,15 @@ class ServerState:
         return self.frontend.engine.require_capabilities()
 
     async def run(self, job: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
-        """Run `job`, which waits or copies, in a thread, and `undo` if the caller was cancelled."""
-        future = asyncio.get_running_loop().run_in_executor(self._threads, job)
+        """Run `job`, which waits or copies for a response, in a thread, and `undo` if the caller was cancelled."""
+        return await self._run(self._threads, job, undo)
+
+    async def change(self, job: Callable[[], T]) -> T:
+        """Run `job`, which changes what is kept under names, in a thread that no response waits for."""
+        return await self._run(self._changes, job, lambda: None)
+
+    async def _run(self, threads: ThreadPoolExecutor, job: Callable[[], T], undo: Callable[[], None]) -> T:
+        future = asyncio.get_running_loop().run_in_executor(threads, job)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:

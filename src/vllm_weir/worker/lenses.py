@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.read_outs import ReadOut
+from vllm_weir.util.foreign_files import load_torch, read_regular
 from vllm_weir.util.top import as_records, top_logprobs
 
 MAX_LOGITS = 1 << 25
@@ -145,7 +145,7 @@ def check_tuned_lens(path: Path, num_layers: int, d_model: int, field: str = "le
     The translators themselves are not read.
     """
     try:
-        config = json.loads((path / "config.json").read_text())
+        config = json.loads(read_regular(path / "config.json"))
         kind, layers, width = config.get("lens_type"), config["num_hidden_layers"], config["d_model"]
         os.stat(path / "params.pt")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
@@ -169,10 +169,7 @@ def load_translators(path: Path, num_layers: int, d_model: int) -> list[Translat
         WeirError: if they cannot be read, or are for another model.
     """
     check_tuned_lens(path, num_layers, d_model)
-    try:
-        state = torch.load(path / "params.pt", map_location="cpu", weights_only=True)
-    except (OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError) as e:
-        raise WeirError(f"cannot read {path / 'params.pt'}: {type(e).__name__}: {e}", "lens.path") from None
+    state = load_torch(path / "params.pt", "lens.path")
     wanted = {f"{layer}.{name}" for layer in range(num_layers) for name in ("weight", "bias")}
     if not isinstance(state, dict) or set(state) != wanted:
         raise WeirError("its params.pt does not have one weight and one bias for each block", "lens.path")
@@ -184,4 +181,5 @@ def load_translators(path: Path, num_layers: int, d_model: int) -> list[Translat
             raise WeirError("a translator has another width than the model", "lens.path")
         if not (weight.isfinite().all() and bias.isfinite().all()):
             raise WeirError(f"the translator of block {layer} has numbers that are not finite", "lens.path")
-    return [(weight.float(), bias.float()) for weight, bias in found]
+    # Copied: they are mapped from a file that may be replaced.
+    return [(weight.float().clone(), bias.float().clone()) for weight, bias in found]

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.unit.refusals import refused
 from vllm_weir.experiments.fit.files import read_prompts
 
 TEXTS = ["one\u2028two", "three\x0cfour\x85five", "six\x1cseven"]
 
 
-def test_a_text_a_line(tmp_path):
-    (tmp_path / "a.txt").write_bytes(("\r\n".join([TEXTS[0], "", *TEXTS[1:]]) + "\n").encode())
-    assert read_prompts(tmp_path / "a.txt", "positive") == TEXTS
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_line_with_and_without_a_byte_order_mark(tmp_path, encoding, end):
+    """One that stayed would be the first token of a prompt."""
+    for name, lines in (("a.txt", TEXTS), ("a.jsonl", [json.dumps(text, ensure_ascii=False) for text in TEXTS])):
+        (tmp_path / name).write_bytes((end.join(["", lines[0], " ", *lines[1:]]) + end).encode(encoding))
+        assert read_prompts(tmp_path / name, "positive") == TEXTS
+
+
+def test_what_is_not_utf_8(tmp_path):
+    (tmp_path / "a.txt").write_bytes("one\ntwo".encode("utf-16"))
+    with refused("positive", "line 1 is not UTF-8: invalid start byte at its byte 0"):
+        read_prompts(tmp_path / "a.txt", "positive")
+    with refused("positive", "cannot read .*nowhere"):
+        read_prompts(tmp_path / "nowhere", "positive")
 
 
 def test_json_a_line(tmp_path):

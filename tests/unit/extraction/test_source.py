@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
+import io
 import json
 import pickle
 import random
@@ -14,11 +16,14 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import vllm_weir as weir
 from tests.support.extracting import texts, write_jsonl
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.source import open_source
+from vllm_weir.util.text_lines import text_lines
 
 VALUES = texts(700)
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning"}]
@@ -105,7 +110,6 @@ def test_lines_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("", "not JSON"),
         ("{", "not JSON"),
         ("[1]", "expected a JSON object, got a list"),
         ('{"body": "x"}', "no column 'text'; it has body"),
@@ -125,10 +129,10 @@ def test_what_is_no_record_is_named(line: str, reason: str, tmp_path: Path) -> N
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_bytes(b"one\n\xff\xfe\n\nfour\n")
+    (tmp_path / "t.txt").write_bytes(b"one\n\n\xff\xfe\n\xc2\xa0\nfive\n")
     records = list(open_source(tmp_path / "t.txt").read(0, 9))
-    assert [r.value for r in records] == ["one", None, None, "four"]
-    assert "line 2: not UTF-8" in records[1].reason and "line 3: the text is empty" in records[2].reason
+    assert [r.value for r in records] == ["one", None, None, "five"]
+    assert "line 3: not UTF-8" in records[1].reason and "line 4: the text is empty" in records[2].reason
 
 
 @pytest.mark.parametrize("name", ["t.txt", "t.txt.gz", "t.jsonl"])
@@ -142,6 +146,42 @@ def test_a_byte_order_mark_in_front_is_no_text(name: str, tmp_path: Path) -> Non
     source = open_source(tmp_path / name)
     assert [record.value for record in source.read(0, 2)] == lines
     assert [record.value for record in source.read(1, 2)] == lines[1:]
+
+
+LINES = st.lists(st.sampled_from(["", " ", "\t\r", "\ufeff", "a", "b\u2028", " c "]), max_size=9)
+
+
+@given(
+    lines=LINES, end=st.sampled_from(["\n", "\r\n"]), ends=st.booleans(), mark=st.booleans(), block=st.integers(1, 9)
+)
+@pytest.mark.parametrize("name", ["t.txt", "t.txt.gz"])
+def test_blank_lines_marks_and_ends_of_lines(
+    name: str, tmp_path_factory: pytest.TempPathFactory, lines: list[str], end: str, ends: bool, mark: bool, block: int
+) -> None:
+    path = tmp_path_factory.mktemp("t") / name
+    data = (end.join(lines) + end * ends).encode("utf-8-sig" if mark else "utf-8")
+    path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    kept = [(i, line) for i, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1) if line.strip()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_weir.extraction.source.BLOCK", block)
+        patch.setattr("vllm_weir.extraction.readers.MARK_LINES", 2)
+        source = open_source(path) if kept or lines else None
+        assert source is None or len(source) == len(kept)
+        for start in range(len(kept)):
+            found = list(source.read(start, len(kept)))
+            assert [one.index for one in found] == list(range(start, len(kept)))
+            assert [one.value for one in found] == [line.removesuffix(b"\r").decode() for _, line in kept[start:]]
+        assert [(n, text) for n, text in text_lines(io.BytesIO(data))] == [(n, t.removesuffix(b"\r")) for n, t in kept]
+
+
+def test_a_source_without_its_blank_lines_is_another_one(tmp_path: Path) -> None:
+    """Runs of earlier versions gave blank lines numbers."""
+    path = tmp_path / "t.jsonl"
+    for blank in ("", "\n"):
+        path.write_text(f'{{"text": "a"}}\n{blank}{{"text": "b"}}\n')
+        plain = hashlib.blake2b(path.read_bytes(), digest_size=16)
+        plain.update(json.dumps(["t.jsonl", path.stat().st_size]).encode())
+        assert (open_source(path).digest == plain.hexdigest()) is not bool(blank)
 
 
 def test_chats(tmp_path: Path) -> None:

@@ -65,8 +65,12 @@ def test_a_skip_connection_needs_the_rows():
     sae, reference = pair("skip_transcoder")
     h = rows()
     features = sae.encode(h)
-    skipped = (sae.decode(features, h) - sae.decode(features)).double().numpy()
+    with refused("rows", "W_skip @ row: decode"):
+        sae.decode(features)
+    without = features.double().numpy() @ reference.w["W_dec"] + reference.w["b_dec"]
+    skipped = sae.decode(features, h).double().numpy() - without
     assert np.abs(skipped - h.double().numpy() @ reference.w["W_skip"].T).max() <= EXACT
+    assert torch.equal(sae.decode(features, h), sae.reconstruct(h))
 
 
 def test_row_normalisations_are_undone_with_the_rows():
@@ -282,3 +286,40 @@ def test_what_an_architecture_lacks_is_refused():
         weir.SAE.from_tensors("transcoder", ("z", 1), out_site=("attn_out", 1), head=2, **weights("transcoder"))
     with refused("architecture"):
         weir.SAE.from_tensors("temporal", SITE)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda w: w,
+        lambda w: w.astype(">f4"),
+        lambda w: np.flip(np.flip(w).copy()),
+        lambda w: np.asfortranarray(w.astype(np.float64)),
+        lambda w: w.tolist(),
+        lambda w: torch.tensor(w),
+    ],
+)
+def test_weights_are_tensors_arrays_or_lists(made):
+    """Read-only arrays, other byte orders and strides included, which torch itself does not take."""
+    w = {name: np.float32(value) for name, value in Reference("jumprelu", weights("jumprelu")).w.items()}
+    for one in w.values():
+        one.setflags(write=False)
+    expected = weir.SAE.from_tensors("jumprelu", ("resid_post", 1), **{k: torch.tensor(v) for k, v in w.items()})
+    sae = weir.SAE.from_tensors("jumprelu", ("resid_post", 1), **{name: made(value) for name, value in w.items()})
+    assert torch.equal(sae.encode(rows()), expected.encode(rows()))
+    again = weir.SAE(sae.config, {name: made(value) for name, value in w.items()})
+    assert torch.equal(again.reconstruct(rows()), expected.reconstruct(rows()))
+
+
+def test_what_are_no_weights_is_named():
+    w = {name: np.float32(value) for name, value in Reference("standard", weights("standard")).w.items()}
+    site = ("resid_post", 1)
+    for name, value, why in (
+        ("W_enc", "a", "expected a tensor or an array of numbers, got str"),
+        ("W_enc", np.array([["a"]]), "got ndarray of <U1"),
+        ("W_enc", w["W_enc"].astype(np.int64), "expected floats, got torch.int64"),
+        ("W_dec", w["W_dec"][1:], "expected shape"),
+        ("W_other", w["W_enc"], "a standard SAE has no such tensor"),
+    ):
+        with refused(name, why):
+            weir.SAE.from_tensors("standard", site, **{**w, name: value})

@@ -31,6 +31,10 @@ VALID = [
         weir.SetFeature("a", 3, scale=0.5, positions="prompt"),
         {"op": "set_feature", "name": "a", "feature": 3, "scale": 0.5, "positions": "prompt"},
     ),
+    (
+        weir.SetFeature("a", 3, value=2, read_back=True),
+        {"op": "set_feature", "name": "a", "feature": 3, "value": 2.0, "read_back": True},
+    ),
     (weir.SetFeature("a", 3, add=-1.5), {"op": "set_feature", "name": "a", "feature": 3, "add": -1.5}),
     (weir.Lens(), {"kind": "logit", "layers": "all", "top_k": 10}),
     (weir.Lens("logit", 3, 4), {"kind": "logit", "layers": [3], "top_k": 4}),
@@ -79,6 +83,10 @@ WRONG = {
     "x.value": [feature(), feature(value=1, add=1), feature(value="1")],
     "x.scale": [feature(scale=float("nan"))],
     "x.add": [feature(add=1e39)],
+    "x.read_back": [
+        *(feature(read_back=True, **target) for target in ({"add": 1}, {"scale": 2}, {"value": -1})),
+        feature(value=1, read_back=1),
+    ],
     "x.op": [feature(add=1, op="add")],
     "x.layers": [feature(add=1, layers=3), lens(layers=[]), lens(layers=-1)],
     "x.kind": [lens(kind="telescope"), lens(kind=["logit"])],

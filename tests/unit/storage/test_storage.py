@@ -461,7 +461,7 @@ before = threads()
 assert len(load(sys.argv[1])) == 4
 store = ObjectStore(sys.argv[2])
 part = type("InputFile", (), {"name": "texts.parquet"})
-assert list(Parquet().read(store, part, 0, 9, "text")) == ["a", "b"]
+assert list(Parquet().read(store, part, 0, 9, "text")) == [(1, "a"), (2, "b")]
 assert threads() == before, (before, threads())
 """
 

@@ -23,14 +23,18 @@ from vllm_weir.experiments.attribute.question import (
     LogitsMetric,
     PromptPair,
     parse_count,
+    parse_hooks,
     parse_metric,
 )
 from vllm_weir.experiments.attribute.result import Attribution, VerifiedEffect, effects_of
 from vllm_weir.experiments.attribute.twin import RowPatch, Twin
 from vllm_weir.experiments.grid import Grid
 from vllm_weir.experiments.metrics import Baseline
-from vllm_weir.experiments.mode import DENOISE, Mode
+from vllm_weir.experiments.mode import DENOISE, Mode, parse_mode
+from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.model_config import ModelConfig
+from vllm_weir.schema.positions import Positions
 
 STREAM = ("resid_pre", "attn_out", "mlp_out")
 """The hook points by default: the stream, and the two parts that each block adds to it."""
@@ -86,6 +90,13 @@ def attribute(
             discovery could not prove it, or where its gradient would leave out a part of the model.
     """
     count = parse_count(top_k, "top_k")
+    names, blocks = parse_hooks(hooks), parse_layers(layers, "layers")
+    parse_mode(mode)
+    Positions.parse(positions, "positions")
+    if isinstance(model, (str, PathLike)):  # before its weights are read
+        config = ModelConfig.read(fspath(model), {})
+        config.check_layers(names[0], blocks)
+        config.check_heads(heads, "attribute.heads")
     engine, twin, tokenizer = _open(model, llm, device)
     longest = None if engine is None else engine.model.max_model_len - 1
     prompts = PromptPair.encode(clean, corrupt, mode, tokenizer, twin.vocab_size, longest)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vllm_weir.errors import WeirError
+from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
 from vllm_weir.util.start_llm import start_llm
+
+if TYPE_CHECKING:
+    from vllm_weir.schema.capture import Capture
 
 SUFFIXES = (".gguf", ".safetensors")
 
@@ -53,9 +57,13 @@ def fit(
         first, second = (
             read_prompts(path, name, column) for path, name in ((positive, "positive"), (negative, "negative"))
         )
-        _check_arguments((len(first), len(second)), method, hook, blocks, parse_positions(positions), folds, seed)
+        options = parse_engine_options(engine or [])
+        asked = _check_arguments(
+            (len(first), len(second)), method, hook, blocks, parse_positions(positions), folds, seed
+        )
+        ModelConfig.read(model, options).check_layers(asked.hook, asked.layers)
         found = run(
-            start_llm(model, parse_engine_options(engine or [])), first, second, method, hook, blocks,
+            start_llm(model, options), first, second, method, hook, blocks,
             parse_positions(positions), folds=folds, seed=seed, check=check, metric=metric, progress=not quiet,
         )  # fmt: skip
         found.save(out)
@@ -81,15 +89,15 @@ def _check_files(out: str, plot: str | None, hook: str) -> None:
 
 def _check_arguments(
     counts: tuple[int, int], method: str, hook: str, layers: Any, positions: Any, folds: int, seed: int
-) -> None:
-    """Refuse what `fit` would refuse of any engine, before one is started."""
+) -> Capture:
+    """Refuse what `fit` would refuse of any engine, before one is started; return what it would capture."""
     from vllm_weir.experiments.fit.engine import parse_capture
     from vllm_weir.experiments.fit.run import check_options
     from vllm_weir.fitting.methods import method_of
 
     method_of(method, *counts)
     check_options(folds, seed)
-    parse_capture(hook, layers, positions)
+    return parse_capture(hook, layers, positions)
 
 
 def _metric(answer: str | None, wrong: str | None, check: bool) -> Any:

@@ -9,8 +9,10 @@ import numpy as np
 import typer
 
 from vllm_weir.errors import WeirError
+from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
 from vllm_weir.util.start_llm import start_llm
+from vllm_weir.util.text_lines import read_json_lines
 
 if TYPE_CHECKING:
     from vllm_weir.experiments.sweep.result import Sweep
@@ -68,8 +70,10 @@ def sweep(
             "heads": heads if heads == "all" else parse_ints(heads, "'all' or ints", "heads"),
         }
         check_arguments(hooks.split(","), picked["layers"], parse_positions(positions), mode, receiver, held)
+        options = parse_engine_options(engine or [])
+        _check_model(ModelConfig.read(model, options), hooks.split(","), picked, receiver)
         result = run(
-            start_llm(model, parse_engine_options(engine or [])), prompts.clean, prompts.corrupt, hooks.split(","),
+            start_llm(model, options), prompts.clean, prompts.corrupt, hooks.split(","),
             positions=parse_positions(positions), metric=logit_diff(prompts.answers, prompts.wrong), mode=mode,
             to=receiver, freeze=held, checkpoint=checkpoint, progress=not quiet, **picked,
         )  # fmt: skip
@@ -87,6 +91,18 @@ def _check_files(out: str | None, plot: str | None) -> None:
         check_output(out, "out")
     if plot is not None:
         check_plot(plot)
+
+
+def _check_model(config: ModelConfig, hooks: list[str], picked: dict[str, Any], receiver: Any) -> None:
+    """Refuse blocks and heads that the model lacks."""
+    from vllm_weir.schema.capture import parse_layers
+    from vllm_weir.schema.hooks import normalise_hook
+
+    config.check_layers(normalise_hook(hooks[0], "hooks"), parse_layers(picked["layers"], "layers"))
+    config.check_heads(picked["heads"])
+    if receiver is not None:
+        config.check_layers(receiver[0], (receiver[1],), "to")
+        config.check_heads(receiver[2], "to_heads")
 
 
 def _path(to: str | None, to_heads: str | None, freeze: str | None) -> tuple[Any, Any]:
@@ -113,14 +129,12 @@ def _prompts(
     for name, value in given.items():
         if value is not None:
             raise WeirError("the pairs come from a file (--pairs); leave it out", name)
-    try:
-        with open(pairs, encoding="utf-8") as file:
-            records = [json.loads(line) for line in file if line.strip()]
-        prompts = Prompts(*([record[name] for record in records] for name in given))
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise WeirError(
-            f"cannot read {pairs}: {type(e).__name__}: {e}; each line is an object with {', '.join(given)}", "pairs"
-        ) from None
+    records = list(read_json_lines(pairs, "pairs"))
+    for where, record in records:
+        if not isinstance(record, dict) or (missing := set(given) - set(record)):
+            lacks = f"lacks {min(missing)!r}" if isinstance(record, dict) else f"is a {type(record).__name__}"
+            raise WeirError(f"{where} {lacks}; each line is an object with {', '.join(given)}", "pairs")
+    prompts = Prompts(*([record[name] for _, record in records] for name in given))
     if not prompts.clean:
         raise WeirError(f"there are no pairs in {pairs}", "pairs")
     return prompts

@@ -13,11 +13,11 @@ from vllm_weir.schema.gguf import ARCHITECTURE, write_gguf
 from vllm_weir.schema.json_text import dumps, loads
 from vllm_weir.schema.vector_files import BLOCK_0, METADATA
 from vllm_weir.schema.vectors import Vector
+from vllm_weir.util.foreign_files import MAX_NAMES
 
 KNOWN = ("hook", "method", "convention", "auc_by_layer", "bias", "details")
 """What is kept of `Directions` beside its vectors."""
 _BY_LAYER = ("auc_by_layer", "bias")
-_MOST_LAYERS = 4096
 
 
 def to_safetensors(vectors: Mapping[int, np.ndarray], known: Mapping[str, Any]) -> bytes:
@@ -38,8 +38,8 @@ def to_gguf(vectors: Mapping[int, np.ndarray], known: Mapping[str, Any], model_h
         WeirError: for directions of another hook point than `resid_post`, the only one it has.
     """
     check_gguf_hook(known["hook"], "path")
-    if len(vectors) > _MOST_LAYERS:
-        raise WeirError(f"{len(vectors)} directions, more than the limit of {_MOST_LAYERS}", "path")
+    if len(vectors) > MAX_NAMES:
+        raise WeirError(f"{len(vectors)} directions, more than the limit of {MAX_NAMES}", "path")
     tensors = {f"direction.{layer}": vector for layer, vector in vectors.items() if layer}
     metadata: dict[str, str | int] = {
         ARCHITECTURE: "controlvector",

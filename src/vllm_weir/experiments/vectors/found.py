@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from vllm_weir.errors import MissingFile, StoreError, WeirError, brief
+from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.fields import set_fields
 from vllm_weir.schema.hooks import normalise_hook
 from vllm_weir.schema.scalars import is_int, plain
@@ -68,13 +67,3 @@ class Found:
     details: Mapping[str, Any] = field(default_factory=dict)
     auc_by_layer: Mapping[int, float] | None = None
     bias: Mapping[int, float] | None = None
-
-
-def read_bytes(path: Path) -> bytes:
-    """Return the content of a file; raise StoreError if it cannot be read."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise MissingFile(f"there is no file {brief(path, 200)}", "path") from None
-    except (OSError, ValueError) as e:
-        raise StoreError(f"cannot read {brief(path, 200)}: {str(e)[:80]}", "path") from None

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import io
 import os
-import zipfile
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.directions import Directions
 from vllm_weir.experiments.vectors import reft
 from vllm_weir.experiments.vectors.codec import described
-from vllm_weir.experiments.vectors.found import Found, Given, read_bytes
+from vllm_weir.experiments.vectors.found import Found, Given
 from vllm_weir.experiments.vectors.named import from_names, from_rows
 from vllm_weir.experiments.vectors.torch_files import CONVENTION, read_torch
 from vllm_weir.schema.gguf import read_gguf
 from vllm_weir.schema.vector_files import METADATA, is_safetensors, kind_of, read_safetensors, read_vectors
+from vllm_weir.util.foreign_files import damage_refused, npy_array, npz_arrays, open_archive, read_regular
 
 MODEL_HINT = b"controlvector.model_hint"
 _ZIP, _NPY, _PICKLE = b"PK\x03\x04", b"\x93NUMPY", b"\x80"
+_DAMAGED = "damaged, or holds objects, which would have to run code"
 
 
 def load_vector(
@@ -59,7 +58,7 @@ def load_vector(
     elif place.is_dir():
         found = _folder(place, given)
     else:
-        found = _file(read_bytes(place), given)
+        found = _file(place, given)
     return Directions(
         found.hook,
         (),
@@ -80,15 +79,22 @@ def _folder(path: Path, given: Given) -> Found:
     raise WeirError("expected a file, or a folder of SAELens, Gemma Scope or pyreft", "path")
 
 
-def _file(data: bytes, given: Given) -> Found:
+def _file(path: Path, given: Given) -> Found:
+    data = read_regular(path)
     if is_safetensors(data):  # first: the length with which it begins may look like anything
         return _safetensors(data, given)
     if data[:4] == _ZIP:
-        return _npz(data, given) if _is_npz(data) else read_torch(data, given)
+        return _npz(data, given) if _is_npz(data) else read_torch(path, given)
     if data[: len(_NPY)] == _NPY:
-        return from_rows([_load_numpy(data)], given, "npy")
+        with damage_refused(_DAMAGED, "file"):
+            array = npy_array(io.BytesIO(data))
+        return from_rows([array], given, "npy")
     if data[:1] == _PICKLE:
-        return read_torch(data, given)
+        raise WeirError(
+            "a pickle, or written by torch before 1.6: to read it would run code, or take the memory, that it names; "
+            "save it in its own library with torch.save, as tensors, or as GGUF",
+            "file",
+        )
     readers = {"gguf": _gguf, "json": _json, "safetensors": _safetensors}
     return readers[kind_of(data)](data, given)
 
@@ -129,26 +135,14 @@ def _json(data: bytes, given: Given) -> Found:
 
 
 def _npz(data: bytes, given: Given) -> Found:
-    archive = _load_numpy(data)
-    try:
-        arrays = {name: archive[name] for name in archive.files}
-    except (ValueError, zipfile.BadZipFile, OSError, KeyError) as e:
-        raise WeirError(f"damaged, or holds objects, which would have to run code ({str(e)[:80]})", "file") from None
+    with damage_refused(_DAMAGED, "file"):
+        arrays, _ = npz_arrays(io.BytesIO(data))
     return from_names(arrays, given, "npz", "file")
 
 
-def _load_numpy(data: bytes) -> Any:
-    try:
-        return np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, zipfile.BadZipFile, OSError, EOFError) as e:
-        raise WeirError(f"damaged, or holds objects, which would have to run code ({str(e)[:80]})", "file") from None
-
-
 def _is_npz(data: bytes) -> bool:
-    try:
-        names = zipfile.ZipFile(io.BytesIO(data)).namelist()
-    except zipfile.BadZipFile as e:
-        raise WeirError(f"truncated or damaged archive ({str(e)[:80]})", "file") from None
+    with damage_refused(_DAMAGED, "file"), open_archive(io.BytesIO(data)) as archive:
+        names = archive.namelist()
     return bool(names) and all(name.endswith(".npy") for name in names)
 
 

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.experiments.vectors.found import Found, Given, read_bytes
+from vllm_weir.experiments.vectors.found import Found, Given
 from vllm_weir.experiments.vectors.torch_files import load
 from vllm_weir.schema.interventions import LowRank
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import Vector
+from vllm_weir.util.foreign_files import read_regular
 
 CONFIG = "config.json"
 _MODULE = re.compile(r"(?:.*\.)?(?:layers|h)\[(\d{1,9})\](?:\.(self_attn|attn|mlp))?\.(input|output)", re.ASCII)
@@ -135,7 +136,7 @@ def _entries(path: Path) -> list[Entry]:
         name = files[0]
         names.remove(name)
         hook, layer = place.site(name)
-        tensors = load(read_bytes(path / name), name)
+        tensors = load(path / name, name)
         if not isinstance(tensors, Mapping):
             raise WeirError("expected the tensors of an intervention", name)
         out.append(Entry(_kind(kind, f"{CONFIG}.intervention_types"), hook, layer, tensors, name))
@@ -246,7 +247,7 @@ def _array(entry: Entry, name: str, ndim: int) -> np.ndarray:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    out = loads(read_bytes(path / CONFIG), CONFIG)
+    out = loads(read_regular(path / CONFIG), CONFIG)
     if not isinstance(out, dict):
         raise WeirError("expected an object", CONFIG)
     return out

@@ -6,9 +6,8 @@ steering-vectors and repeng are read into plain holders of Weir's, so neither ha
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.vectors.found import Found, Given
 from vllm_weir.experiments.vectors.named import from_names, from_rows
+from vllm_weir.util.foreign_files import load_torch
 
 STEERING_VECTORS, REPENG = "steering-vectors", "repeng"
 _LAYER_TYPES = {"decoder_block": "resid_post", "self_attn": "attn_out", "mlp": "mlp_out"}
@@ -31,13 +31,13 @@ class _ControlVector:
     """Stands for ``repeng.ControlVector``; its fields are in ``vars()``."""
 
 
-def read_torch(data: bytes, given: Given, field: str = "file") -> Found:
+def read_torch(path: str | PathLike, given: Given, field: str = "file") -> Found:
     """Return the directions in a file of ``torch.save``.
 
     Raises:
         WeirError: for a file that is damaged, would have to run code, or holds something else.
     """
-    content = load(data, field)
+    content = load(path, field)
     if isinstance(content, _ControlVector):
         return _repeng(vars(content), given, field)
     if isinstance(content, _SteeringVector):
@@ -55,31 +55,15 @@ def read_torch(data: bytes, given: Given, field: str = "file") -> Found:
     raise WeirError(f"expected tensors, got {type(content).__name__}", field)
 
 
-def load(data: bytes, field: str) -> Any:
+def load(path: str | PathLike, field: str) -> Any:
     """Return the content of a file of ``torch.save``; no code of it runs."""
-    import torch
-
-    numpy_parts = [np.ndarray, np.dtype, type(np.dtype("<f4")), type(np.dtype("<f8")), type(np.dtype("<f2"))]
-    reconstruct = np.zeros(1).__reduce__()[0]
-    allowed: list[Any] = [
-        (_SteeringVector, "steering_vectors.steering_vector.SteeringVector"),
-        (_ControlVector, "repeng.extract.ControlVector"),
-        (reconstruct, "numpy._core.multiarray._reconstruct"),
-        (reconstruct, "numpy.core.multiarray._reconstruct"),
-        *numpy_parts,
-    ]
-    try:
-        with torch.serialization.safe_globals(allowed):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, *_DAMAGE) as e:
-        raise WeirError(
-            f"torch reads nothing without running code of the file ({str(e).splitlines()[0][:120]}); save it in its "
-            "own library with torch.save, as tensors, or as GGUF",
-            field,
-        ) from None
+    return load_torch(path, field, _CLASSES)
 
 
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, AssertionError, OSError)
+_CLASSES = {
+    "steering_vectors.steering_vector.SteeringVector": _SteeringVector,
+    "repeng.extract.ControlVector": _ControlVector,
+}
 
 
 def _name(key: Any, field: str) -> str:

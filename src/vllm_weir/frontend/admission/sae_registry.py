@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.sae import transfer
@@ -19,6 +21,9 @@ from vllm_weir.schema.hooks import DERIVED_HOOKS
 from vllm_weir.schema.row_shapes import row_width
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.schema.set_activation import SetActivation
+
+LEAST_COSINE = 0.01
+"""Of a feature's encoder and decoder, for what is read back: beyond, the change would be 100 times what is read."""
 
 
 class SharedSAE(NamedTuple):
@@ -145,9 +150,12 @@ class SAERegistry:
         name_field = f"{asked.path}.name"
         loaded = self.find(asked.name, name_field)
         try:
+            if asked.read_back:
+                return _read_back(loaded, asked)
             return _added(loaded, asked) if asked.add is not None else _set(loaded, asked)
         except WeirError as e:
-            raise WeirError(e.message, f"{asked.path}.feature" if e.field == "feature" else name_field) from None
+            own = e.field in ("feature", "value", "read_back")
+            raise WeirError(e.message, f"{asked.path}.{e.field}" if own else name_field) from None
 
 
 def _added(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
@@ -167,6 +175,33 @@ def _set(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
         return _intervention(loaded, asked, direction, direction, sae=loaded.key, feature=asked.feature, **target)
     response = loaded.sae.feature_response(asked.feature)
     return _intervention(loaded, asked, response.w, response.u, bias=response.b, threshold=response.theta, **target)
+
+
+def _read_back(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
+    """Return the change along the decoder's row after which the encoder reads the value.
+
+    Of a row h that is ``(value - p) / (w . u)`` units, p being ``w . h + b``, active or not.
+    """
+    sae, value = loaded.sae, asked.value or 0.0
+    if sae.config.encodes_rows or sae.config.is_transcoder:
+        raise WeirError(
+            f"what a {sae.architecture} SAE reads of the changed row is no function of this change alone; leave it out",
+            "read_back",
+        )
+    response = sae.feature_response(asked.feature)
+    if 0 < value <= response.theta:
+        raise WeirError(f"feature {asked.feature} is 0, or above its threshold of {response.theta:g}", "value")
+    w, u = response.w.astype(np.float64), response.u.astype(np.float64)
+    seen, whole = float(w @ u), float(np.linalg.norm(w) * np.linalg.norm(u))
+    if not seen > LEAST_COSINE * whole:
+        raise WeirError(
+            f"the encoder of feature {asked.feature} reads {seen:.3g} of each unit that its decoder adds, so no "
+            "reasonable change is read back; leave it out",
+            "read_back",
+        )
+    # A value of 0 leaves rows alone in which the feature is 0 already.
+    threshold = response.theta if value == 0 else -1e38
+    return _intervention(loaded, asked, response.w, u / seen, bias=response.b, threshold=threshold, value=value)
 
 
 def _intervention(loaded: LoadedSAE, asked: SetFeature, w: Any, u: Any, **target: Any) -> SetActivation:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
+from vllm_weir.schema.json_text import is_json
 from vllm_weir.server import probes
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.routes.auth import require_admin
@@ -136,7 +137,7 @@ def router() -> APIRouter:
         data, media = await request.body(), request.headers.get("content-type", UNKNOWN)
         settings = {"everyone": everyone, "alert": alert, "buckets": bucket}
         await state.capabilities()
-        return await state.run(lambda: _put(state, name, data, media, settings))
+        return await state.change(lambda: _put(state, name, data, media, settings))
 
     @routes.delete(
         "/v1/probes/{name}",
@@ -147,7 +148,7 @@ def router() -> APIRouter:
         summary="Delete a name; requests already admitted go on",
     )
     async def delete(name: Name, state: State) -> Response:
-        found = await state.run(lambda: probes.forget(state, name))
+        found = await state.change(lambda: probes.forget(state, name))
         return Response(status_code=204) if found else _unknown(name)
 
     return routes
@@ -202,12 +203,10 @@ def describe(kept: RegisteredProbe) -> ProbeInfo:
 
 def _put(state: ServerState, name: str, data: bytes, media: str, settings: dict[str, Any]) -> ProbeInfo:
     kind = media.partition(";")[0].strip().lower()
-    # The first bytes of a safetensors file are the length of its header.
-    is_text = data.lstrip()[:1] == b"{" and int.from_bytes(data[:8], "little") > len(data)
-    is_json = kind == JSON or (kind == UNKNOWN and is_text)
-    if not is_json and kind not in (*FILES, UNKNOWN):
+    as_json = kind == JSON or (kind == UNKNOWN and is_json(data))
+    if not as_json and kind not in (*FILES, UNKNOWN):
         raise WeirError(f"unsupported type {brief(media)!r}; send {', '.join((JSON, *FILES, UNKNOWN))}", "Content-Type")
-    if is_json:
+    if as_json:
         for given in (key for key, value in settings.items() if value is not None):
             raise WeirError("a JSON body has it itself; the query is for files", given)
         upload = probes.read_json(name, data)

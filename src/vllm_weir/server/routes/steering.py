@@ -50,7 +50,7 @@ def _steering(routes: APIRouter) -> None:
     async def set_steering(body: bodies.SetSteering, state: State) -> bodies.SteeringSet:
         _main_only(body.target)
         await state.capabilities()
-        return await state.run(lambda: _set(state, body))
+        return await state.change(lambda: _set(state, body))
 
     @routes.post(
         "/v1/steering/clear",
@@ -60,7 +60,7 @@ def _steering(routes: APIRouter) -> None:
     )
     async def clear_steering(state: State, body: Annotated[bodies.ClearSteering | None, Body()] = None) -> bodies.Done:
         _main_only(body.target if body else None)
-        await state.run(lambda: state.names.change(lambda c: replace(c, always=(), tiers=0)))
+        await state.change(lambda: state.names.change(lambda c: replace(c, always=(), tiers=0)))
         return bodies.Done()
 
     @routes.get(
@@ -98,7 +98,7 @@ def _modules(routes: APIRouter) -> None:
                 "kind" if body.kind != "additive" else "sae_manifest",
             )
         await state.capabilities()
-        return await state.run(lambda: _register(state, body))
+        return await state.change(lambda: _register(state, body))
 
     @routes.post(
         "/v1/steering/modules/unregister",
@@ -108,7 +108,7 @@ def _modules(routes: APIRouter) -> None:
         summary="Delete a module; requests already admitted with it go on",
     )
     async def unregister(body: bodies.UnregisterModule, state: State) -> Any:
-        return await state.run(lambda: _unregister(state, body.name))
+        return await state.change(lambda: _unregister(state, body.name))
 
     @routes.get("/v1/steering/modules", responses=declared(401), summary="The names of the modules")
     def modules(state: State) -> bodies.Modules:

@@ -126,7 +126,7 @@ def router() -> APIRouter:
         check_name(name)
         data, media = await request.body(), request.headers.get("content-type", "application/octet-stream")
         capabilities = await state.capabilities()
-        return await state.run(lambda: _put(state, name, data, media, capabilities))
+        return await state.change(lambda: _put(state, name, data, media, capabilities))
 
     @routes.get(
         "/v1/vectors/{name}",
@@ -152,7 +152,7 @@ def router() -> APIRouter:
         summary="Delete a name; requests already admitted with it go on",
     )
     async def delete(name: Name, state: State) -> Response:
-        found = await state.run(lambda: _delete(state, name))
+        found = await state.change(lambda: _delete(state, name))
         return Response(status_code=204) if found else _unknown(name)
 
     return routes
@@ -191,7 +191,7 @@ def _format(media: str, data: bytes) -> str:
     file_format = MEDIA.get(media.partition(";")[0].strip().lower())
     if file_format is None:
         raise WeirError(f"unsupported type {brief(media)!r}; send {', '.join(MEDIA)}", "Content-Type")
-    return file_format or kind_of(data)
+    return file_format or kind_of(data, "vector")
 
 
 def _check(directions: Directions, capabilities: EngineCapabilities) -> None:

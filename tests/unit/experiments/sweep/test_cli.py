@@ -72,10 +72,21 @@ def test_defaults_and_files(asked: dict[str, Any], tmp_path: Path) -> None:
 def test_pairs_from_a_file(asked: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     records = [{"clean": f"a{i}", "corrupt": f"b{i}", "answer": i, "wrong": " y"} for i in range(2)]
-    file.write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    file.write_bytes(("\r\n".join(map(json.dumps, records)) + "\r\n\r\n").encode("utf-8-sig"))
     assert invoke("--pairs", str(file)).exit_code == 0
     assert asked["clean"] == ["a0", "a1"] and asked["corrupt"] == ["b0", "b1"]
     assert asked["metric"] == LogitDiff([0, 1], [" y", " y"])
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [("{", "line 3 is not JSON"), ('{"clean": 1}', "line 3 lacks 'answer'"), ("[]", "line 3 is a list")],
+)
+def test_a_pair_that_is_none_is_named(asked: dict[str, Any], tmp_path: Path, line: str, says: str) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(f'{{"clean": "a", "corrupt": "b", "answer": "c", "wrong": "d"}}\n\n{line}\n')
+    done = invoke("--pairs", str(file))
+    assert done.exit_code == 1 and says in done.output and not asked
 
 
 @pytest.mark.parametrize(

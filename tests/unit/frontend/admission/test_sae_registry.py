@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 import vllm_weir as weir
 from tests.support.sae_reference import AUTOENCODERS, D_IN, D_OUT, TRANSCODERS, Reference, rows, weights
@@ -165,3 +166,49 @@ def test_one_that_the_workers_may_still_have_is_not_forgotten():
         registry.find("it", "name")
     with registry.claimed("it"):
         pass
+
+
+@pytest.mark.parametrize("architecture", [one for one in AUTOENCODERS if one != "topk"])
+@pytest.mark.parametrize("subtracts", [False, True])
+def test_what_is_set_is_read_back(architecture, subtracts):
+    """By the autoencoder's own arithmetic in float64; what is set otherwise is the decoder's part alone."""
+    registry, reference = registry_of(architecture, apply_b_dec_to_input=subtracts)
+    h = rows(12)
+    was, tried = reference.encode(h), 0
+    for feature in range(96):
+        response = registry.find("it", "").sae.feature_response(feature)
+        if not response.w.astype(np.float64) @ response.u > 0.1 * np.linalg.norm(response.w) * np.linalg.norm(
+            response.u
+        ):
+            continue
+        for value in (0.0, response.theta + 0.5, 6.0):
+            instruction, vectors, place = lowered(registry, D_IN, feature, value=value, read_back=True)
+            assert (instruction.kind, place) == (FEATURE, SITE)
+            u, w = (vectors[one].astype(np.float64) for one in (instruction.u, instruction.w))
+            p = h.double().numpy() @ w + instruction.lo
+            act = np.where(p > instruction.hi, p, 0.0)
+            after = h.double().numpy() + (instruction.a * act + instruction.b)[:, None] * u
+            read = reference.encode(torch.from_numpy(after))[:, feature]
+            assert np.abs(read - value).max() <= EXACT * (1 + np.abs(after).max() * np.abs(w).sum())
+            if value == 0.0:
+                assert np.array_equal(after[was[:, feature] == 0], h.double().numpy()[was[:, feature] == 0])
+            tried += 1
+    assert tried > 20
+
+
+@pytest.mark.parametrize("architecture", ["topk", *TRANSCODERS])
+def test_what_other_features_or_another_row_decide_is_not_read_back(architecture):
+    registry, _ = registry_of(architecture)
+    with refused("i.read_back", "no function of this change alone"):
+        registry.resolve(weir.SetFeature("it", 4, value=1.0, read_back=True, path="i"))
+
+
+def test_what_the_encoder_cannot_read_is_refused():
+    registry, _ = registry_of("jumprelu")
+    responses = [registry.find("it", "").sae.feature_response(feature) for feature in range(96)]
+    blind = next(f for f, one in enumerate(responses) if one.w @ one.u < 0)
+    with refused("i.read_back", "reads -.* of each unit that its decoder adds"):
+        registry.resolve(weir.SetFeature("it", blind, value=6.0, read_back=True, path="i"))
+    high = next(f for f, one in enumerate(responses) if one.theta > 0.5)
+    with refused("i.value", "above its threshold"):
+        registry.resolve(weir.SetFeature("it", high, value=0.5, read_back=True, path="i"))

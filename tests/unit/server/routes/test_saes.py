@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import pytest
 from fastapi.testclient import TestClient
@@ -14,6 +15,7 @@ from tests.unit.admin_app import ADMIN, D, Workers, app_of, serving
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.schema.instructions import FEATURE
+from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.server import saes
 from vllm_weir.server.errors import StateNotSaved
 
@@ -127,13 +129,13 @@ def test_what_begins_to_encode_rows_for_all_while_it_is_unloaded_keeps_it(pair, 
     make(tmp_path / "topk", architecture="topk", k=3)
     put(one, tmp_path, file="topk")
     asked = {"interventions": [{"op": "set_feature", "name": "mood", "feature": 3, "value": 2}]}
-    run = servers[0].run
+    change = servers[0].change
 
     async def set_first(job):
-        assert (await run(lambda: other.post("/v1/steering/set", json=asked))).status_code == 200
-        return await run(job)
+        assert (await change(lambda: other.post("/v1/steering/set", json=asked))).status_code == 200
+        return await change(job)
 
-    monkeypatch.setattr(servers[0], "run", set_first)
+    monkeypatch.setattr(servers[0], "change", set_first)
     refused(one.delete("/v1/saes/mood"), "name")
     assert names(one) == ["mood"] and workers.loaded == [1, 1]
 
@@ -263,6 +265,26 @@ def test_a_state_that_cannot_be_saved_leaves_nothing_on_the_workers(pair, tmp_pa
     assert workers.loaded == [0, 0] and not files(servers)
     monkeypatch.setattr(servers[0].names, "_publish", publish)
     assert put(one, tmp_path, "a").status_code == 200
+
+
+def test_a_file_that_is_slow_to_read_holds_up_no_response(pair, tmp_path, monkeypatch):
+    _, (server, _), _ = pair
+    far = threading.Event()
+    load = weir.SAE.load
+    monkeypatch.setattr(weir.SAE, "load", lambda *args, **given: far.wait() and load(*args, **given))
+
+    async def ask():
+        loads = [
+            asyncio.create_task(saes.load(server, f"a{i}", saes.SAESource(str(tmp_path / "one")))) for i in range(9)
+        ]
+        await asyncio.sleep(0.1)
+        try:
+            assert await asyncio.wait_for(server.run(lambda: "rows"), 60) == "rows"
+        finally:
+            far.set()
+        return await asyncio.gather(*loads, return_exceptions=True)
+
+    assert sum(isinstance(one, SAEInfo) for one in asyncio.run(ask())) == 2, "as many as the workers have room for"
 
 
 def test_options_are_loaded_once_by_however_many_processes(pair, sae, tmp_path):
