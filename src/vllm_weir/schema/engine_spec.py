@@ -106,6 +106,11 @@ class EngineSpec:
         return tuple(dict.fromkeys(key for move in self.moves for key in move.encoders))
 
     @functools.cached_property
+    def functions(self) -> tuple[str, ...]:
+        """Keys of the users' functions that are called inside taps, each once."""
+        return tuple(dict.fromkeys(key for move in self.moves for key in move.functions))
+
+    @functools.cached_property
     def layout(self) -> CellLayout:
         """Where its numbers stand among the cells of a token."""
         doses = count_doses(self.moves) if self.dose else 0

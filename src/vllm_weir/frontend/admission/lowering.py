@@ -33,6 +33,7 @@ class LoweredInterventions:
     rows: dict[str, np.ndarray] = field(default_factory=dict)
     parted: list[int] = field(default_factory=list)
     by_position: list[ByPosition] = field(default_factory=list)
+    calls: dict[str, bytes] = field(default_factory=dict)
 
 
 def lower(
@@ -103,6 +104,7 @@ def _moves(
                 effect = lowered.instructions, lowered.per_position, lowered.source
                 layers_by_effect.setdefault(effect, []).extend(layers)
                 out.rows.update(lowered.rows)
+                out.calls.update(lowered.calls)
     return [
         ResolvedIntervention(
             intervention.hook, tuple(layers), intervention.positions, per_position, instructions, source=source
