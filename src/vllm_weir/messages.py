@@ -110,6 +110,7 @@ class Told(msgspec.Struct, array_like=True):
     Attributes:
         request_id: of the request.
         name: under which.
+        hook, layer: the hook point of the rows.
         positions: int32 bytes, of the rows; None of what was saved.
         shape: of the values, float32.
         data: the values, or msgpack of what was saved (`vllm_weir.schema.saved`).
@@ -117,6 +118,8 @@ class Told(msgspec.Struct, array_like=True):
 
     request_id: str
     name: str
+    hook: str
+    layer: int
     positions: bytes | None
     shape: list[int]
     data: bytes

@@ -58,6 +58,9 @@ class Scores(Mapping):
 
 
 class HookValues(Scores):
-    """What functions gave for rows: ``out.values["norm"]`` is a CPU tensor, float32 [rows, ...], by position."""
+    """What functions gave for rows: ``out.values["norm"]`` is a CPU tensor, float32 [rows, ...], by position.
+
+    What a hook gave at several layers is [rows, layers, ...], of the positions at which all gave something.
+    """
 
     _what = "value"

@@ -14,7 +14,7 @@ same h:
     ACTIVATE   likewise, and writes 0 unless that is above hi: act, as of FEATURE, for a HELD elsewhere
     ENCODE     likewise, and writes the activation of feature `a` of the autoencoder `key`, given the whole row
     HELD       c = a * act + b, act being the number in the cell `lo` of the token, counted from 0
-    HOOK       replaces h by what the function `key` returns, given the whole row
+    HOOK       replaces h by what the function `key` returns, given the whole row; b is 0 if requests share the function
     DOSE       adds nothing; writes |d| / |h| into a cell, d being the sum of the terms before it, which is the
                whole change of its intervention; NO_NORM if |h| = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -73,18 +73,23 @@ class Hook(Intervention):
         if self.heads is not None or self.neurons is not None or self.per_layer:
             raise WeirError("a hook is given whole rows; pick heads or neurons in the function", f"{self.path}.heads")
         if self.mode not in MODES:
-            raise WeirError(f"expected one of {', '.join(MODES)}, got {self.mode!r}", f"{self.path}.mode")
+            compiled = "compiled hooks are not served yet; " if self.mode == "compiled" else ""
+            raise WeirError(f"{compiled}expected one of {', '.join(MODES)}, got {self.mode!r}", f"{self.path}.mode")
         if not isinstance(self.function, Travelling):
             set_fields(self, function=describe(self.function, f"{self.path}.function"))
         state = (self.state,) if isinstance(self.state, int) else tuple(self.state)
         if not all(isinstance(size, int) and size > 0 for size in state) or np.prod(state, initial=1) > MAX_ELEMENTS:
             raise WeirError(f"expected a shape, got {self.state!r}", f"{self.path}.state")
+        if self.key is not None and (not isinstance(self.key, str) or state):
+            raise WeirError(
+                "expected a text, and no state: a request that shares rows has not run there", f"{self.path}.key"
+            )
         set_fields(self, args=_parse_args(self.args, f"{self.path}.args"), state=state)
 
     def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
-        key = self.key if self.key is not None else secrets.token_hex(16)
         call = msgspec.msgpack.encode(Call(self.function, self.args, self.state))
-        return LoweredIntervention((Instruction(HOOK, "", key=key),), {}, calls={key: call})
+        key = f"key {self.key}" if self.key is not None else hashlib.sha256(call).hexdigest()[:32]
+        return LoweredIntervention((Instruction(HOOK, "", b=float(self.key is None), key=key),), {}, calls={key: call})
 
     def to_json(self) -> dict[str, Any]:
         """Return the wire form, which stays in this process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,15 +44,21 @@ class HookContext:
 
 @dataclass
 class OwnFunction:
-    """A function with the args of one request."""
+    """A function with the args of one request, and what it keeps.
+
+    Attributes:
+        states: of each hook point, (the position after the last that has changed it, the state) after every call:
+            a sequence that is computed again from some position on goes on from there.
+        saved: what it has saved.
+    """
 
     call: Call
     function: Any
     args: dict[str, Any]
-    states: dict[Site, torch.Tensor] = field(default_factory=dict)
+    states: dict[Site, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(
+    def run(
         self, request_id: str, site: Site, positions: np.ndarray, rows: torch.Tensor
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """Call the function; return the new rows, None for none, and what it gave by name.
@@ -59,21 +66,26 @@ class OwnFunction:
         Raises:
             WeirError: if it raises, or returns something else.
         """
-        state = None
+        context = HookContext(site.hook, site.layer, positions, request_id, self.args, None, self.saved)
         if self.call.state:
-            state = self.states.setdefault(site, torch.zeros(self.call.state, device=rows.device))
-        context = HookContext(site.hook, site.layer, positions, request_id, self.args, state, self.saved)
+            states = self.states.setdefault(site, [])
+            while states and states[-1][0] > positions[0]:
+                states.pop()
+            context.state = states[-1][1].clone() if states else torch.zeros(self.call.state, device=rows.device)
         name = self.call.function.name
         try:
             returned = self.function(rows.clone(), context)
         except Exception as e:
-            raise WeirError(f"the hook {name} raised {type(e).__name__}: {e}{_line(e)}", "hooks") from e
-        if state is not None and context.state is not None:
-            self.states[site] = context.state
-        new, given = returned if isinstance(returned, tuple) else (returned, {})
+            raise WeirError(f"the hook {name} raised {type(e).__name__}: {e} ({_where(e)})", "hooks") from e
+        if self.call.state:
+            if not isinstance(context.state, torch.Tensor) or context.state.shape != self.call.state:
+                raise WeirError(f"the hook {name} left a state that has not the shape {list(self.call.state)}", "hooks")
+            states.append((int(positions[-1]) + 1, context.state))
+        new, given = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
         if new is not None and (not isinstance(new, torch.Tensor) or new.shape != rows.shape):
-            got = list(new.shape) if isinstance(new, torch.Tensor) else type(new).__name__
-            raise WeirError(f"the hook {name} returned {got} for rows {list(rows.shape)}", "hooks")
+            raise WeirError(f"the hook {name} returned {_brief(new)} for rows {list(rows.shape)}", "hooks")
+        if not isinstance(given, Mapping):
+            raise WeirError(f"the hook {name} returned {_brief(given)} where values by name belong", "hooks")
         return new, {key: _values(key, value, len(rows), name) for key, value in given.items()}
 
 
@@ -82,15 +94,18 @@ class WorkerFunctions:
 
     Args:
         device: where their args go.
+        tells: whether this worker tells readers; one of a tensor-parallel group does.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, tells: bool = True) -> None:
+        self._device, self._tells = device, tells
         self._held: dict[str, tuple[str, dict[str, OwnFunction]]] = {}
         """Request -> its reader's endpoint, and its functions by key."""
         self._told: dict[str, list[messages.Told]] = {}
         self._saved: dict[tuple[str, str], int] = {}
         """(request, name) -> hash of what its reader has."""
+        self._failed: dict[str, set[str]] = {}
+        """Request -> keys of its functions that have failed."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -116,22 +131,49 @@ class WorkerFunctions:
     ) -> torch.Tensor | None:
         """Call a function of a live request on some of its rows; return the new ones, None for none.
 
+        Args:
+            request_id: of the request.
+            key: of the function.
+            site: of the rows.
+            positions: int64 [n].
+            rows: [n, width].
+
         Raises:
-            WeirError: if it fails.
+            WeirError: if it fails; it is not called again.
         """
         endpoint, functions = self._held[request_id]
+        if key in self._failed.get(request_id, ()):
+            return None
         function = functions[key]
-        new, values = function(request_id, site, positions, rows)
-        told = self._told.setdefault(endpoint, [])
-        at = positions.astype(np.int32).tobytes()
+        try:
+            new, values = function.run(request_id, site, positions, rows)
+            told = self._told_of(request_id, site, positions, values, function.saved)
+        except WeirError:
+            self._failed.setdefault(request_id, set()).add(key)
+            raise
+        if self._tells:
+            self._told.setdefault(endpoint, []).extend(told)
+        return new
+
+    def _told_of(
+        self,
+        request_id: str,
+        site: Site,
+        positions: np.ndarray,
+        values: Mapping[str, torch.Tensor],
+        kept: Mapping[str, Any],
+    ) -> list[messages.Told]:
+        """Return what the request's reader is told of a call."""
+        told, at = [], positions.astype(np.int32).tobytes()
         for name, value in values.items():
-            told.append(messages.Told(request_id, name, at, list(value.shape), value.cpu().numpy().tobytes()))
-        for name, value in function.saved.items():
+            data = value.cpu().numpy().tobytes()
+            told.append(messages.Told(request_id, name, site.hook, site.layer, at, list(value.shape), data))
+        for name, value in kept.items():
             data = saved.encode(value)
             if self._saved.get((request_id, name)) != (now := hash(data)):
                 self._saved[request_id, name] = now
-                told.append(messages.Told(request_id, name, None, [], data))
-        return new
+                told.append(messages.Told(request_id, name, site.hook, site.layer, None, [], data))
+        return told
 
     def take(self) -> dict[str, list[messages.Told]]:
         """Return endpoint -> what its requests' functions gave, and forget it."""
@@ -140,21 +182,26 @@ class WorkerFunctions:
 
     def release(self, request_id: str) -> None:
         """Let go of what a request holds."""
+        self._failed.pop(request_id, None)
         _, functions = self._held.pop(request_id, ("", {}))
         for name in {name for one in functions.values() for name in one.saved}:
             self._saved.pop((request_id, name), None)
 
 
 def _values(key: str, value: Any, count: int, name: str) -> torch.Tensor:
+    """Return what a function gave under a key as float32; raise WeirError unless it has an entry for each row."""
     if not isinstance(value, torch.Tensor) or value.shape[:1] != (count,):
-        got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise WeirError(f"the hook {name} gave {got} as {key!r}, expected a value for each of {count} rows", "hooks")
+        raise WeirError(
+            f"the hook {name} gave {_brief(value)} as {key!r}, not a value for each of {count} rows", "hooks"
+        )
     return value.detach().float()
 
 
-def _line(error: BaseException) -> str:
-    """Return the line of the function that raised."""
-    trace, line = error.__traceback__, 0
-    while trace is not None:
-        line, trace = trace.tb_lineno, trace.tb_next
-    return f" (line {line})"
+def _brief(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _where(error: BaseException) -> str:
+    """Return the place that raised, in words."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"line {last.lineno} of {last.name}" + (f": {last.line}" if last.line else "")

@@ -10,13 +10,14 @@ import torch
 from vllm_weir import messages
 from vllm_weir.results.scores import HookValues
 from vllm_weir.schema import saved
+from vllm_weir.schema.hooks import Site, place_of
 
 
 class ToldValues:
-    """Values by name and position; one that is sent again, of a position computed anew, replaces the older one."""
+    """Values by name, hook point and position; those of a position that is computed anew replace the older ones."""
 
     def __init__(self) -> None:
-        self._values: dict[str, dict[int, np.ndarray]] = {}
+        self._values: dict[str, dict[Site, dict[int, np.ndarray]]] = {}
         self._saved: dict[str, bytes] = {}
 
     def record(self, told: messages.Told) -> None:
@@ -25,16 +26,20 @@ class ToldValues:
             self._saved[told.name] = told.data
             return
         rows = np.frombuffer(told.data, "<f4").reshape(told.shape)
-        of_name = self._values.setdefault(told.name, {})
-        of_name.update(zip(np.frombuffer(told.positions, "<i4").tolist(), rows, strict=True))
+        of_site = self._values.setdefault(told.name, {}).setdefault(Site(told.hook, told.layer), {})
+        of_site.update(zip(np.frombuffer(told.positions, "<i4").tolist(), rows, strict=True))
 
     def values(self, start: int, end: int) -> HookValues:
         """Return the values of positions from `start` to `end` (not included)."""
         values, positions = {}, {}
-        for name, rows in list(self._values.items()):
-            if at := sorted(one for one in list(rows) if start <= one < end):
-                values[name] = torch.from_numpy(np.stack([rows[one] for one in at]))
-                positions[name] = torch.tensor(at)
+        for name, of_name in list(self._values.items()):
+            rows = [dict(of_name[site]) for site in sorted(of_name, key=place_of)]
+            at = sorted(one for one in set(rows[0]).intersection(*rows[1:]) if start <= one < end)
+            if not at:
+                continue
+            columns = [torch.from_numpy(np.stack([of_site[one] for one in at])) for of_site in rows]
+            values[name] = columns[0] if len(columns) == 1 else torch.stack(columns, 1)
+            positions[name] = torch.tensor(at)
         return HookValues(values, positions)
 
     def saved(self) -> dict[str, Any]:

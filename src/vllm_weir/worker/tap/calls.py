@@ -49,7 +49,12 @@ class Batch(NamedTuple):
         counts = np.asarray(num_tokens, np.int64)
         owners = np.repeat(np.arange(len(counts)), counts)
         firsts = np.cumsum(counts) - counts
-        return cls(programs, request_ids, owners, np.asarray(starts, np.int64)[owners] + np.arange(len(owners)) - firsts[owners])
+        return cls(
+            programs,
+            request_ids,
+            owners,
+            np.asarray(starts, np.int64)[owners] + np.arange(len(owners)) - firsts[owners],
+        )
 
 
 class _Round(NamedTuple):
