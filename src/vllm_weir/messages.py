@@ -113,7 +113,7 @@ class Told(msgspec.Struct, array_like=True):
         hook, layer: the hook point of the rows.
         positions: int32 bytes, of the rows; None of what was saved.
         shape: of the values, float32.
-        data: the values, or msgpack of what was saved (`vllm_weir.schema.saved`).
+        data: the values, or msgpack of what was saved (`vllm_weir.util.saved`).
     """
 
     request_id: str

@@ -25,7 +25,7 @@ class Scores(Mapping):
         positions: int64 [rows], by the probe's name.
     """
 
-    _what = "probe"
+    _missing = "no probe {!r} scored this request; probes: {}"
 
     def __init__(self, values: Mapping[str, torch.Tensor], positions: Mapping[str, torch.Tensor]) -> None:
         self._values = dict(values)
@@ -35,8 +35,7 @@ class Scores(Mapping):
         try:
             return self._values[name]
         except KeyError:
-            known = ", ".join(self) or "none"
-            raise KeyError(f"no {self._what} {name!r}; this request has: {known}") from None
+            raise KeyError(self._missing.format(name, ", ".join(self) or "none")) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -63,4 +62,4 @@ class HookValues(Scores):
     What a hook gave at several layers is [rows, layers, ...], of the positions at which all gave something.
     """
 
-    _what = "value"
+    _missing = "no hook gave {!r} for this request; given: {}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import importlib
 import inspect
 import secrets
@@ -15,14 +16,15 @@ import textwrap
 from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
 
 from vllm_weir.errors import WeirError
+from vllm_weir.util.lru import LruCache
 
-_here: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""The functions of this process that have been described, by token."""
+MOST_KEPT = 4096
+_here: LruCache[Callable[..., Any]] = LruCache(MOST_KEPT)
+"""The last functions of this process that were described, by token."""
 
 
 class Travelling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -54,13 +56,13 @@ def describe(function: Callable[..., Any], field: str) -> Travelling:
     if not callable(function):
         raise WeirError(f"expected a function of (rows, ctx), got {type(function).__name__}", field)
     token, name = secrets.token_hex(8), getattr(function, "__qualname__", type(function).__name__)
-    _here[token] = function
+    _here.put(token, function, 1)
     module = getattr(function, "__module__", None)
     if module not in (None, "__main__") and _find(module, name) is function:
         return Travelling(token, name, module)
     try:
         source, imports = _source_of(function)
-    except (OSError, TypeError, SyntaxError, WeirError) as e:
+    except (OSError, TypeError, AttributeError, SyntaxError, ValueError, WeirError) as e:
         return Travelling(token, name, why=str(e))
     return Travelling(token, function.__name__, source=source, imports=imports)
 
@@ -129,7 +131,5 @@ def _source_of(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 def _global_names(code: CodeType) -> set[str]:
     """Return the names that a function, and those inside it, look up in its module."""
-    import dis
-
     found = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return found.union(*(_global_names(one) for one in code.co_consts if isinstance(one, CodeType)))

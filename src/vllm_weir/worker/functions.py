@@ -13,10 +13,10 @@ import torch
 
 from vllm_weir import messages
 from vllm_weir.errors import WeirError
-from vllm_weir.schema import saved
 from vllm_weir.schema.functions import find
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.user_hooks import Call
+from vllm_weir.util import saved
 
 
 @dataclass

@@ -9,8 +9,8 @@ import torch
 
 from vllm_weir import messages
 from vllm_weir.results.scores import HookValues
-from vllm_weir.schema import saved
 from vllm_weir.schema.hooks import Site, place_of
+from vllm_weir.util import saved
 
 
 class ToldValues:
