@@ -1,4 +1,4 @@
-"""Write your own intervention: five functions in the forward, and what each does to the text.
+"""Write your own intervention: five functions in the forward, what each does to the text, and the largest value that it gives.
 
 python examples/hooks.py
 """
@@ -59,10 +59,10 @@ def hooks(d_model: int) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) / shape[0] ** 0.5
 
-    w = draw(d_model)
+    w = 3 * draw(d_model)
     return {
         "probe and steer": (probe_and_steer, {"layers": LAYER, "args": {"w": w, "scale": 4.0}}),
-        "clamp the norm": (clamp_norm, {"hook": "resid_pre", "layers": LAYER, "args": {"most": 6.0}}),
+        "clamp the norm": (clamp_norm, {"hook": "resid_pre", "layers": LAYER, "args": {"most": 40.0}}),
         "value head": (value_head, {"layers": LAYER, "args": {"w": w}, "state": (1,)}),
         "own autoencoder": (
             own_autoencoder,
@@ -79,7 +79,7 @@ def main() -> None:
     params = [plain, *(weir.params(plain, hooks=weir.Hook(one, **given)) for one, given in chosen.values())]
     outs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
     for name, out in zip(("nothing", *chosen), outs, strict=True):
-        values = {key: round(float(value[-1]), 3) for key, value in (out.values or {}).items()}
+        values = {key: round(float(value.max()), 3) for key, value in (out.values or {}).items()}
         print(f"{name:20} {out.outputs[0].text!r} {values or ''}")
 
 

@@ -40,7 +40,7 @@ SAYS = {
         "probe and steer      '",
         "{'score': ",
         "clamp the norm       '",
-        "{'norm': 6",
+        "{'norm': ",
         "value head           '",
         "own autoencoder      '",
         "{'active': ",
