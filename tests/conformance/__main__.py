@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from tests.conformance.docs import write_docs
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="the table's source, updated with this run")
     parser.add_argument("--gpu-results", type=Path, default=GPU_RESULTS, help="what a GPU found, for the table")
     parser.add_argument("--merge", type=Path, metavar="FILE", help="with `docs`: what a GPU found since")
+    parser.add_argument("--lens", action="store_true", help="the lens alone; the rest of the table stays")
     parser.add_argument("--retry", action="store_true", help="also what the zoo says cannot be run")
     arguments = parser.parse_args()
     if arguments.architectures == ["docs"]:
@@ -49,7 +51,14 @@ def main() -> int:
         parser.error(f"not in the zoo: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory(prefix="weir-conformance-") as scratch:
         out = arguments.out or Path(scratch)
-        verdicts = run_all([known[name] for name in names], out, arguments.jobs, retry=arguments.retry)
+        verdicts = run_all(
+            [known[name] for name in names], out, arguments.jobs, retry=arguments.retry, lens=arguments.lens
+        )
+    if arguments.lens:
+        before = load_results(arguments.results)
+        verdicts = [
+            replace(before[v.architecture], lens=v.lens) if v.lens and v.verdict == CONFORMS else v for v in verdicts
+        ]
     save_results(verdicts, arguments.results, keep=known)
     failed = [v.architecture for v in verdicts if v.verdict == FAILS]
     print(f"{sum(v.verdict == CONFORMS for v in verdicts)} of {len(verdicts)} conform, {len(failed)} fail", *failed)

@@ -27,7 +27,12 @@ inside a block and what the model's own projections make of another, and checks 
 not. `(2 of 4)`: only that many blocks have the point. *none*: the reference has none either.
 Bounds: 1e-5; for routed experts and latent attention 1e-4.
 
-The last two columns say which points inside a part are served, and the largest errors among them:
+`lens` is the logit lens of all blocks: max|difference| / max|reference| of log-probabilities over the vocabulary. The
+reference is transformers with the block's rows in the last block's place, or where it lacks the model, the model itself
+with them. Weir serves it where the last block's lens is what the model says itself when it is loaded, and refuses it
+elsewhere.
+
+The two columns before it say which points inside a part are served, and the largest errors among them:
 
 * attention: {attention}
 * MLP: {mlp}
@@ -161,7 +166,7 @@ def _device(verdict: Verdict) -> str:
 
 
 def _header(more: list[str]) -> list[str]:
-    names = ["architecture", "vLLM's class", *more, *(f"`{hook}`" for hook in STREAM), *GROUPS]
+    names = ["architecture", "vLLM's class", *more, *(f"`{hook}`" for hook in STREAM), *GROUPS, "`lens`"]
     return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
 
 
@@ -185,7 +190,9 @@ def _cells(verdict: Verdict) -> list[str]:
             mark = "†" if way in found.get("rounding", {}) else ""
             errors.append("-" if found[way] is None else f"{found[way]:.0e}{mark}")
         cells.append(" / ".join(errors) + of)
-    return cells + [_group_cell(verdict, group) for group in GROUPS.values()]
+    lens = verdict.lens.get("error")
+    cells += [_group_cell(verdict, group) for group in GROUPS.values()]
+    return [*cells, f"{lens:.0e}" if lens is not None else "refused" if verdict.lens else "not measured"]
 
 
 def _group_cell(verdict: Verdict, group: tuple[str, ...]) -> str:
@@ -217,6 +224,8 @@ def _reasons(verdicts: list[Verdict]) -> dict[str, list[str]]:
         for hook, found in verdict.hooks.items():
             if found["refused"] and not (hook in INNER and found["has"] == 0):
                 hooks.setdefault(_cell(found["refused"]), []).append(f"`{hook}`")
+        if verdict.lens.get("refused"):
+            hooks.setdefault(_cell(verdict.lens["refused"]), []).append("`lens`")
         for reason, those in hooks.items():
             reasons.setdefault(f"{', '.join(those)}: {reason}", []).append(verdict.architecture)
     return reasons

@@ -253,6 +253,14 @@ class Oracle:
         done = self._run(ids)[0][layer]
         return self.points(ids, [self.shapes[layer].change(done, hook, delta)])
 
+    def lens(self, ids: Sequence[int]) -> torch.Tensor:
+        """The logits [blocks, n, vocab] that follow if the last block leaves what each block leaves."""
+        passes = self._run(ids)[0]
+        last = passes[-1]
+        return torch.stack(
+            [self._run(ids, [Change(last.layer, "output", done.left - last.left)])[2] for done in passes]
+        )
+
     @torch.no_grad()
     def _run(
         self, ids: Sequence[int], changes: Sequence[Change] = ()

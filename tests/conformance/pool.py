@@ -46,6 +46,7 @@ def run_all(
     limit: float = LIMIT,
     until: float = float("inf"),
     retry: bool = False,
+    lens: bool = False,
     again: Callable[[Verdict], Entry | None] = lambda verdict: None,
     done: Callable[[Verdict], None] = lambda verdict: None,
 ) -> list[Verdict]:
@@ -56,6 +57,7 @@ def run_all(
         limit: seconds for each.
         until: on the clock of `time.monotonic`: what has not come to an end by then is not waited for.
         retry: also what the zoo says cannot be run.
+        lens: check the lens alone.
         again: what to run in the place of a verdict; None to keep it.
         done: told every verdict that is kept, as it comes.
     """
@@ -72,7 +74,7 @@ def run_all(
         while waiting or running:
             while waiting and len(running) < jobs and time.monotonic() < until:
                 entry = waiting.pop(0)
-                running[entry.name] = _Run(entry, _start(entry, out, retry), time.monotonic())
+                running[entry.name] = _Run(entry, _start(entry, out, retry, lens), time.monotonic())
             progress.update(task, description=" ".join(running))
             time.sleep(0.1)
             over = time.monotonic() >= until
@@ -83,7 +85,7 @@ def run_all(
             for verdict in filter(None, found):
                 run = running.pop(verdict.architecture, None)
                 if run is not None and run.died is None and _died(run) and not over:
-                    alone = _start(run.entry, out, retry, alone=True)
+                    alone = _start(run.entry, out, retry, lens, alone=True)
                     running[verdict.architecture] = _Run(run.entry, alone, time.monotonic(), verdict)
                     continue
                 next_try = None if over else again(verdict)
@@ -101,6 +103,7 @@ def run_all(
 def line(verdict: Verdict) -> str:
     """A verdict in one line."""
     errors = [found[way] for found in verdict.hooks.values() for way in ("capture", "steer") if found[way] is not None]
+    errors += [verdict.lens["error"]] if verdict.lens.get("error") is not None else []
     worst = f" {max(errors):.1e}" if errors else ""
     return f"{verdict.architecture}: {verdict.verdict}{worst} ({verdict.seconds:.0f} s) {verdict.reason}"
 
@@ -124,17 +127,17 @@ def _import_everything() -> None:
     gc.freeze()  # what is imported stays: no child's collections need look at it
 
 
-def _start(entry: Entry, out: Path, retry: bool, alone: bool = False) -> Any:
+def _start(entry: Entry, out: Path, retry: bool, lens: bool, alone: bool = False) -> Any:
     import torch
 
     # A process that has a CUDA context cannot hand it to its children.
     way = "spawn" if torch.cuda.is_initialized() else "fork"
-    process = multiprocessing.get_context(way).Process(target=_child, args=(entry, out, retry, alone))
+    process = multiprocessing.get_context(way).Process(target=_child, args=(entry, out, retry, lens, alone))
     process.start()
     return process
 
 
-def _child(entry: Entry, out: Path, retry: bool, alone: bool) -> None:
+def _child(entry: Entry, out: Path, retry: bool, lens: bool, alone: bool) -> None:
     # A session of its own: whatever it starts ends with it.
     os.setsid()
     keep_frozen()
@@ -149,7 +152,7 @@ def _child(entry: Entry, out: Path, retry: bool, alone: bool) -> None:
         if alone:
             run_stock(entry, where)
         else:
-            run_one(entry, where, retry=retry).save(out / f"{entry.name}.json")
+            run_one(entry, where, retry=retry, lens=lens).save(out / f"{entry.name}.json")
     sys.stdout.flush()
     os._exit(0)
 

@@ -50,6 +50,10 @@ class RemoteOracle:
         """As `Oracle.steer`."""
         return self._ask("steer", list(ids), hook, layer, vector, positions)
 
+    def lens(self, ids: Sequence[int]) -> torch.Tensor:
+        """As `Oracle.lens`."""
+        return self._ask("lens", list(ids))
+
     def rounding(self, ids: Sequence[int], steer: tuple[Any, ...] | None = None) -> dict[Any, float]:
         """As `rounding_errors`."""
         return self._ask("rounding", list(ids), steer)

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.conformance.engine import Engine, device_name, set_environment
-from tests.conformance.verdict import CANNOT, FAILS, REFUSED, Verdict
+from tests.conformance.verdict import CANNOT, CONFORMS, FAILS, REFUSED, Verdict
 from tests.conformance.zoo import VARIANTS, ZOO, Entry, build
 
 
-def run_one(entry: Entry, where: Path, *, retry: bool = False) -> Verdict:
+def run_one(entry: Entry, where: Path, *, retry: bool = False, lens: bool = False) -> Verdict:
     """The verdict on one architecture; `where` is an empty directory for its model.
 
     Args:
         retry: run what the zoo says cannot be run, too.
+        lens: check the lens alone.
     """
     start, checked = time.monotonic(), "transformers" if _has_oracle(entry) else "identities"
     verdict = Verdict(entry.name, bound=entry.bound, dtype=entry.dtype, checked=checked, differs=entry.differs)
@@ -26,7 +27,7 @@ def run_one(entry: Entry, where: Path, *, retry: bool = False) -> Verdict:
         verdict.verdict, verdict.reason = entry.verdict, entry.reason
         verdict.checked = "by running it" if entry.tried else "by reading its source"
     else:
-        _run(entry, where, verdict)
+        _run(entry, where, verdict, lens)
     import vllm
 
     verdict.vllm, verdict.backend = vllm.__version__, device_name()
@@ -46,7 +47,7 @@ def run_stock(entry: Entry, where: Path) -> None:
     Engine(entry, where).ask(plain=True)
 
 
-def _run(entry: Entry, where: Path, verdict: Verdict) -> None:
+def _run(entry: Entry, where: Path, verdict: Verdict, lens: bool) -> None:
     import torch
 
     from tests.conformance.remote import RemoteOracle
@@ -65,7 +66,7 @@ def _run(entry: Entry, where: Path, verdict: Verdict) -> None:
             verdict.verdict, verdict.reason = CANNOT if entry.verdict else FAILS, _brief(e)
             traceback.print_exc()
             return
-        _judge(entry, engine, oracle, stock, verdict)
+        _judge(entry, engine, oracle, stock, verdict, lens)
     finally:
         if oracle is not None:
             oracle.close()
@@ -75,11 +76,12 @@ def _has_oracle(entry: Entry) -> bool:
     return entry.oracle and not entry.identities
 
 
-def _judge(entry: Entry, engine: Engine, oracle: Any, stock: Any, verdict: Verdict) -> None:
+def _judge(entry: Entry, engine: Engine, oracle: Any, stock: Any, verdict: Verdict, lens: bool) -> None:
     import vllm_weir as weir
     from tests.conformance.against_identities import check_identities
     from tests.conformance.against_oracle import check_oracle, stock_error
     from tests.conformance.checks import Wrong, check_refusals
+    from tests.conformance.lens import check_lens
     from tests.conformance.oracle import NoPoint
 
     try:
@@ -99,10 +101,13 @@ def _judge(entry: Entry, engine: Engine, oracle: Any, stock: Any, verdict: Verdi
                     raise Wrong(f"requests without keys of Weir's are {verdict.stock_error:.1e} from transformers")
                 verdict.checked, verdict.note, oracle = "identities", entry.apart, None
                 verdict.bound = max(entry.bound, entry.apart_bound)
-        if oracle is not None:
+        if lens:
+            verdict.verdict = CONFORMS
+        elif oracle is not None:
             check_oracle(engine, oracle, sites, stock, verdict.bound, verdict)
         else:
             check_identities(engine, sites, stock, verdict.bound, verdict)
+        check_lens(engine, oracle, verdict)
     except NoPoint as e:
         verdict.verdict, verdict.reason = FAILS, f"Weir serves points, but the reference finds none: {e}"
     except Exception as e:  # noqa: BLE001 - anything unforeseen is a failure, and says so
@@ -124,10 +129,13 @@ def main() -> None:
     parser.add_argument("architecture", choices=sorted(entries), metavar="ARCH[:VARIANT]")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--retry", action="store_true", help="also what the zoo says cannot be run")
+    parser.add_argument("--lens", action="store_true", help="the lens alone")
     arguments = parser.parse_args()
     set_environment()
     with tempfile.TemporaryDirectory(prefix="weir-zoo-") as scratch:
-        verdict = run_one(entries[arguments.architecture], Path(scratch) / "model", retry=arguments.retry)
+        verdict = run_one(
+            entries[arguments.architecture], Path(scratch) / "model", retry=arguments.retry, lens=arguments.lens
+        )
     if arguments.out:
         verdict.save(arguments.out)
     print(verdict)

@@ -58,6 +58,7 @@ def test_conforms(architecture: str, verdicts: dict[str, Verdict]) -> None:
     assert architecture in verdicts, "no verdict was written: it ran out of time or crashed"
     verdict = verdicts[architecture]
     assert verdict.verdict == CONFORMS, verdict.reason
+    assert verdict.lens["error"] is not None, verdict.lens["refused"]
     for hook in ("resid_pre", "resid_post"):
         found = verdict.hooks[hook]
         assert found["of"] > 0

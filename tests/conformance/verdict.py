@@ -25,6 +25,8 @@ class Verdict:
         note: why identities were checked although transformers has the model.
         steady: whether stock vLLM gives the same answers to the bit, asked twice.
         differs: what is other than in the architecture's first entry of the zoo; "" for that.
+        lens: {"error": largest max|d| / max|ref| of the log-probabilities of the lens of all blocks, None if none is
+            served, "refused": why not}; empty if it was not measured.
         stock_error: how far vLLM itself is from transformers in the log-probabilities, max|d| / max|ref|.
     """
 
@@ -36,6 +38,7 @@ class Verdict:
     note: str = ""
     hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
     blocks: list[str] = field(default_factory=list)
+    lens: dict[str, Any] = field(default_factory=dict)
     stock_error: float | None = None
     bound: float = 0.0
     dtype: str = "float32"

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.conformance import pool
+from tests.conformance.__main__ import RESULTS
 from tests.conformance.docs import write_docs
 from tests.conformance.multimodal.__main__ import bad
 from tests.conformance.multimodal.finding import Finding, load, save
@@ -87,10 +88,21 @@ def test_points_inside_a_part_share_a_cell(tmp_path) -> None:
     found = {name: Verdict(name, CONFORMS, model_class=name, hooks=hooks, vllm="0.32.0") for name in ("A", "B")}
     found["C"] = Verdict("C", CONFORMS, model_class="C", vllm="0.32.0")
     lines = lines_of(tmp_path, found, {})
-    rows = {line.split(" | ")[0]: [cell.strip() for cell in line.split("|")[-3:-1]] for line in lines if "|" in line}
+    rows = {line.split(" | ")[0]: [cell.strip() for cell in line.split("|")[-4:-2]] for line in lines if "|" in line}
     assert rows["| A"] == ["all: 2e-06 / 4e-07", "`mlp_in`: 1e-07 / 2e-07 (2 of 4)"]
     assert rows["| C"] == ["not measured"] * 2
     assert "* `mlp_post`: packed: A, B" in lines and not any("no gate" in line for line in lines)
+
+
+def test_every_architecture_that_conforms_has_a_verdict_for_the_lens(tmp_path) -> None:
+    found = {
+        "A": Verdict("A", CONFORMS, model_class="A", vllm="0.32.0", lens={"error": 3e-7, "refused": ""}),
+        "B": Verdict("B", CONFORMS, model_class="B", vllm="0.32.0", lens={"error": None, "refused": "no norm"}),
+    }
+    lines = lines_of(tmp_path, found, {})
+    assert [line.split(" | ")[-1] for line in lines if line.startswith(("| A |", "| B |"))] == ["3e-07 |", "refused |"]
+    assert "* `lens`: no norm: B" in lines
+    assert all(v.lens for v in load_results(RESULTS).values() if v.verdict == CONFORMS), "run with --lens"
 
 
 def test_representatives_are_in_the_zoo_and_run() -> None:
@@ -133,8 +145,8 @@ def test_what_a_gpu_found_joins_the_page(tmp_path) -> None:
 
 def test_multimodal_models_have_a_table_of_their_own(tmp_path) -> None:
     found = [
-        Finding("B", "image", "B", 1e-6, 2e-6, 3e-6, {"tokens of one image see each other": "`pattern`"}),
-        Finding("A", "audio", "A", 1e-6, failed="cannot be run: no kernel"),
+        Finding("B", "image", "B", 1e-6, 2e-6, 3e-6, 4e-6, {"tokens of one image see each other": "`pattern`"}),
+        Finding("A", "audio", "A", 1e-6, lens=2e-6, failed="cannot be run: no kernel"),
     ]
     save(found[:1], tmp_path / "found.json")
     save(found[1:], tmp_path / "found.json")
@@ -143,8 +155,8 @@ def test_multimodal_models_have_a_table_of_their_own(tmp_path) -> None:
     assert "## Models that take images and sound" in lines
     rows = [line for line in lines if line.startswith(("| A |", "| B |"))]
     assert rows == [
-        "| A | A | audio | 1e-06 | cannot be run: no kernel | cannot be run: no kernel | nothing |",
-        "| B | B | image | 1e-06 | 2e-06 | 3e-06 | `pattern`: tokens of one image see each other |",
+        "| A | A | audio | 1e-06 | cannot be run: no kernel | cannot be run: no kernel | 2e-06 | nothing |",
+        "| B | B | image | 1e-06 | 2e-06 | 3e-06 | 4e-06 | `pattern`: tokens of one image see each other |",
     ]
     assert set(load()) == set(ALL_RECIPES), "run `python -m tests.conformance.multimodal`"
     assert not [one for one in load().values() if bad(one)]
@@ -159,7 +171,7 @@ def test_what_is_not_run_on_a_gpu_cannot_be_run_on_a_cpu_either() -> None:
 
 @pytest.mark.parametrize(("stock", "verdict"), [("dies", CANNOT), ("runs", FAILS)])
 def test_what_dies_cannot_be_run_only_if_stock_vllm_dies_too(stock, verdict, tmp_path, monkeypatch) -> None:
-    def child(entry, out, retry, alone) -> None:
+    def child(entry, out, retry, lens, alone) -> None:
         if not alone or stock == "dies":
             faulthandler.disable()
             os.kill(os.getpid(), signal.SIGFPE)

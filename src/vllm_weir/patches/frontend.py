@@ -27,6 +27,7 @@ from vllm_weir.patches.held_outputs import READER, OutputReader, StoppableDetoke
 from vllm_weir.patches.kv_connectors import unknown_connector
 from vllm_weir.patches.media import RENDERER, forget_items, media_of
 from vllm_weir.patches.speculation import traits_of
+from vllm_weir.patches.unembedding import refuse_adapter
 from vllm_weir.patches.unsupported import refusal_of
 from vllm_weir.schema.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
 
@@ -94,6 +95,9 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
     if continuation is not None:
         ids, max_tokens = None if ids is None else ids[:length], max_tokens + len(continuation.token_ids)
     has_embeddings, media = request.prompt_embeds is not None, media_of(request)
+    wire = extras.get(WIRE_KEY)
+    if request.lora_request is not None and isinstance(wire, dict) and wire.get("lens") is not None:
+        refuse_adapter(request.lora_request, "lens")
     tracker, engine_request = frontend.admit(
         request.request_id,
         extras,

@@ -35,7 +35,7 @@ def main() -> int:
 def bad(finding: Finding) -> bool:
     """Whether a finding is a failure: something is off, or stopped what could be run."""
     recipe = ALL_RECIPES[finding.architecture]
-    errors = [error for error in (finding.text, finding.items, finding.steered) if error is not None]
+    errors = [error for error in (finding.text, finding.items, finding.steered, finding.lens) if error is not None]
     return any(error > 1e-5 for error in errors) or bool(finding.failed and not recipe.no_media)
 
 

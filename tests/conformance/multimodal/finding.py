@@ -12,13 +12,14 @@ HEAD = """
 ## Models that take images and sound
 
 Tiny ones too, in fp32 on a CPU (`python -m tests.conformance.multimodal`), with the bound 1e-5. Three prompts each: of
-text alone, with one item, and with two; rows at every position of every point that is served, against transformers. The
-last number is about vectors added at the items' positions, `{"modality": ...}`, at each point in turn: all rows that
-follow. `router_logits` and the like are left out of the points where the reference has none. Not in the table:
+text alone, with one item, and with two; rows at every position of every point that is served, against transformers.
+*added at items* is about vectors added at the items' positions, `{"modality": ...}`, at each point in turn: all rows
+that follow. `lens` is about the logit lens of all blocks for the prompt with two items, or of text where items cannot
+be run. `router_logits` and the like are left out of the points where the reference has none. Not in the table:
 `AyaVisionForConditionalGeneration`, which vLLM has dropped (0.24), and Molmo, of which transformers has no model.
 
-| architecture | vLLM's class | takes | text | with items | added at items | refused, and why |
-|---|---|---|---|---|---|---|
+| architecture | vLLM's class | takes | text | with items | added at items | `lens` | refused, and why |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -29,6 +30,7 @@ class Finding:
     Attributes:
         modality: of the items.
         text, items, steered: largest max|d| / max|ref| of rows; None where nothing could be compared.
+        lens: of the lens's log-probabilities.
         refused: reason -> the points, with their layers.
         failed: what went wrong; "" if nothing.
     """
@@ -39,6 +41,7 @@ class Finding:
     text: float | None = None
     items: float | None = None
     steered: float | None = None
+    lens: float | None = None
     refused: dict[str, str] = field(default_factory=dict)
     failed: str = ""
     vllm: str = ""
@@ -68,4 +71,4 @@ def table(findings: Iterable[Finding]) -> list[str]:
 
 
 def _errors(finding: Finding) -> tuple[float | None, ...]:
-    return finding.text, finding.items, finding.steered
+    return finding.text, finding.items, finding.steered, finding.lens

@@ -33,12 +33,14 @@ def run_one(recipe: Recipe, where: Path) -> Finding:
 
 
 def _check(recipe: Recipe, where: Path, finding: Finding) -> None:
+    import torch
     from vllm import LLM
 
     import vllm_weir as weir
     from tests.conformance.checks import middle, served, steerable, vector_for
     from tests.conformance.multimodal.build import build
     from tests.conformance.multimodal.check import MUTUAL, Reference, captures, prompts, rows_error
+    from tests.support.measure import rel_err
 
     build(recipe, where)
     on_cpu = device_name() == "cpu"
@@ -71,6 +73,18 @@ def _check(recipe: Recipe, where: Path, finding: Finding) -> None:
 
     completion = ask(text, good)
     finding.text = rows_error(completion, truth.rows(text, completion.token_ids))
+
+    def lens_error(prompt: Any) -> float:
+        from vllm import SamplingParams
+
+        vocabulary = llm.llm_engine.model_config.get_vocab_size()
+        params = SamplingParams(max_tokens=GENERATED, temperature=0, ignore_eos=True, detokenize=False)
+        (out,) = llm.generate([prompt.for_vllm], weir.params(params, lens=weir.Lens(top_k=vocabulary)), use_tqdm=False)
+        expected = truth.oracle.lens([*truth.ids(prompt), *out.outputs[0].token_ids][:-1]).log_softmax(-1)
+        found = (torch.zeros_like(expected[layer]).scatter(1, r.token_ids, r.logprobs) for layer, r in out.lens.items())
+        return max(rel_err(mine, expected[layer]) for layer, mine in zip(out.lens, found))
+
+    finding.lens = lens_error(text if recipe.no_media and on_cpu else two)
     if recipe.no_media and on_cpu:
         finding.failed = f"cannot be run: {recipe.no_media}"
         return

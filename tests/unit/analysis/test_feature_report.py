@@ -145,6 +145,16 @@ def test_norms_of_other_models(kind: str) -> None:
     assert torch.allclose(derivative * scale, effects, atol=1e-4)
 
 
+def test_a_model_that_projects_behind_its_norm_is_refused() -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 32}
+    network = OPTForCausalLM(OPTConfig(vocab_size=50, word_embed_proj_dim=16, **sizes)).eval()
+    with pytest.raises(WeirError, match="no norm comes right before the unembedding of OPTForCausalLM") as e:
+        CheckpointUnembedding.of_network(network)
+    assert e.value.field == "model"
+
+
 def test_what_cannot_be_read_is_left_out(features: Path, tmp_path: Path) -> None:
     report = sae_report(demo_sae(), features, tmp_path / "r.html", top=2)  # the run's model is "fake"
     page = (tmp_path / "r.html").read_text()

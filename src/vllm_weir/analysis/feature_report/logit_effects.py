@@ -110,7 +110,7 @@ def _final_norm(network: Any, head: Any) -> tuple[torch.nn.Module, int]:
             hook.remove()
     # All outputs are still there, so the first with this memory is of the module that made it.
     for module, output in returned:
-        if read and output.data_ptr() == read[-1].data_ptr():
+        if read and output.data_ptr() == read[-1].data_ptr() and all(p.dim() < 2 for p in module.parameters()):
             return module, output.shape[-1]
     raise WeirError(f"no norm comes right before the unembedding of {type(network).__name__}", "model")
 

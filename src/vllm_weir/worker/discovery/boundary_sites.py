@@ -8,10 +8,10 @@
     4. Verify: with a vector added there, `resid_pre` of block 0 must move by a multiple of it.
 
 `final_norm`
-    1. Find the norm that is given what leaves the last block, in a pass with noise.
-    2. What it returns must be the model's output, up to a factor, or the input of the module that
-       computes the model's output from it.
-    3. Verify: with a vector added there, the same must hold.
+    1. Find the way from what leaves the last block to what the model returns, in a pass with noise
+       (`output_path`). A lens takes it, too.
+    2. If it begins with a norm, what the norm returns is the point.
+    3. Verify: with a vector added there, the rest of the way must be there again.
 
 No site is placed on a module that runs several times in a pass, where a tap would act every time.
 """
@@ -25,6 +25,7 @@ import torch
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.matcher import SLIGHT
+from vllm_weir.worker.discovery.output_path import Link, OutputPath, find_links, given_times
 from vllm_weir.worker.discovery.recorded_model import RecordedModel
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.trace import ModuleCall, Trace, value_at
@@ -53,8 +54,6 @@ class BoundarySites:
     def __init__(self, recorded: RecordedModel, noise_pass: Trace, sites: SiteMap) -> None:
         self._tree, self._matcher, self._baseline = recorded.tree, recorded.matcher, recorded.baseline
         self._noise_pass, self._sites = noise_pass, sites
-        self._head: str | None = None
-        """Path of the module that computes the model's output from the final norm's, or None."""
 
     def find_embed(self) -> None:
         """Place `embed`, or refuse it."""
@@ -77,7 +76,7 @@ class BoundarySites:
             return
         embedding = self._normed(embedding, stream)
         call, key = embedding.call, embedding.key
-        if self._refuse_if_repeated(EMBED, call):
+        if self._refuse_if_repeated(EMBED, call.path):
             return
         # A factor counts as part of the embedding; added position embeddings do not. Some models
         # keep a copy of the embedding beside the stream, so tap its source.
@@ -108,43 +107,38 @@ class BoundarySites:
             self._sites.anchors[EMBED] = replace(anchor, scale=factor * anchor.scale)
 
     def find_final_norm(self, last: int) -> None:
-        """Place `final_norm`, or refuse it; `last` is the model's last block."""
+        """Find the way from `last`, the model's last block, to its output, and place `final_norm`, or refuse it."""
         exit_ = self._sites.anchors.get(Site("resid_post", last))
         stream = None if exit_ is None else value_at(self._noise_pass.blocks[last], exit_)
-        if stream is None:
+        if exit_ is None or stream is None:
             self._refuse(FINAL_NORM, "what leaves the last block could not be followed")
             return
-        readers = self._readers_of(stream, self._noise_pass.blocks[last][0].end)
-        norm = next((call for call in readers if self._tree.only_scales(call.path)), None)
-        if norm is None:
-            self._refuse(FINAL_NORM, self._why_no_norm(readers, stream))
+        end = self._noise_pass.blocks[last][0].end
+        found = find_links(self._noise_pass, self._matcher, stream, end)
+        if found is not None:
+            self._keep_output_path(*found, value_at(self._baseline.blocks[last], exit_))
+        links = () if found is None else found[0]
+        if not links or not self._tree.only_scales(links[0].module):
+            self._refuse(FINAL_NORM, self._why_no_norm(stream, end))
             return
-        if self._refuse_if_repeated(FINAL_NORM, norm):
-            return
-        key, normed = next(iter(norm.outputs.items()))
-        output = self._noise_pass.model_output
-        if output is None or self._matcher.factor(normed, output) is None:
-            later = (call for call in self._noise_pass.outside if call.start > norm.end)
-            head = next((call for call in later if self._makes_output(call, normed)), None)
-            if head is None:
-                self._refuse(FINAL_NORM, f"the model changes what {norm.path} returns before it hands it on")
-                return
-            self._head = head.path
-        self._sites.anchors[FINAL_NORM] = Anchor(norm.path, "after", key)
+        norm, key = links[0].module, links[0].result
+        if not self._refuse_if_repeated(FINAL_NORM, norm):
+            self._sites.anchors[FINAL_NORM] = Anchor(norm, "after", key)
 
     def check_final_norm(self, trace: Trace) -> None:
         """Verify `final_norm` in a pass with noise, and a vector added there."""
         anchor = self._sites.anchors.get(FINAL_NORM)
-        value = None if anchor is None else value_at(trace.outside[::-1], anchor)
-        if value is None:
+        call = None if anchor is None else next((c for c in reversed(trace.outside) if c.path == anchor.module), None)
+        value = None if anchor is None or call is None else value_at([call], anchor)
+        if call is None or value is None:
             return
-        if self._head is None:
-            arrives = trace.model_output is not None and self._matcher.factor(value, trace.model_output) is not None
-        else:
-            head = next(call for call in reversed(trace.outside) if call.path == self._head)
-            arrives = self._is_given(head, [value])
-        if not arrives:
+        if find_links(trace, self._matcher, value, call.end) is None:
             self._refuse(FINAL_NORM, "what is added there does not arrive in what the model returns")
+
+    def _keep_output_path(self, links: tuple[Link, ...], scale: float, stream: torch.Tensor | None) -> None:
+        output = self._baseline.model_output
+        if stream is not None and output is not None and len(stream) == len(output):
+            self._sites.output_path = OutputPath(links, scale, stream, output)
 
     def _of_stream_width(self, calls: list[ModuleCall]) -> _CallTensor | None:
         """Return the calls' first tensor of the stream's width, or else their result, widened."""
@@ -188,43 +182,27 @@ class BoundarySites:
             return False
         return self._matcher.factor(next(iter(call.outputs.values())), stream) is not None
 
-    def _readers_of(self, stream: torch.Tensor, after: int) -> list[ModuleCall]:
-        """Return later calls outside the blocks that are given the stream.
-
-        A call that passes the stream on unchanged (a dropout) is left out.
-        """
-        calls = (call for call in self._noise_pass.outside if call.start > after and call.outputs)
-        return [
-            call
-            for call in calls
-            if self._is_given_stream(call, stream) and not self._matcher.same(next(iter(call.outputs.values())), stream)
-        ]
-
-    def _why_no_norm(self, readers: list[ModuleCall], stream: torch.Tensor) -> str:
+    def _why_no_norm(self, stream: torch.Tensor, end: int) -> str:
+        """Return why no norm between the last block, which ends at `end`, and the output could be placed."""
         output = self._noise_pass.model_output
         if output is not None and self._matcher.same(stream, output):
             return (
                 "the model returns the stream as it leaves the last block: it has no final norm, or one that runs "
                 "later, and then on the rows alone that logits are computed from"
             )
+        readers = [call for call in self._noise_pass.outside if call.start > end and self._reads(call, stream)]
+        norm = next((call.path for call in readers if self._tree.only_scales(call.path)), None)
+        if norm is not None:
+            return f"the model changes what {norm} returns before it hands it on"
         if readers:
             return f"{readers[0].path}, which is given what leaves the last block, is no norm"
         return "no module was found that is given what leaves the last block"
 
-    def _is_given_stream(self, call: ModuleCall, stream: torch.Tensor) -> bool:
-        """Return whether a call is given the stream, or two tensors whose sum it is."""
-        given = list(call.args.values())
-        if len(given) == 2 and given[0].shape == given[1].shape and self._matcher.same(given[0] + given[1], stream):
-            return True
-        return any(self._matcher.same(tensor, stream) for tensor in given)
-
-    def _makes_output(self, call: ModuleCall, normed: torch.Tensor) -> bool:
-        """Return whether a call is given `normed` and returns what the model returns."""
-        output = self._noise_pass.model_output
-        returned = [*call.outputs.values(), *(v for k, v in call.other_widths.items() if k.kind == "out")]
-        if output is None or not self._is_given(call, [normed]):
-            return False
-        return any(self._matcher.same(tensor, output) for tensor in returned)
+    def _reads(self, call: ModuleCall, stream: torch.Tensor) -> bool:
+        """Return whether a call is given the stream and returns something else."""
+        returned = next(iter(call.outputs.values()), None)
+        passed_on = returned is None or self._matcher.same(returned, stream)
+        return not passed_on and given_times(call, stream, self._matcher) is not None
 
     def _is_given(self, call: ModuleCall, tensors: list[torch.Tensor]) -> bool:
         """Return whether one of a call's arguments, of any width, equals one of `tensors`."""
@@ -235,11 +213,11 @@ class BoundarySites:
         """Return how often a module is called in the baseline."""
         return sum(c.path == path for calls in (self._baseline.outside, *self._baseline.blocks) for c in calls)
 
-    def _refuse_if_repeated(self, site: Site, call: ModuleCall) -> bool:
+    def _refuse_if_repeated(self, site: Site, path: str) -> bool:
         """Refuse a site if its module is called several times; return whether it was refused."""
-        times = self._num_calls(call.path)
+        times = self._num_calls(path)
         if times > 1:
-            self._refuse(site, why_repeated(call.path, times))
+            self._refuse(site, why_repeated(path, times))
         return times > 1
 
     def _refuse(self, site: Site, why: str) -> None:

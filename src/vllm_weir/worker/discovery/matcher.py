@@ -17,6 +17,8 @@ FAINT = 1e-6
 It is this small because factors can be as small as any weight: vLLM's dummy weights are 1e-3 and
 less.
 """
+NEARLY_ONE = 2.5e-5
+"""A factor that is so close to 1 is taken for 1."""
 SLIGHT = 1e-3
 """A relative contribution below this is taken for rounding."""
 
@@ -33,11 +35,11 @@ class Matcher:
         return a.shape == b.shape and rms(b) > FAINT and float((a - b).abs().max()) <= self.tolerance * rms(b)
 
     def factor(self, part: torch.Tensor, whole: torch.Tensor) -> float | None:
-        """Return c such that ``c * part == whole``, or None."""
+        """Return c such that ``c * part == whole``, or None; round to 1 only within the factor's own error."""
         if part.shape != whole.shape or rms(part) <= FAINT or rms(whole) <= FAINT:
             return None
         c = float((part.double() * whole).sum() / (part.double() ** 2).sum())
-        if abs(c - 1) < self.tolerance / 4:
+        if abs(c - 1) < max(NEARLY_ONE, self._factor_error(whole)):
             c = 1.0
         return c if self.same(c * part, whole) else None
 

@@ -16,6 +16,7 @@ from vllm_weir.schema.model_facts import ModelFacts
 from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.discovery.anchors import Anchor
+from vllm_weir.worker.discovery.output_path import OutputPath
 
 UNTAPPED = "it is not tapped by this engine; start it with 'hooks' / 'layers' settings that include it"
 UNDOES_FUSION = (
@@ -44,6 +45,8 @@ class SiteMap:
             from weights, which may be replaced.
         embeddings_given: whether `embed` is read off the embeddings that the model is given instead
             of tokens, among which are those of images.
+        output_path: the way of rows from the last block to what the model returns; None if it was
+            not found.
     """
 
     num_layers: int
@@ -55,6 +58,7 @@ class SiteMap:
     before_quantised: set[Site] = field(default_factory=set)
     read_facts: Callable[[], ModelFacts] = ModelFacts
     embeddings_given: bool = False
+    output_path: OutputPath | None = None
 
     def refuse(self, hooks: Iterable[str], layers: Iterable[int], why: str) -> None:
         """Refuse these hook points of these layers; the first reason that is given stays."""

@@ -266,6 +266,11 @@ class Doubles(More):
         return self.head(2 * self.norm(hidden))
 
 
+class Squares(More):
+    def leave(self, hidden, residual=None):
+        return self.head(self.norm(hidden) ** 2)
+
+
 class Drops(More):
     def leave(self, hidden, residual=None):
         return self.norm(self.drop(hidden))
@@ -331,8 +336,8 @@ class Elsewhere(Model):
 NO_NORM = "square, which is given what leaves the last block, is no norm"
 BOUNDARIES: list[tuple[Any, str, str, str]] = [
     # model, hook point, its module, or why it is refused
-    *((kind, "final_norm", "norm", "") for kind in (Divides, Projects, CallsItself, Drops, Looks)),
-    (Doubles, "final_norm", "", "changes what norm returns"),
+    *((kind, "final_norm", "norm", "") for kind in (Divides, Projects, CallsItself, Doubles, Drops, Looks)),
+    (Squares, "final_norm", "", "changes what norm returns"),
     (ProjectsAlone, "final_norm", "", NO_NORM),
     (ProjectsFirst, "final_norm", "", NO_NORM),
     (NormsFirst, "final_norm", "", "norm runs 2 times in one pass"),
