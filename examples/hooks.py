@@ -1,4 +1,4 @@
-"""Write your own intervention: five functions in the forward, what each does to the text, and the largest value that it gives.
+"""Write your own intervention: five functions, the text that each leads to, and the largest value that it gives.
 
 python examples/hooks.py
 """
