@@ -95,8 +95,7 @@ def params(
     if interventions is not None:
         spec = replace(spec, interventions=parse_interventions(interventions, "interventions"))
     if hooks is not None:
-        own = parse_interventions(hooks, "hooks")
-        spec = replace(spec, interventions=(*spec.interventions, *own))
+        spec = replace(spec, hooks=parse_interventions(hooks, "hooks"))
     if features is not None:
         spec = replace(spec, features=parse_features(features, "features"))
     if lens is not None:

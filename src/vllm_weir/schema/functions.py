@@ -54,7 +54,8 @@ def describe(function: Callable[..., Any], field: str) -> Travelling:
         WeirError: if it cannot be called.
     """
     if not callable(function):
-        raise WeirError(f"expected a function of (rows, ctx), got {type(function).__name__}", field)
+        got = type(function).__name__
+        raise WeirError(f"expected a function of (rows, ctx), got {got}; code never comes over HTTP", field)
     token, name = secrets.token_hex(8), getattr(function, "__qualname__", type(function).__name__)
     _here.put(token, function, 1)
     module = getattr(function, "__module__", None)

@@ -12,7 +12,9 @@ import torch
 import vllm_weir as weir
 from tests.support.hook_functions import clamp_norm
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.admit import _refuse_paths
 from vllm_weir.schema.functions import Travelling, describe, find
+from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.user_hooks import Call
 from vllm_weir.util import saved
 
@@ -81,3 +83,21 @@ def test_args_and_what_makes_hooks_the_same():
         with pytest.raises(WeirError) as caught:
             weir.Hook(clamp_norm, **{field: given})
         assert caught.value.field.startswith(f"hooks.{field}")
+
+
+def test_hooks_are_kept_or_replaced_as_the_other_arguments_are():
+    one, other = (weir.Hook(clamp_norm, layers=layer, args={"most": 2.0}) for layer in (1, 2))
+    params = weir.params(weir.params(hooks=one), interventions=weir.Add([1.0], layers=0))
+    spec = RequestSpec.carried_by(params.extra_args)
+    assert [i.op for i in spec.interventions] == ["add"] and [h.layers for h in spec.hooks] == [(1,)]
+    spec = RequestSpec.carried_by(weir.params(params, hooks=[other]).extra_args)
+    assert [h.layers for h in spec.hooks] == [(2,)] and len(spec.interventions) == 1
+
+
+def test_no_code_comes_from_a_client():
+    """Neither as JSON nor as what a hook of this process would be."""
+    with pytest.raises(WeirError, match="expected a function"):
+        RequestSpec.parse({"v": 1, "hooks": [{"op": "hook", "function": {"source": "1"}, "layers": 1}]})
+    spec = RequestSpec.carried_by(weir.params(hooks=weir.Hook(clamp_norm, layers=1)).extra_args)
+    with pytest.raises(WeirError, match="code never comes over HTTP"):
+        _refuse_paths(spec)

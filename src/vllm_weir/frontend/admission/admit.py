@@ -132,7 +132,7 @@ class _Given(NamedTuple):
         spec = RequestSpec.carried_by(extra_args)
         if by_client:
             _refuse_paths(spec)
-        captures, interventions = spec.capture, spec.interventions
+        captures, interventions = spec.capture, (*spec.interventions, *spec.hooks)
         lens_layers: tuple[int, ...] = ()
         if extra_args.get(LENS_CAPTURE_KEY) is not None:
             lens = lens_capture(extra_args[LENS_CAPTURE_KEY])
@@ -152,7 +152,7 @@ def _refuse_paths(spec: RequestSpec) -> None:
                 "over HTTP a sink is 'memory' or the name of one that the server's operator set up",
                 f"{capture.path}.sink",
             )
-    for one in spec.interventions:
+    for one in (*spec.interventions, *spec.hooks):
         if isinstance(one, Hook):
             raise WeirError("code never comes over HTTP", one.path)
     if spec.lens is not None and spec.lens.path is not None:
