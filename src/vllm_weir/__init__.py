@@ -65,9 +65,11 @@ if TYPE_CHECKING:
     from vllm_weir.schema.probe_files import load_probe
     from vllm_weir.schema.probes import AttentionProbe, MLPProbe, Probe
     from vllm_weir.schema.site_verdict import SiteVerdict
+    from vllm_weir.schema.user_hooks import Hook
     from vllm_weir.storage.dataset import ActivationDataset
     from vllm_weir.storage.features.dataset import load_features
     from vllm_weir.storage.loading import load, open_writer
+    from vllm_weir.worker.functions import HookContext
 
 __version__ = "0.1.0"
 __all__ = [
@@ -87,6 +89,8 @@ __all__ = [
     "Client",
     "Directions",
     "Features",
+    "Hook",
+    "HookContext",
     "Lens",
     "LowRank",
     "MLPProbe",
@@ -169,6 +173,8 @@ __getattr__, __dir__ = lazy_names(
         "Features": "vllm_weir.schema.features",
         "LLM": "vllm_weir.integrations.probe_hook",
         "Lens": "vllm_weir.schema.features",
+        "Hook": "vllm_weir.schema.user_hooks",
+        "HookContext": "vllm_weir.worker.functions",
         "LowRank": "vllm_weir.schema.interventions",
         "MLPProbe": "vllm_weir.schema.probes",
         "NotFound": "vllm_weir.client.errors",

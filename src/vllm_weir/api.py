@@ -27,6 +27,7 @@ from vllm_weir.schema.request import RequestSpec, parse_captures, parse_features
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.schema.site_verdict import SiteVerdict
 from vllm_weir.schema.stop_rules import parse_stop_when
+from vllm_weir.schema.user_hooks import Hook
 
 if TYPE_CHECKING:
     from vllm import PoolingParams, SamplingParams
@@ -42,6 +43,7 @@ def params(
     *,
     capture: Capture | Mapping[str, Any] | Sequence[Capture | Mapping[str, Any]] | None = None,
     interventions: AnyIntervention | Mapping[str, Any] | Sequence[AnyIntervention | Mapping[str, Any]] | None = None,
+    hooks: Hook | Sequence[Hook] | None = None,
     features: Features | Mapping[str, Any] | Sequence[Features | Mapping[str, Any]] | None = None,
     lens: Lens | Mapping[str, Any] | None = None,
     probes: AnyProbe | str | Mapping[str, Any] | Sequence[AnyProbe | str | Mapping[str, Any]] | None = None,
@@ -56,6 +58,8 @@ def params(
         capture: one `Capture` or a list of them (or their wire form).
         interventions: one intervention or a list of them (or their wire form), applied in the order
             given.
+        hooks: one `Hook` or a list of them, applied after the interventions. Among `interventions` a hook acts at its
+            place.
         features: one `Features` or a list of them (or their wire form).
         lens: a `Lens` (or its wire form).
         probes: one `Probe`, `MLPProbe` or `AttentionProbe`, the name of a registered one, or a list
@@ -90,6 +94,8 @@ def params(
         spec = replace(spec, capture=parse_captures(capture, "capture"))
     if interventions is not None:
         spec = replace(spec, interventions=parse_interventions(interventions, "interventions"))
+    if hooks is not None:
+        spec = replace(spec, hooks=parse_interventions(hooks, "hooks"))
     if features is not None:
         spec = replace(spec, features=parse_features(features, "features"))
     if lens is not None:

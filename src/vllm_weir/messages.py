@@ -104,6 +104,27 @@ class LayoutUpdate(msgspec.Struct, array_like=True):
         return bool(self.opened or self.placed or self.retired or self.closed or self.groups or self.series)
 
 
+class Told(msgspec.Struct, array_like=True):
+    """What a user's function gave for some rows of a request, or saved.
+
+    Attributes:
+        request_id: of the request.
+        name: under which.
+        hook, layer: the hook point of the rows.
+        positions: int32 bytes, of the rows; None of what was saved.
+        shape: of the values, float32.
+        data: the values, or msgpack of what was saved (`vllm_weir.util.saved`).
+    """
+
+    request_id: str
+    name: str
+    hook: str
+    layer: int
+    positions: bytes | None
+    shape: list[int]
+    data: bytes
+
+
 class MessageHeader(msgspec.Struct, array_like=True):
     """First frame of a message: what the other frames hold, or which requests failed and why.
 
@@ -118,6 +139,7 @@ class MessageHeader(msgspec.Struct, array_like=True):
         waiting: requests of that engine that wait for room in the device tables.
         scored: int32 [n, 3] as bytes, see `SCORED_FIELDS`: positions whose scores are in `scores`.
         scores: float32 as bytes, the entries of `scored` in that order.
+        told: what users' functions gave.
     """
 
     token: str
@@ -133,6 +155,7 @@ class MessageHeader(msgspec.Struct, array_like=True):
     waiting: int = 0
     scored: bytes = b""
     scores: bytes = b""
+    told: list[Told] = []
 
 
 class VectorQuery(msgspec.Struct, array_like=True):

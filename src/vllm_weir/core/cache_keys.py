@@ -21,7 +21,7 @@ def hit_limit(engine_request: EngineRequest | None) -> int | None:
 
 def own_from(engine_request: EngineRequest, spec: EngineSpec, prompt_len: int) -> int | None:
     """Return the first position from which no other request can share a block; None if there is none."""
-    firsts = engine_request.own_from, spec.gated_from(prompt_len)
+    firsts = engine_request.own_from, spec.gated_from(prompt_len), spec.called_from(prompt_len)
     return min((first for first in firsts if first is not None), default=None)
 
 
@@ -35,6 +35,7 @@ class CacheKeys:
 
     What a gated intervention does follows from scores that only the device knows, so blocks with
     positions from the first on at which one may act get a key that no other request has. So do those
+    from the first position on whose row is given to a user's function without a key of its own, and those
     from an image on whose positions attend both ways, if something acts before its end. What only
     scores rows adds nothing.
 

@@ -22,6 +22,8 @@ _PROPERTIES = {
     "features": "Features of autoencoders by name (index 0's for a request), or None; see `weir.Features`.",
     "lens": "Likeliest next tokens by block (index 0's for a request), or None; see `weir.Lens`.",
     "scores": "Scores of probes by name (index 0's for a request), or None without probes; see `weir.Probe`.",
+    "values": "What functions gave for rows, by name (index 0's for a request); see `weir.Hook`.",
+    "saved": "What functions saved (index 0's for a request); see `weir.Hook`.",
     "receipt": "What Weir did for this sequence (index 0's for a request), or None; see `weir.Receipt`.",
 }
 

@@ -25,6 +25,8 @@ class Scores(Mapping):
         positions: int64 [rows], by the probe's name.
     """
 
+    _missing = "no probe {!r} scored this request; probes: {}"
+
     def __init__(self, values: Mapping[str, torch.Tensor], positions: Mapping[str, torch.Tensor]) -> None:
         self._values = dict(values)
         self.positions = dict(positions)
@@ -33,7 +35,7 @@ class Scores(Mapping):
         try:
             return self._values[name]
         except KeyError:
-            raise KeyError(f"no probe {name!r} scored this request; probes: {', '.join(self) or 'none'}") from None
+            raise KeyError(self._missing.format(name, ", ".join(self) or "none")) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -51,4 +53,13 @@ class Scores(Mapping):
         return sum(map(len, self._values.values()))
 
     def __repr__(self) -> str:
-        return f"Scores({', '.join(f'{name}: {list(values.shape)}' for name, values in self.items())})"
+        return f"{type(self).__name__}({', '.join(f'{name}: {list(values.shape)}' for name, values in self.items())})"
+
+
+class HookValues(Scores):
+    """What functions gave for rows: ``out.values["norm"]`` is a CPU tensor, float32 [rows, ...], by position.
+
+    What a hook gave at several layers is [rows, layers, ...], of the positions at which all gave something.
+    """
+
+    _missing = "no hook gave {!r} for this request; given: {}"

@@ -61,6 +61,7 @@ class EngineRequest(msgspec.Struct, array_like=True):
             engine core has taken the request, and for good where Weir is not loaded there.
         prompt_len: how many of the first tokens that the engine is given are the prompt; those after
             them count as generated. None: all are the prompt.
+        calls: the users' functions that are called for it, `user_hooks.Call` by key.
         own_from: the first position whose keys and values may depend on what is done after its block,
             so that no other request can share them; None if there is none.
     """
@@ -80,6 +81,7 @@ class EngineRequest(msgspec.Struct, array_like=True):
     core_refusal: str | None = None
     prompt_len: int | None = None
     own_from: int | None = None
+    calls: dict[str, bytes] = {}
 
     @classmethod
     def carried_by(cls, extra_args: dict[str, Any] | None) -> EngineRequest | None:

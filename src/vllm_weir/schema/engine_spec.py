@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vllm_weir.schema.instructions import ResolvedIntervention
+from vllm_weir.schema.instructions import HOOK, ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.schema.resolved_probes import (
@@ -78,6 +78,12 @@ class EngineSpec:
                 firsts.append(max(acts, scored + gate.delay))
         return min(firsts, default=None)
 
+    def called_from(self, prompt_len: int) -> int | None:
+        """Return the first position whose row is given to a function that no other request shares; None if none is."""
+        own = [move for move in self.moves if any(one.kind == HOOK and one.b for one in move.instructions)]
+        firsts = [move.positions.first(prompt_len) for move in own]
+        return min((first for first in firsts if first is not None), default=None)
+
     @functools.cached_property
     def end(self) -> int:
         """The smallest length of prompt for which no generated position can be selected.
@@ -104,6 +110,11 @@ class EngineSpec:
     def encoders(self) -> tuple[str, ...]:
         """Keys of the autoencoders that encode rows whole inside taps, each once."""
         return tuple(dict.fromkeys(key for move in self.moves for key in move.encoders))
+
+    @functools.cached_property
+    def functions(self) -> tuple[str, ...]:
+        """Keys of the users' functions that are called inside taps, each once."""
+        return tuple(dict.fromkeys(key for move in self.moves for key in move.functions))
 
     @functools.cached_property
     def layout(self) -> CellLayout:

@@ -12,8 +12,9 @@ same h:
     FEATURE    c = a * act + b, where act = p if p > hi, else 0, and p = w . h + lo
     SCORE      adds nothing; writes w . h + b into a cell of the token (`resolved_probes`)
     ACTIVATE   likewise, and writes 0 unless that is above hi: act, as of FEATURE, for a HELD elsewhere
-    ENCODE     likewise, and writes the activation of feature `a` of the autoencoder `sae`, given the whole row
+    ENCODE     likewise, and writes the activation of feature `a` of the autoencoder `key`, given the whole row
     HELD       c = a * act + b, act being the number in the cell `lo` of the token, counted from 0
+    HOOK       replaces h by what the function `key` returns, given the whole row; b is 0 if requests share the function
     DOSE       adds nothing; writes |d| / |h| into a cell, d being the sum of the terms before it, which is the
                whole change of its intervention; NO_NORM if |h| = 0
 
@@ -29,6 +30,7 @@ import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,7 +40,7 @@ from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.vectors import digest_of
 
-CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, DOSE, ACTIVATE, HELD, ENCODE = range(12)
+CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, DOSE, ACTIVATE, HELD, ENCODE, HOOK = range(13)
 NO_NORM = -1.0
 """What a DOSE writes for a row of zeros."""
 WRITES = (SCORE, ACTIVATE, ENCODE)
@@ -64,8 +66,8 @@ class Instruction(NamedTuple):
     """0 for the whole row."""
     cell: int = 0
     """One more than the number of the cell that is written (WRITES, DOSE) or holds the factor; 0 for none."""
-    sae: str = ""
-    """Key of an autoencoder on the workers."""
+    key: str = ""
+    """Of an autoencoder or a function on the workers."""
 
 
 _WHOLE_ROW = Instruction._fields.index("start")
@@ -103,12 +105,14 @@ class LoweredIntervention(NamedTuple):
         by_position: if given, each selected position has instructions of its own, as many as every
             other, those of the first position first; None: every instruction is for all of them.
         source: where the number of a HELD instruction comes from.
+        calls: what workers are told of the functions of HOOK instructions, by key.
     """
 
     instructions: tuple[Instruction, ...]
     rows: dict[str, np.ndarray]
     by_position: ByPosition | None = None
     source: Source | None = None
+    calls: Mapping[str, bytes] = MappingProxyType({})
 
     @property
     def per_position(self) -> int:
@@ -210,7 +214,12 @@ class ResolvedIntervention:
     def encoders(self) -> list[str]:
         """Keys of the autoencoders that encode rows for it."""
         instructions = self.instructions if self.source is None else (*self.instructions, self.source.instruction)
-        return [one.sae for one in instructions if one.sae]
+        return [one.key for one in instructions if one.kind == ENCODE]
+
+    @property
+    def functions(self) -> list[str]:
+        """Keys of the functions that are called for it."""
+        return [one.key for one in self.instructions if one.kind == HOOK]
 
     @functools.cached_property
     def digest(self) -> str:
@@ -232,7 +241,7 @@ class ResolvedIntervention:
 
     def to_wire(self) -> list[Any]:
         """Return the form that travels to the scheduler and the workers, which work out `dose_cell` themselves."""
-        instructions = [one if one.stop or one.cell or one.sae else one[:_WHOLE_ROW] for one in self.instructions]
+        instructions = [one if one.stop or one.cell or one.key else one[:_WHOLE_ROW] for one in self.instructions]
         source = [] if self.source is None else [self.source]
         return [self.hook, list(self.layers), self.positions.to_json(), self.per_position, instructions, *source]
 

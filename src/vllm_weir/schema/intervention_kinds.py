@@ -10,10 +10,11 @@ from vllm_weir.schema.fields import refuse_unknown_keys
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
 from vllm_weir.schema.set_activation import SetActivation
+from vllm_weir.schema.user_hooks import Hook
 
 AnyIntervention = Intervention | SetFeature
 """What a request may hold; admission turns a `SetFeature` into an `Intervention`."""
-KINDS: dict[str, type[Intervention]] = {kind.op: kind for kind in (Add, Ablate, Clamp, Replace, LowRank)}
+KINDS: dict[str, type[Intervention]] = {kind.op: kind for kind in (Add, Ablate, Clamp, Replace, LowRank, Hook)}
 STORED_KINDS = KINDS | {SetActivation.op: SetActivation}
 """With those that no request may hold."""
 

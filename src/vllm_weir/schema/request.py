@@ -26,7 +26,7 @@ from vllm_weir.schema.stop_rules import StopText, parse_stop_when
 from vllm_weir.schema.vectors import number
 
 WIRE_VERSION = 1
-WIRE_FIELDS = ("v", "capture", "interventions", "modules", "features", "lens", "probes", "stop_when", "dose")
+WIRE_FIELDS = ("v", "capture", "interventions", "modules", "features", "lens", "probes", "stop_when", "dose", "hooks")
 """Keys of a request's wire form."""
 MEASURE_DOSE = False
 """Whether relative doses are measured for requests that do not say."""
@@ -113,6 +113,7 @@ class RequestSpec:
         probes: what scores its rows; a text is the name of a registered one.
         stop_when: rules about the scores, any of which ends generation.
         dose: whether the relative doses of its interventions are measured.
+        hooks: functions that are called after the interventions, which have the same form.
     """
 
     capture: tuple[Capture, ...] = ()
@@ -123,6 +124,7 @@ class RequestSpec:
     probes: tuple[AnyProbe | str, ...] = ()
     stop_when: tuple[StopText, ...] = ()
     dose: bool = MEASURE_DOSE
+    hooks: tuple[AnyIntervention, ...] = ()
 
     @classmethod
     def carried_by(cls, extras: Mapping[str, Any]) -> RequestSpec:
@@ -162,7 +164,8 @@ class RequestSpec:
         probes = parse_probes(data.get("probes", ()), "probes")
         stop_when = parse_stop_when(data.get("stop_when"), "stop_when")
         dose = parse_flag(data.get("dose", MEASURE_DOSE), "dose")
-        return cls(captures, interventions, modules, features, lens, probes, stop_when, dose)
+        hooks = parse_interventions(data.get("hooks", ()), "hooks")
+        return cls(captures, interventions, modules, features, lens, probes, stop_when, dose, hooks)
 
     def to_json(self) -> dict[str, Any]:
         """Return the wire form."""
@@ -185,6 +188,8 @@ class RequestSpec:
             out["stop_when"] = [str(rule) for rule in self.stop_when]
         if self.dose != MEASURE_DOSE:
             out["dose"] = self.dose
+        if self.hooks:
+            out["hooks"] = [one.to_json() for one in self.hooks]
         return out
 
 

@@ -35,7 +35,7 @@ def on_heads(
         rows.update(one.rows)
         start, stop = head * d_head, (head + 1) * d_head
         by_head.append(
-            [term._replace(start=start, stop=stop) if term.u or term.sae else term for term in one.instructions]
+            [term._replace(start=start, stop=stop) if term.u or term.key else term for term in one.instructions]
         )
     if not any(by_head):
         return LoweredIntervention((), {})

@@ -112,7 +112,7 @@ class SetActivation(Intervention):
     def _lower_held(self, collector: VectorCollector, w: np.ndarray, held: Instruction) -> LoweredIntervention:
         """Return the instructions where the activation is written into a cell before it is used."""
         if self.sae is not None:
-            writes = Instruction(ENCODE, "", a=float(self.feature or 0), sae=self.sae)
+            writes = Instruction(ENCODE, "", a=float(self.feature or 0), key=self.sae)
         else:
             writes = Instruction(ACTIVATE, "", collector.add(w), b=self.bias, hi=self.threshold)
         if self.read is None:

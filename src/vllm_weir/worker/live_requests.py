@@ -13,6 +13,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.taps import tap_of
+from vllm_weir.worker.functions import WorkerFunctions
 from vllm_weir.worker.kept_rows import KeptRows
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.planner import Planner
@@ -44,6 +45,7 @@ class LiveRequests:
         vectors: fetches vectors from the callers' processes.
         codecs: of their rows.
         saes: the autoencoders on the device.
+        functions: that are called for them.
         kept_rows: rows that stay in this worker.
         buffer_server: offers readers the host buffer.
         switch: knows whether the taps are in the only set of CUDA graphs.
@@ -60,6 +62,7 @@ class LiveRequests:
         vectors: VectorFetcher,
         codecs: RequestCodecs,
         saes: WorkerSAEs,
+        functions: WorkerFunctions,
         kept_rows: KeptRows,
         buffer_server: BufferServer,
         switch: TapSwitch,
@@ -67,7 +70,7 @@ class LiveRequests:
         failures: RequestFailures,
     ) -> None:
         self._planner, self._active_taps, self._table, self._taps = planner, active_taps, table, frozenset(taps)
-        self._vectors, self._codecs, self._saes = vectors, codecs, saes
+        self._vectors, self._codecs, self._saes, self._functions = vectors, codecs, saes, functions
         self._kept_rows, self._buffer_server = kept_rows, buffer_server
         self._switch, self._module_path, self._failures = switch, module_path, failures
 
@@ -138,6 +141,7 @@ class LiveRequests:
         self._planner.remove(request_id)
         self._codecs.release(request_id)
         self._saes.release(request_id)
+        self._functions.release(request_id)
 
     def _prefetch_vectors(self, joining: Iterable[tuple[str, EngineSpec]]) -> None:
         """Fetch all missing vectors of requests (endpoint, spec) that join in one step."""
@@ -179,7 +183,7 @@ class LiveRequests:
                 read_out_codec,
                 keeper,
             )
-        self._hold_encoders(request_id, spec)
+        self._hold_called(request_id, spec, engine_request)
         if spec.moves or spec.probes:
             fetch = functools.partial(self._vectors.fetch, endpoint)
             self._planner.add_steering(
@@ -195,13 +199,14 @@ class LiveRequests:
                 spec.steps,
             )
 
-    def _hold_encoders(self, request_id: str, spec: EngineSpec) -> None:
-        """Hold the autoencoders that encode a request's rows in taps; raise WeirError if that cannot be done."""
-        if spec.encoders and self._switch.pinned:
+    def _hold_called(self, request_id: str, spec: EngineSpec, engine_request: EngineRequest) -> None:
+        """Hold what is called for a request in taps; raise WeirError if that cannot be done."""
+        if (spec.encoders or spec.functions) and self._switch.pinned:
             raise WeirError(
-                "this engine replays every step from one set of CUDA graphs, in which no row can be encoded whole, as "
-                "this feature needs; give add in place of value or scale, or start the engine with enforce_eager",
+                "this engine replays every step from one set of CUDA graphs, in which no row can be encoded whole or "
+                "given to a function, as this request needs; start the engine with enforce_eager",
                 "interventions",
             )
+        self._functions.hold(request_id, engine_request.reader_endpoint, engine_request.calls)
         for key in spec.encoders:
             self._saes.hold(request_id, key)

@@ -51,6 +51,13 @@ class RequestFailures:
                 known = max(0, int(computed) - self._uncertainty)
                 self.fail(request.endpoint, request_id, reason, None if steered is None else steered.keys, known)
 
+    def fail_called(self, request_id: str, reason: str) -> None:
+        """Stop following a request whose function has failed; its rows are not changed as asked."""
+        steered = self._planner.steered.get(request_id)
+        request = self._planner.capturing.get(request_id) or steered
+        if request is not None:
+            self.fail(request.endpoint, request_id, reason, None if steered is None else steered.keys, 0)
+
     def fail_controlled(self, gate: ControlledGate, reason: str) -> None:
         """Stop following a request whose controller has failed; its next tokens are not steered as asked."""
         steered = self._planner.steered.get(gate.request_id)

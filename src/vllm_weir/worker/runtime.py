@@ -18,6 +18,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.taps import STAGES, is_boundary, num_columns, num_taps, tap_of
 from vllm_weir.worker.discovery.anchors import Anchor
 from vllm_weir.worker.discovery.site_map import SiteMap, chosen
+from vllm_weir.worker.functions import WorkerFunctions
 from vllm_weir.worker.kept_rows import KeptRows
 from vllm_weir.worker.lenses import Lenses, Unembedding
 from vllm_weir.worker.live_requests import LiveRequests
@@ -37,11 +38,11 @@ from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.steering.vector_fetch import VectorFetcher
 from vllm_weir.worker.step_sender import StepSender
 from vllm_weir.worker.step_writer import StepWriter
+from vllm_weir.worker.tap.calls import TapCalls
 from vllm_weir.worker.tap.device_tables import PlanWriter, TableWriter
 from vllm_weir.worker.tap.install import ModulePath, place
 from vllm_weir.worker.tap.op import TapSwitch, TapTensors
 from vllm_weir.worker.tap.reductions import TapReducer
-from vllm_weir.worker.tap.row_encoder import RowEncoder
 from vllm_weir.worker.transfer.buffer_server import BufferServer
 from vllm_weir.worker.transfer.codecs import Codecs
 from vllm_weir.worker.transfer.copy_out import CpuCopyOut, CudaCopyOut
@@ -118,6 +119,7 @@ class WorkerRuntime:
         self._place_taps(model, anchors)
 
         self.saes = WorkerSAEs(device, settings.sae_bytes)
+        self.functions = WorkerFunctions(device, model_info.rank == 0)
         self._active_taps = ActiveTaps()
         self.all_live = False
         failures = RequestFailures(self.planner, self.notifier, model_info.traits.uncertainty)
@@ -204,6 +206,7 @@ class WorkerRuntime:
             vectors,
             RequestCodecs(directions, codecs, read_outs),
             self.saes,
+            self.functions,
             self.kept_rows,
             self.buffer_server,
             self.switch,
@@ -227,6 +230,7 @@ class WorkerRuntime:
             self.notifier,
             failures,
             self.model_info.traits.speculative,
+            self.functions,
         )
         self.writer = StepWriter(
             self.planner,
@@ -235,7 +239,15 @@ class WorkerRuntime:
             self._plan_writer,
             self.tensors,
             self.switch,
-            RowEncoder(self.table, self.switch.numbers, self.saes.find, self.model_info.device),
+            TapCalls(
+                self.table,
+                self.switch.numbers,
+                self.saes.find,
+                self.functions,
+                {tap_of(site): site for site in self.sites.anchors if site.hook != "resid_pre" or not site.layer},
+                failures.fail_called,
+                self.model_info.device,
+            ),
             self._scorer,
             reducer,
             failures,

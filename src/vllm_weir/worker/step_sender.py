@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from vllm_weir.worker.functions import WorkerFunctions
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_sequences import RowSequences
@@ -39,6 +40,7 @@ class StepSender:
         notifier: tells the readers.
         failures: of requests, while the step was planned or by their controllers.
         speculative: see `EngineTraits.speculative`.
+        functions: whose values and what they saved are sent.
 
     Attributes:
         step: first ring row and plan of the step being issued, and whether it is streamed; None if
@@ -59,11 +61,13 @@ class StepSender:
         notifier: Notifier,
         failures: RequestFailures,
         speculative: bool,
+        functions: WorkerFunctions,
     ) -> None:
         self._switch, self._plan_writer, self._scorer = switch, plan_writer, scorer
         self._planner, self._row_seqs, self._arena = planner, row_seqs, arena
         self._step_rows, self._reducer = step_rows, reducer
         self._notifier, self._failures, self._speculative = notifier, failures, speculative
+        self._functions = functions
         self.step: tuple[int, StepPlan, bool] | None = None
         self._unsampled: StepNotice | None = None
         """What readers are to be told of the last step, once it is sampled."""
@@ -89,6 +93,7 @@ class StepSender:
             notice.arrivals, notice.steered = plan.arrivals, plan.steered
             if plan.score_reads is not None:
                 notice.scored, notice.scores = plan.scored, self._scorer.read(plan.score_reads)
+        notice.told = self._functions.take()
         notice.spill = self._arena.pressure > SPILL
         if notice.spill:
             self._row_seqs.retire_all()

@@ -18,10 +18,10 @@ from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.request_failures import RequestFailures
 from vllm_weir.worker.scoring.scorer import Scorer
 from vllm_weir.worker.step_sender import StepSender
+from vllm_weir.worker.tap.calls import Batch, TapCalls
 from vllm_weir.worker.tap.device_tables import PlanWriter, TableWriter
 from vllm_weir.worker.tap.op import TapSwitch, TapTensors
 from vllm_weir.worker.tap.reductions import TapReducer
-from vllm_weir.worker.tap.row_encoder import RowEncoder
 from vllm_weir.worker.transfer.step_rows import StepRows
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class StepWriter:
         table_writer, plan_writer: write programs and plan to the device.
         tensors: what the taps read.
         switch: says how they are launched.
-        encoder: encodes rows in them.
+        calls: calls autoencoders and functions in them.
         scorer: prepares the step's scores.
         reducer: prepares its reductions.
         failures: of requests that cannot be planned.
@@ -52,7 +52,7 @@ class StepWriter:
         plan_writer: PlanWriter,
         tensors: TapTensors,
         switch: TapSwitch,
-        encoder: RowEncoder,
+        calls: TapCalls,
         scorer: Scorer,
         reducer: TapReducer,
         failures: RequestFailures,
@@ -62,7 +62,7 @@ class StepWriter:
         self._planner, self._step_rows = planner, step_rows
         self._table_writer, self._plan_writer = table_writer, plan_writer
         self._tensors, self._device, self._switch = tensors, tensors.plan.device, switch
-        self._encoder, self._scorer, self._reducer = encoder, scorer, reducer
+        self._calls, self._scorer, self._reducer = calls, scorer, reducer
         self._failures, self._sender, self._runner = failures, sender, runner
 
     def plan_step(
@@ -92,8 +92,8 @@ class StepWriter:
         self._sender.step, self._switch.launch = None, None
         try:
             plan = self._plan(request_ids, num_tokens, num_computed, num_drafts)
-            if plan is not None and self._encodes and graph and self._runner == "V2":
-                raise WeirError("a step in which rows are encoded whole was to be replayed from a CUDA graph")
+            if plan is not None and self._calls_in_taps and graph and self._runner == "V2":
+                raise WeirError("a step in whose taps something is called was to be replayed from a CUDA graph")
             streamed_copy = None if plan is None or graph else self._step_rows.streamed_copy_for(plan)
             first_row = 0 if plan is None or streamed_copy is not None else self._step_rows.claim(plan.rows)
         except (WeirError, ValueError) as e:
@@ -119,15 +119,16 @@ class StepWriter:
             if acting_tokens is not None:
                 self._switch.launch = functools.partial(_launch_listed, acting_tokens)
             self._plan_writer.write(plan, first_row, input_ids, positions)
-        if self._encodes:
-            self._switch.launch = self._encoder.around(self._switch.launch, self._programs_of(plan))
+        if self._calls_in_taps:
+            batch = Batch.of(self._programs_of(plan), request_ids, num_tokens, num_computed)
+            self._switch.launch = self._calls.around(self._switch.launch, batch)
         self._scorer.begin(plan, positions)
         self._sender.step = first_row, plan, streamed_copy is not None
         self._reducer.seed(plan.reductions, first_row)
 
     @property
-    def _encodes(self) -> bool:
-        """Whether rows of the coming step may be encoded whole; alike on all ranks."""
+    def _calls_in_taps(self) -> bool:
+        """Whether something may be called in the taps of the coming step; alike on all ranks."""
         return not self._switch.pinned and bool(self._switch.mask >> NO_GRAPH & 1)
 
     def _programs_of(self, plan: StepPlan) -> np.ndarray:
@@ -157,7 +158,7 @@ class StepWriter:
             site_sets.changed = False
 
 
-def _launch_listed(listed: torch.Tensor, *arguments: Any) -> None:
+def _launch_listed(listed: torch.Tensor, *arguments: Any, **more: Any) -> None:
     from vllm_weir.worker.tap.triton_kernel import launch
 
-    launch(*arguments, listed=listed)
+    launch(*arguments, listed=listed, **more)

@@ -415,7 +415,7 @@ def test_a_step_that_encodes_rows_has_no_graph():
 
 @pytest.mark.parametrize("source", [False, True])
 def test_a_request_that_encodes_rows_says_so_while_it_acts(source):
-    encode, held = Instruction(ENCODE, "", a=3.0, sae="key"), Instruction(HELD, "u")
+    encode, held = Instruction(ENCODE, "", a=3.0, key="key"), Instruction(HELD, "u")
     move = ResolvedIntervention("mlp_out", (1,), Positions.parse("prompt"), 0, (encode, held))
     if source:
         move = replace(move, instructions=(held,), source=Source("mlp_in", 1, encode))

@@ -41,6 +41,7 @@ from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, Res
 from vllm_weir.schema.resolved_probes import ResolvedProbe
 from vllm_weir.schema.row_parts import WHOLE
 from vllm_weir.schema.selectors import MAX_SELECTORS
+from vllm_weir.schema.user_hooks import Hook
 
 
 def unknown_reference(ref: str, field: str) -> np.ndarray:
@@ -131,7 +132,7 @@ class _Given(NamedTuple):
         spec = RequestSpec.carried_by(extra_args)
         if by_client:
             _refuse_paths(spec)
-        captures, interventions = spec.capture, spec.interventions
+        captures, interventions = spec.capture, (*spec.interventions, *spec.hooks)
         lens_layers: tuple[int, ...] = ()
         if extra_args.get(LENS_CAPTURE_KEY) is not None:
             lens = lens_capture(extra_args[LENS_CAPTURE_KEY])
@@ -151,6 +152,9 @@ def _refuse_paths(spec: RequestSpec) -> None:
                 "over HTTP a sink is 'memory' or the name of one that the server's operator set up",
                 f"{capture.path}.sink",
             )
+    for one in (*spec.interventions, *spec.hooks):
+        if isinstance(one, Hook):
+            raise WeirError("code never comes over HTTP", one.path)
     if spec.lens is not None and spec.lens.path is not None:
         raise WeirError("over HTTP only the logit lens is served, which has no path", f"{spec.lens.at}.path")
 
@@ -225,6 +229,7 @@ class _Admission:
             counted=scoring.counted,
             given=tuple(map(GivenIntervention.of, interventions)),
             dose=spec.dose,
+            calls=lowered.calls,
         )
         if admitted.probes and (selectors := len(admitted.engine_spec.selectors)) > MAX_SELECTORS:
             raise WeirError(

@@ -70,6 +70,7 @@ class AdmittedRequest:
         counted: the probes that score every request, each with its index among `probes`.
         given: the kind and the hook point of each intervention as it was given.
         dose: whether the relative doses of its interventions are measured.
+        calls: what workers are told of the functions that they call for it, by key.
     """
 
     spec: ResolvedSpec
@@ -90,6 +91,7 @@ class AdmittedRequest:
     counted: tuple[tuple[int, RegisteredProbe], ...] = ()
     given: tuple[GivenIntervention, ...] = ()
     dose: bool = False
+    calls: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def cells(self) -> CellLayout:

@@ -54,6 +54,7 @@ def make_engine_request(
     request = EngineRequest(admitted.wire, reader_endpoint, max_row_tokens=0, max_tokens=max_tokens)
     if admitted.spec.site_requests:
         _bound_rows(request, admitted, prompt_ids, prompt_len, capabilities, chunked)
+    request.calls = admitted.calls
     request.first_position = _first_position(admitted, prompt_len, prompt_ids)
     if admitted.steps:
         request.table_needs = _table_needs(admitted, prompt_ids, prompt_len, max_tokens, capabilities.d_model, sizes)

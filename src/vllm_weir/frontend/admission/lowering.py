@@ -23,6 +23,7 @@ from vllm_weir.schema.instructions import (
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.set_activation import SetActivation
+from vllm_weir.schema.user_hooks import Hook
 
 
 @dataclass
@@ -33,6 +34,7 @@ class LoweredInterventions:
     rows: dict[str, np.ndarray] = field(default_factory=dict)
     parted: list[int] = field(default_factory=list)
     by_position: list[ByPosition] = field(default_factory=list)
+    calls: dict[str, bytes] = field(default_factory=dict)
 
 
 def lower(
@@ -66,6 +68,8 @@ def lower(
             check(site, intervention.path, layers_field)
             if capabilities.read_only and (why := capabilities.read_only.get(site)):
                 raise WeirError(f"{site} can be read and not changed: {why}", f"{intervention.path}.hook")
+        if isinstance(intervention, Hook):
+            _check_hook(intervention, capabilities)
         if isinstance(intervention, SetActivation) and intervention.source_site is not None:
             check_source(intervention, intervention.source_site, capabilities, check)
         moves = _moves(intervention, capabilities, lookup, out)
@@ -103,6 +107,7 @@ def _moves(
                 effect = lowered.instructions, lowered.per_position, lowered.source
                 layers_by_effect.setdefault(effect, []).extend(layers)
                 out.rows.update(lowered.rows)
+                out.calls.update(lowered.calls)
     return [
         ResolvedIntervention(
             intervention.hook, tuple(layers), intervention.positions, per_position, instructions, source=source
@@ -120,6 +125,23 @@ def _layers_by_shape(intervention: Intervention, capabilities: EngineCapabilitie
     for layer in layers:
         layers_by_shape.setdefault(capabilities.shape(Site(intervention.hook, layer)), []).append(layer)
     return layers_by_shape
+
+
+def _check_hook(hook: Hook, capabilities: EngineCapabilities) -> None:
+    """Raise WeirError if the engine cannot say which positions a function is given, or runs it on tokens to drop."""
+    traits = capabilities.traits
+    if traits.uncertainty:
+        raise WeirError(
+            "this engine plans steps before it knows which drafts of the last one are accepted, so that the positions "
+            "of rows are not certain; start it with async_scheduling=False",
+            hook.path,
+        )
+    if traits.speculative and hook.state:
+        raise WeirError(
+            "this engine drafts tokens, and drafts that are rejected would change the state; start it without "
+            "speculative decoding",
+            f"{hook.path}.state",
+        )
 
 
 def _check_shards(intervention: Intervention, lowered: LoweredIntervention, shards: Sequence[Shard]) -> None:

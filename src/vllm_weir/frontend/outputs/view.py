@@ -25,7 +25,7 @@ from vllm_weir.frontend.receive.tokens import SequenceTokens, TokenIds
 from vllm_weir.results.activations import Activations, CompressedRows
 from vllm_weir.results.read_outs import ReadValues
 from vllm_weir.results.receipt import GateCount, Receipt
-from vllm_weir.results.scores import Scores
+from vllm_weir.results.scores import HookValues, Scores
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.controllers import PREFIX
 from vllm_weir.schema.hooks import Site
@@ -43,6 +43,16 @@ class ViewSnapshot:
     saved_receipt: Receipt
     saved_read_values: ReadValues
     saved_scores: Scores | None = None
+    saved_values: HookValues | None = None
+    saved_by_functions: dict[str, Any] | None = None
+
+    def values(self) -> HookValues | None:
+        """Return what functions gave for rows, see `OutputView.values`."""
+        return self.saved_values
+
+    def saved(self) -> dict[str, Any] | None:
+        """Return what functions have saved, see `OutputView.saved`."""
+        return self.saved_by_functions
 
     def activations(self) -> Activations:
         """Return the rows, see `OutputView.activations`."""
@@ -107,7 +117,15 @@ class OutputView:
     """The result of `verify` for a finished sequence."""
 
     def __reduce__(self) -> tuple[type, tuple]:
-        return ViewSnapshot, (self.asked, self.activations(), self.receipt(), self.read_values(), self.scores())
+        return ViewSnapshot, (
+            self.asked,
+            self.activations(),
+            self.receipt(),
+            self.read_values(),
+            self.scores(),
+            self.values(),
+            self.saved(),
+        )
 
     @property
     def end(self) -> int:
@@ -178,6 +196,22 @@ class OutputView:
         if self._cached_scores is None:
             self._cached_scores = self._scored_rows().scores()
         return self._cached_scores
+
+    def values(self) -> HookValues | None:
+        """Return what functions gave for rows, waiting for what is on its way; None without functions."""
+        if not self.pending.admitted.calls:
+            return None
+        self.pending.check()
+        self.verify()
+        return self.pending.told.values(self.start, self.end)
+
+    def saved(self) -> dict[str, Any] | None:
+        """Return what functions have saved; waits as `values` does."""
+        if not self.pending.admitted.calls:
+            return None
+        self.pending.check()
+        self.verify()
+        return self.pending.told.saved()
 
     def every_score(self) -> Scores:
         """Return the scores of all probes of this output, also of those that score every request; waits for them.

@@ -17,6 +17,7 @@ from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.receive.row_sequence_view import RowSequenceView, SlicedRows
 from vllm_weir.frontend.receive.score_table import ScoreTable
 from vllm_weir.frontend.receive.tokens import PromptTokens
+from vllm_weir.frontend.receive.told_values import ToldValues
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
@@ -75,6 +76,7 @@ class PendingSequence:
         groups: groups of interventions that the worker has named.
         steered: of each intervention, bool by position: whether it was applied there.
         scores: the scores of its probes and the factors of its gates.
+        told: what its functions gave and saved.
         failure: why the worker could not serve the request, if so.
         expected_end: positions that have rows if the sequence generates all tokens that it may; 0
             if its rows are not presliced.
@@ -91,6 +93,7 @@ class PendingSequence:
         self.groups: list[InterventionGroup] = []
         self.steered: list[np.ndarray] = [_NOWHERE] * len(admitted.effective)
         self.scores = ScoreTable(admitted.cells.reported)
+        self.told = ToldValues()
         self.failure: str | None = None
         self.expected_end = 0
         self.early_activations: Activations | None = None
@@ -130,7 +133,7 @@ class PendingSequence:
             return False
         self.failure = self.failure or "its rows were released, as nobody waited for its answer any more"
         self.row_views, self.early_activations = [], None
-        self.scores = ScoreTable(0)
+        self.scores, self.told = ScoreTable(0), ToldValues()
         return True
 
     def await_steered(self, index: int, positions: np.ndarray | tuple[int, int], timeout: float) -> None:

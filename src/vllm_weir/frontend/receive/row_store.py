@@ -152,6 +152,9 @@ class RowStore:
             self._open_layout(header, mapped)
             if header.scored:
                 self._series.record(worker, header.scored, header.scores)
+            for told in header.told:
+                if (pending := self.get(told.request_id)) is not None:
+                    pending.told.record(told)
             if len(payload):
                 self._unpack(worker, arrivals, torch.frombuffer(payload, dtype=torch.uint8))
             self._queue_arrivals(worker, arrivals, steered)

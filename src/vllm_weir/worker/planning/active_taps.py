@@ -20,7 +20,7 @@ class ActiveTaps:
     """The requests that capture or steer something, each with the taps that it needs.
 
     Taps are bit masks: bit t stands for tap t, and bit SCORES + t for the probes that read there. Bit
-    NO_GRAPH is set where rows are encoded whole, which no kernel does.
+    NO_GRAPH is set where rows are encoded whole or given to a function, which no kernel does.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ def _remove_one(counter: Counter[int], key: int) -> bool:
 def _mask_of_spec(spec: EngineSpec) -> int:
     taps = functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
     probes = functools.reduce(operator.or_, (_mask(probe.hook, (probe.layer,)) for probe in spec.probes), 0)
-    return taps | probes << SCORES | bool(spec.encoders) << NO_GRAPH
+    return taps | probes << SCORES | bool(spec.encoders or spec.functions) << NO_GRAPH
 
 
 @functools.lru_cache(maxsize=1024)

@@ -21,7 +21,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import BY_COLUMN, DOSE, ENCODE, Instruction, ResolvedIntervention
+from vllm_weir.schema.instructions import BY_COLUMN, DOSE, ENCODE, HOOK, Instruction, ResolvedIntervention
 from vllm_weir.schema.row_shapes import Shard, ring_rows
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import tap_of
@@ -85,7 +85,7 @@ class ProgramTable(HostTables):
         ints: int32 [nodes, 8], see INT_FIELDS.
         floats: float32 [nodes, 4], see FLOAT_FIELDS.
         vectors: float32 [vectors, d_model].
-        encoded: node -> (key of the autoencoder, feature), of nodes that have a row encoded.
+        called: node -> its instruction, of ENCODE and HOOK nodes, for which something runs between kernels.
         followers: called when vectors move to other rows, with int64 [vectors]: the new row of each.
     """
 
@@ -103,7 +103,7 @@ class ProgramTable(HostTables):
         self.floats = np.zeros((sizes.nodes, len(FLOAT_FIELDS)), np.float32)
         self.vectors = np.zeros((sizes.vectors, d_model), np.float32)
         super().__init__("heads", "ints", "floats", "vectors")
-        self.encoded: dict[int, tuple[str, int]] = {}
+        self.called: dict[int, Instruction] = {}
         self.followers: list[Callable[[np.ndarray], None]] = []
         self._lengths = [0] * sizes.vectors
         """Values of the vector that begins at a row."""
@@ -232,8 +232,8 @@ class ProgramTable(HostTables):
             self._program_slots.forget(key)
             nodes = self._nodes_of.pop(key)
             self._free_nodes.extend(reversed(nodes))
-            for node in self.encoded.keys() & nodes:
-                del self.encoded[node]
+            for node in self.called.keys() & nodes:
+                del self.called[node]
 
     def usage(self) -> dict[str, int]:
         """Return how many rows are in use."""
@@ -251,6 +251,7 @@ class ProgramTable(HostTables):
         vector_slot = self._vector_slots.slot_of
         for chain, taps in chains:
             next_node = -1
+            hooks = sum(term.kind == HOOK for term, *_ in chain)
             for term, flags, lo, hi, shift in reversed(chain):
                 node = self._free_nodes.pop()
                 u = vector_slot[term.u] if term.u else -1
@@ -258,8 +259,11 @@ class ProgramTable(HostTables):
                 nodes.append(node)
                 self.ints[node] = term.kind, u, w, next_node, flags, lo, hi, shift
                 self.floats[node] = term.a, term.b, term.lo, term.hi
-                if term.kind == ENCODE:
-                    self.encoded[node] = term.sae, int(term.a)
+                if term.kind in (ENCODE, HOOK):
+                    self.called[node] = term
+                if term.kind == HOOK:
+                    hooks -= 1  # the place of its row among those held for the token
+                    self.floats[node] = 1.0, 0.0, hooks, 0.0
                 next_node = node
             heads[taps if len(taps) > 1 else taps[0]] = next_node  # numpy is slower with a list as index
         self._nodes_of[key] = nodes

@@ -22,6 +22,7 @@ from vllm_weir.schema.instructions import (
     ENCODE,
     FEATURE,
     HELD,
+    HOOK,
     KEEP_NORM,
     NO_NORM,
     NORM,
@@ -45,10 +46,22 @@ class Cells:
         cells: float32 [max tokens, cells]; None if no node has one.
         tokens: int64 [n], of the step.
         dtype: in which probes see rows, as captures do.
+        held: float32 [max tokens, hooks, width], the rows that functions returned; None if no node has one.
     """
 
-    def __init__(self, cells: torch.Tensor | None, tokens: torch.Tensor, dtype: torch.dtype) -> None:
-        self._cells, self._tokens, self._dtype = cells, tokens, dtype
+    def __init__(
+        self,
+        cells: torch.Tensor | None,
+        tokens: torch.Tensor,
+        dtype: torch.dtype,
+        held: torch.Tensor | None = None,
+    ) -> None:
+        self._cells, self._tokens, self._dtype, self._held = cells, tokens, dtype, held
+
+    def held(self, members: torch.Tensor, places: int | torch.Tensor) -> torch.Tensor:
+        """Return the rows that functions returned for tokens numbered `members`, float32 [members, width]."""
+        assert self._held is not None, "a node is a HOOK"
+        return self._held[self._tokens[members], places]
 
     def score(
         self,
@@ -149,7 +162,9 @@ class Chains:
             elif kind != ENCODE:  # its cell was written before
                 u_values = values[u * d_model + lo + shift : u * d_model + hi + shift]
                 coefficients = self._floats[node].tolist()
-                if kind == HELD:
+                if kind == HOOK:
+                    term = self._cells.held(torch.from_numpy(members), int(coefficients[2]))[:, lo:hi] - rows[:, lo:hi]
+                elif kind == HELD:
                     held = self._cells.factors(torch.from_numpy(members), int(coefficients[2]))
                     term = (coefficients[0] * held + coefficients[1]) * u_values
                 else:
@@ -208,8 +223,10 @@ class Chains:
                 continue
             if kind == ENCODE:
                 continue
-            into = read_rows(self._vectors, u[of_group], hi + shift)[:, lo + shift :]
-            if kind == HELD:
+            into = read_rows(self._vectors, np.maximum(u[of_group], 0), hi + shift)[:, lo + shift :]
+            if kind == HOOK:
+                term = self._cells.held(members, coefficients[2][:, 0].long())[:, lo:hi] - rows[members, lo:hi]
+            elif kind == HELD:
                 held = self._cells.factors(members, coefficients[2][:, 0].long())
                 term = (coefficients[0] * held + coefficients[1]) * into
             else:

@@ -33,13 +33,16 @@ def launch(
     floats: torch.Tensor,
     vectors: torch.Tensor,
     cells: torch.Tensor | None = None,
+    *,
+    held: torch.Tensor | None = None,
 ) -> None:
     """Record and steer rows of the stream at one tap, as the plan says.
 
     `hidden` and `other` are [tokens, width], and their weighted sum is the stream; `number` is the
     tap's number tensor (`vllm_weir.worker.tap.op.numbered`). The other tensors are those of
     `vllm_weir.worker.tap.op.TapTensors`; `cells` may be left out if no node has one. The width of
-    the row need not be the ring's.
+    the row need not be the ring's. `held` is float32 [tokens, hooks, width], the rows that functions returned for
+    HOOK nodes.
     """
     fields = number.numpy()  # in small tables numpy looks things up faster than torch
     tap, keep_other = int(fields[0]), bool(fields[3])
@@ -54,7 +57,7 @@ def launch(
     tokens = torch.from_numpy(active)
     nodes, stage_ranks, slots, spans = nodes[active], stage_ranks[active], slots[active], spans[active]
     rows = _stream_rows(hidden, other, tokens, scale, other_scale).float()
-    chains = Chains(ints.numpy(), floats, vectors, Cells(cells, tokens, hidden.dtype), len(active))
+    chains = Chains(ints.numpy(), floats, vectors, Cells(cells, tokens, hidden.dtype, held), len(active))
     for stage in range(STAGES):
         if stage and (nodes >= 0).any():
             nodes, rows = chains.follow(nodes, rows, stage == STAGES - 1)
@@ -87,6 +90,7 @@ def rows_at(
     floats: torch.Tensor,
     vectors: torch.Tensor,
     cells: torch.Tensor,
+    held: torch.Tensor,
 ) -> torch.Tensor:
     """Return rows of the stream as they are where their chains reach some node, in the dtype of `hidden`.
 
@@ -97,7 +101,7 @@ def rows_at(
     scale, other_scale = number.numpy()[1:3].view(np.float32).tolist()
     indices = torch.from_numpy(tokens)
     rows = _stream_rows(hidden, other, indices, scale, other_scale).float()
-    chains = Chains(ints.numpy(), floats, vectors, Cells(cells, indices, hidden.dtype), len(tokens))
+    chains = Chains(ints.numpy(), floats, vectors, Cells(cells, indices, hidden.dtype, held), len(tokens))
     for start, stop in sorted({*zip(starts.tolist(), stops.tolist(), strict=True)}):
         members = ((starts == start) & (stops == stop)).nonzero()[0]
         at = torch.from_numpy(members)

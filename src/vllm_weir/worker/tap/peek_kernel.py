@@ -14,7 +14,7 @@ from vllm_weir.util.h2d import upload
 from vllm_weir.worker.tap.triton_kernel import _follow, _load, _stream
 
 
-@triton.jit(do_not_specialize=["num_cells"])
+@triton.jit(do_not_specialize=["num_cells", "held_stride"])
 def _peek(
     hidden,
     other,
@@ -24,10 +24,12 @@ def _peek(
     floats,
     vectors,
     cells,
+    held,
     out,
     hidden_stride,
     other_stride,
     num_cells,
+    held_stride,
     width,
     d_model,
     HAS_OTHER: tl.constexpr,
@@ -43,8 +45,8 @@ def _peek(
     scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
     row = _stream(row, other_row, scale, tl.load(tap + 2).to(tl.float32, bitcast=True), HAS_OTHER)
     _, h, _ = _follow(
-        node, row.to(tl.float32), True, cells + token * num_cells, ints, floats, vectors, width, d_model, offsets,
-        inside, row.dtype, stop,
+        node, row.to(tl.float32), True, cells + token * num_cells, held + token * held_stride, ints, floats, vectors,
+        width, d_model, offsets, inside, row.dtype, stop,
     )  # fmt: skip
     tl.store(out + k * width + offsets, h.to(row.dtype), mask=inside)
 
@@ -60,6 +62,7 @@ def rows_at(
     floats: torch.Tensor,
     vectors: torch.Tensor,
     cells: torch.Tensor,
+    held: torch.Tensor,
 ) -> torch.Tensor:
     """Return rows of the stream as they are where their chains reach some node; see `cpu_kernel.rows_at`."""
     width = hidden.shape[1]
@@ -74,10 +77,12 @@ def rows_at(
         floats,
         vectors,
         cells,
+        held,
         out,
         hidden.stride(0),
         0 if other is None else other.stride(0),
         cells.shape[1],
+        held.stride(0),
         width,
         vectors.shape[1],
         HAS_OTHER=other is not None,

@@ -39,6 +39,7 @@ _DOSE = tl.constexpr(kinds.DOSE)
 _ACTIVATE = tl.constexpr(kinds.ACTIVATE)
 _HELD = tl.constexpr(kinds.HELD)
 _ENCODE = tl.constexpr(kinds.ENCODE)
+_HOOK = tl.constexpr(kinds.HOOK)
 _NO_NORM = tl.constexpr(kinds.NO_NORM)
 _CELL_BIT = tl.constexpr(programs.CELL_BIT)
 _LAST = tl.constexpr(programs.LAST)
@@ -68,10 +69,10 @@ def _elements(vectors, u, d_model, offsets, inside, shift, acts, whole):
 
 
 @triton.jit
-def _term(node, row, cells, ints, floats, vectors, width, d_model, offsets, inside):
-    """Return what the instruction at `node` adds to the row; `cells` points to the token's."""
+def _term(node, row, cells, held, ints, floats, vectors, width, d_model, offsets, inside):
+    """Return what the instruction at `node` adds to the row; `cells` and `held` point to the token's."""
     kind = tl.load(ints + node * _INTS)
-    u = tl.load(ints + node * _INTS + 1).to(tl.int64)
+    u = tl.maximum(tl.load(ints + node * _INTS + 1), 0).to(tl.int64)  # a HOOK has none
     w = tl.load(ints + node * _INTS + 2).to(tl.int64)
     lo, hi = tl.load(ints + node * _INTS + 5), tl.load(ints + node * _INTS + 6)
     shift = tl.load(ints + node * _INTS + 7)
@@ -84,8 +85,8 @@ def _term(node, row, cells, ints, floats, vectors, width, d_model, offsets, insi
     if kind == _NORM:
         factor = a * tl.sqrt(tl.sum(h * h, axis=0))
     if kind == _HELD:
-        held = tl.load(cells + tl.load(floats + node * _FLOATS + 2).to(tl.int32))
-        factor = a * held + tl.load(floats + node * _FLOATS + 1)
+        number = tl.load(cells + tl.load(floats + node * _FLOATS + 2).to(tl.int32))
+        factor = a * number + tl.load(floats + node * _FLOATS + 1)
     if w >= 0:
         along = tl.sum(h * _elements(vectors, w, d_model, offsets, inside, shift, acts, whole), axis=0)
         if kind == _AFFINE:
@@ -101,6 +102,9 @@ def _term(node, row, cells, ints, floats, vectors, width, d_model, offsets, insi
     out = factor * direction
     if kind == _BLEND:
         out = a * (direction - h)
+    if kind == _HOOK:
+        place = tl.load(floats + node * _FLOATS + 2).to(tl.int64) * width
+        out = tl.load(held + place + offsets, mask=acts, other=0.0) - h
     if kind == _KEEP_NORM:
         norm = tl.sqrt(tl.sum(h * h, axis=0))
         turned = h + (a + tl.load(floats + node * _FLOATS + 1) * norm) * direction
@@ -171,13 +175,26 @@ def _write(
 
 @triton.jit
 def _follow(
-    node, h, past_post, cells, ints, floats, vectors, width, d_model, offsets, inside, DTYPE: tl.constexpr, stop=-1
+    node,
+    h,
+    past_post,
+    cells,
+    held,
+    ints,
+    floats,
+    vectors,
+    width,
+    d_model,
+    offsets,
+    inside,
+    DTYPE: tl.constexpr,
+    stop=-1,
 ):
     """Follow a chain of nodes; return where it stopped, the new row, and whether something was added.
 
     Stop at the node `stop` and, unless `past_post`, at the first one that acts after resid_post was
-    recorded. `cells` points to the token's; what an ENCODE writes is there already. Probes see the
-    row as it is recorded, in DTYPE.
+    recorded. `cells` and `held` point to the token's; what an ENCODE writes is there already. Probes
+    see the row as it is recorded, in DTYPE.
     """
     delta = _nothing(h)
     changed = 0
@@ -196,7 +213,7 @@ def _follow(
         elif kind != _ENCODE:
             share = tl.load(cells + cell - 1, mask=cell > 0, other=1.0)
             if share != 0.0:
-                delta += share * _term(node, h, cells, ints, floats, vectors, width, d_model, offsets, inside)
+                delta += share * _term(node, h, cells, held, ints, floats, vectors, width, d_model, offsets, inside)
                 changed = 1
         if (flags & _LAST) != 0:
             h = h + delta
@@ -243,8 +260,10 @@ def _reduce_group(
     floats,
     vectors,
     cells,
+    held,
     num_taps,
     num_cells,
+    held_stride,
     width,
     d_model,
     HAS_OTHER: tl.constexpr,
@@ -290,17 +309,18 @@ def _reduce_group(
                         row = _stream(row, other_row, scale, other_scale, HAS_OTHER)
                         first_node, h = node, row.to(tl.float32)
                         own_cells = cells + (token + k) * num_cells
+                        own_held = held + (token + k) * held_stride
                         changed = 0
                         if stage > 0:
                             node, h, changed = _follow(
-                                node, h, stage > 1, own_cells, ints, floats, vectors, width, d_model, offsets, inside,
-                                row.dtype,
+                                node, h, stage > 1, own_cells, own_held, ints, floats, vectors, width, d_model,
+                                offsets, inside, row.dtype,
                             )  # fmt: skip
                         so_far = _combine(so_far, h.to(row.dtype), True, maximum)
                         if (stage == last_stage) & (first_node >= 0):
                             node, h, changed_after = _follow(
-                                node, h, True, own_cells, ints, floats, vectors, width, d_model, offsets, inside,
-                                row.dtype,
+                                node, h, True, own_cells, own_held, ints, floats, vectors, width, d_model, offsets,
+                                inside, row.dtype,
                             )  # fmt: skip
                             if (changed | changed_after) != 0:
                                 _write(
@@ -329,7 +349,7 @@ def _reduce_group(
 
 
 # Specialising on these would only compile more kernels.
-@triton.jit(do_not_specialize=["plan_size", "rank_width", "num_taps", "num_cells"])
+@triton.jit(do_not_specialize=["plan_size", "rank_width", "num_taps", "num_cells", "held_stride"])
 def _tap(
     hidden,
     other,
@@ -342,6 +362,7 @@ def _tap(
     floats,
     vectors,
     cells,
+    held,
     listed,
     hidden_stride,
     other_stride,
@@ -349,6 +370,7 @@ def _tap(
     rank_width,
     num_taps,
     num_cells,
+    held_stride,
     width,
     d_model,
     HAS_OTHER: tl.constexpr,
@@ -384,8 +406,8 @@ def _tap(
             cell = ring.to(tl.pointer_type(tl.float32)) + slot // words * d_model
             _reduce_group(
                 hidden, other, hidden_stride, other_stride, tap, tap_index, token, flagged_span, cell, stage_ranks,
-                plan, heads, ints, floats, vectors, cells, num_taps, num_cells, width, d_model, HAS_OTHER, STAGES,
-                BLOCK, GROUP,
+                plan, heads, ints, floats, vectors, cells, held, num_taps, num_cells, held_stride, width, d_model,
+                HAS_OTHER, STAGES, BLOCK, GROUP,
             )  # fmt: skip
     elif recorded | (node >= 0):
         offsets = tl.arange(0, BLOCK)
@@ -399,13 +421,14 @@ def _tap(
             tl.store(ring + (slot + rank_2) * d_model + offsets, row, mask=inside & (rank_2 >= 0))
         else:
             own_cells = cells + token * num_cells
+            own_held = held + token * held_stride
             node, h, changed = _follow(
-                node, row.to(tl.float32), False, own_cells, ints, floats, vectors, width, d_model, offsets, inside,
-                row.dtype,
+                node, row.to(tl.float32), False, own_cells, own_held, ints, floats, vectors, width, d_model, offsets,
+                inside, row.dtype,
             )  # fmt: skip
             tl.store(ring + (slot + rank_1) * d_model + offsets, h.to(row.dtype), mask=inside & (rank_1 >= 0))
             node, h, changed_after = _follow(
-                node, h, True, own_cells, ints, floats, vectors, width, d_model, offsets, inside, row.dtype
+                node, h, True, own_cells, own_held, ints, floats, vectors, width, d_model, offsets, inside, row.dtype
             )
             tl.store(ring + (slot + rank_2) * d_model + offsets, h.to(row.dtype), mask=inside & (rank_2 >= 0))
             if (changed | changed_after) != 0:
@@ -426,6 +449,7 @@ def launch(
     cells: torch.Tensor | None = None,
     *,
     listed: torch.Tensor | None = None,
+    held: torch.Tensor | None = None,
 ) -> None:
     """Record and steer rows of the stream at one tap, as the plan says.
 
@@ -437,6 +461,8 @@ def launch(
     `listed` is int32, the tokens that the plan has something for; those that begin a group come
     first, since they take longest. None means all tokens, as in a CUDA graph, which serves any
     plan. A list saves launching programs that have nothing to do and hold up the others.
+
+    `held` is float32 [tokens, hooks, width], the rows that functions returned for HOOK nodes.
 
     Raises:
         ValueError: if the rows are not contiguous.
@@ -461,6 +487,7 @@ def launch(
         floats,
         vectors,
         floats if cells is None else cells,
+        floats if held is None else held,
         plan if listed is None else listed,
         hidden.stride(0),
         0 if other is None else other.stride(0),
@@ -468,6 +495,7 @@ def launch(
         ranks.shape[1],
         heads.shape[1],
         0 if cells is None else cells.shape[1],
+        0 if held is None else held.stride(0),
         width,
         ring.shape[1],
         HAS_OTHER=other is not None,

@@ -45,6 +45,7 @@ class StepNotice:
         scores: waits for their scores, and returns them by endpoint, float32; raises if they are
             lost. Given `score_reads`, it returns those instead of what the plan names.
         drafted: what the step drafted, if drafts decide on what readers are told.
+        told: what users' functions gave.
         sampled: waits until the step is sampled, and returns how many tokens of each request were,
             of all that have drafts; raises if that is lost.
     """
@@ -60,6 +61,7 @@ class StepNotice:
     drafted: DraftedStep | None = None
     sampled: Callable[[], Mapping[str, int]] = dict
     score_reads: ScoreReads | None = None
+    told: dict[str, list[messages.Told]] = field(default_factory=dict)
 
     def drop_rejected(self, ledger: DraftLedger) -> None:
         """Leave out what belongs to rejected drafts; waits until the step is sampled."""
@@ -154,7 +156,14 @@ class Notifier:
                 scores = notice.scores(notice.score_reads)
             except Exception as e:  # noqa: BLE001 - a dead thread would leave every reader waiting for its timeout
                 broken = _describe(e)
-            parts = (notice.layout_updates, notice.arrivals, notice.steered, notice.failures, notice.scored)
+            parts = (
+                notice.layout_updates,
+                notice.arrivals,
+                notice.steered,
+                notice.failures,
+                notice.scored,
+                notice.told,
+            )
             for endpoint in sorted(set().union(*parts)):
                 self._tell(endpoint, notice, broken, scores.get(endpoint, _NO_SCORES))
         for socket in self._sockets.values():
@@ -203,6 +212,7 @@ class Notifier:
         header = self._header(to, layout_updates, failures, notice.spill, broken)
         if len(scores):
             header.scored, header.scores = notice.scored[endpoint].tobytes(), scores.tobytes()
+        header.told = notice.told.get(endpoint, [])
         frames = [messages.encode(header), arrivals.tobytes(), steered.tobytes()]
         maps_buffer = not (layout_updates or len(arrivals)) or self._buffer_server.maps(endpoint)
         if not maps_buffer:

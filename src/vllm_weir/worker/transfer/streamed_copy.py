@@ -180,6 +180,7 @@ class StreamedCopy:
         _ranks: torch.Tensor,
         ring: torch.Tensor,
         *tables: torch.Tensor,
+        **more: torch.Tensor,
     ) -> None:
         """Run one tap, in place of `triton_kernel.launch`, and send the bands that it completes."""
         number = self._taps[tap.data_ptr()]
@@ -187,7 +188,7 @@ class StreamedCopy:
         bands = self._bands_of_tap.get(number, [])
         for band in bands:
             self._claim(band)
-        launch(hidden, other, tap, plan, self._regions, ring, *tables, listed=self._listed)
+        launch(hidden, other, tap, plan, self._regions, ring, *tables, listed=self._listed, **more)
         for band in bands:
             band.unwritten_taps.discard(number)
         self._send([band for band in bands if not band.unwritten_taps])

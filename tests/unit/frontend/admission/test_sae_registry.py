@@ -88,7 +88,7 @@ def test_transcoders_read_an_activation_and_use_it_where_they_write(architecture
     ):  # fmt: skip
         asked = weir.SetFeature("it", feature, **target)
         found = registry.resolve(asked)
-        (move,), vectors, _, source = found.lower((D_OUT,), unnamed)
+        (move,), vectors, _, source, _ = found.lower((D_OUT,), unnamed)
         was = features[:, feature]
         if "add" in target:
             assert (move.kind, move.a) == (CONST, 0.5)
@@ -113,7 +113,7 @@ def test_top_k_is_encoded_whole_where_it_acts(target):
     lowered = found.lower((D_IN,), unnamed)
     encode, held = lowered.instructions
     key = registry.find("it", "name").key
-    assert (encode.kind, encode.sae, encode.a) == (ENCODE, key, 7.0) and lowered.source is None
+    assert (encode.kind, encode.key, encode.a) == (ENCODE, key, 7.0) and lowered.source is None
     assert (held.kind, held.a, held.b) == (HELD, *((-1.0, 3.0) if "value" in target else (1.0, 0.0)))
     (direction,) = lowered.rows.values()
     assert abs(float(np.linalg.norm(direction)) - 1) <= EXACT
@@ -122,7 +122,7 @@ def test_top_k_is_encoded_whole_where_it_acts(target):
 def test_transcoders_of_normalised_rows_are_encoded_whole_where_they_read():
     registry, _ = registry_of("transcoder", normalize_activations="layer_norm")
     found = registry.resolve(weir.SetFeature("it", 7, value=1.0))
-    (held,), _, _, source = found.lower((D_OUT,), unnamed)
+    (held,), _, _, source, _ = found.lower((D_OUT,), unnamed)
     assert held.kind == HELD and (source.hook, source.layer) == READS
     assert (source.instruction.kind, source.instruction.a) == (ENCODE, 7.0)
 

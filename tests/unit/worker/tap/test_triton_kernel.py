@@ -33,6 +33,7 @@ KINDS = (
     kinds.ACTIVATE,
     kinds.HELD,
     kinds.ENCODE,
+    kinds.HOOK,
 )
 WRITES = (kinds.SCORE, kinds.ACTIVATE, kinds.DOSE, kinds.ENCODE)
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -68,9 +69,12 @@ def programs(draw, d, width):
             flags |= int(draw.integers(3, 6) if kind in WRITES else draw.integers(0, 3)) << CELL_BIT
             if k == 0:
                 heads[at] = len(ints)
-            u = -1 if kind in WRITES else times * int(draw.integers(VECTORS))
+            u = -1 if kind in (*WRITES, kinds.HOOK) else times * int(draw.integers(VECTORS))
             ints.append((kind, u, w, len(ints) + 1 if k < length - 1 else -1, flags, lo, hi, shift))
-            low = float(draw.integers(5)) if kind == kinds.HELD else -0.5  # the cell that it reads
+            # The cell that it reads, or the place of its row among those that are held.
+            low = (
+                float(draw.integers({kinds.HELD: 5, kinds.HOOK: 2}[kind])) if kind in (kinds.HELD, kinds.HOOK) else -0.5
+            )
             floats.append((draw.normal(), draw.normal(), low, 0.5))
     vectors = draw.standard_normal((VECTORS * times, d)) / width**0.5
     integers = (torch.from_numpy(np.asarray(x, np.int32)) for x in (heads, ints))
@@ -131,7 +135,8 @@ def check_seed(seed, seen):
     scale = 1.0 if form == "offset" else float(draw.choice([1.0, 0.22, 3.0]))
     ratio = float(draw.choice([1.0, 0.7])) if form == "residual" else 1.0
     seen.update(wide=times > 1, narrow=width < d)
-    own, held = slice(around[0], around[0] + width), plan[:tokens, 2].numpy()
+    own, program = slice(around[0], around[0] + width), plan[:tokens, 2].numpy()
+    held = torch.from_numpy(draw.standard_normal((tokens, 2, width))).float()
     for tap in range(TAPS):
         hidden = torch.from_numpy(draw.standard_normal((tokens, sum(around) + width))).to(dtype)
         other = None if form == "alone" else torch.from_numpy(draw.standard_normal((tokens, width))).to(dtype)
@@ -142,14 +147,14 @@ def check_seed(seed, seen):
         ring[:cells].view(-1).view(torch.float32)[:] = sums.view(-1)
         number = numbered(tap, scale, scale * ratio, form == "offset")
         numbers = torch.from_numpy(draw.choice([0.0, 1.0, 0.5], (tokens, 5))).float()
-        starts = np.where(held >= 0, tables[0].numpy()[held, tap], -1).astype(np.int64)
+        starts = np.where(program >= 0, tables[0].numpy()[program, tap], -1).astype(np.int64)
         chains = [chain_of(tables, start) for start in starts.tolist()]
         at = np.flatnonzero(starts >= 0)
         begins = [[node for node, *_, begin in chains[k] if begin] for k in at]
         stops = np.array([some[draw.integers(len(some))] for some in begins], np.int64)
         if len(at):
             chosen = hidden[:, own], other, number, at, starts[at], stops, *tables[1:]
-            got, want = (kernel.rows_at(*chosen, numbers.clone()) for kernel in (peek_kernel, cpu_kernel))
+            got, want = (kernel.rows_at(*chosen, numbers.clone(), held) for kernel in (peek_kernel, cpu_kernel))
             assert_close(got, want, dtype)
             seen["peeked"] += int((want != hidden[at][:, own]).any(1).sum())
         given = hidden, None if form == "alone" else other, ring, numbers
@@ -159,7 +164,7 @@ def check_seed(seed, seen):
         acts = (plan[:tokens, 2] >= 0) | ((plan[:tokens, 0] >= 0) & (plan[:tokens, 3] >= 0))
         listed = acts.nonzero()[:, 0].int().flip(0) if seed % 4 > 1 else None
         for kernel, (h, o, r, n), more in ((triton_kernel, ours, {"listed": listed}), (cpu_kernel, theirs, {})):
-            kernel.launch(h[:, own], o, number, plan, ranks, r, *tables, n, **more)
+            kernel.launch(h[:, own], o, number, plan, ranks, r, *tables, n, held=held, **more)
         for got, want in zip(ours, theirs, strict=True):
             if want is None:
                 continue
@@ -231,7 +236,7 @@ def test_products_with_directions(seed):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_the_kernels_compile_for_hopper(dtype):
     types = dict.fromkeys(("hidden", "other", "ring", "out"), f"*{dtype}")
-    types |= dict.fromkeys(("floats", "vectors", "cells"), "*fp32")
+    types |= dict.fromkeys(("floats", "vectors", "cells", "held"), "*fp32")
     types |= dict.fromkeys(("tap", "plan", "ranks", "heads", "ints", "listed", "places"), "*i32")
     constants = {"HAS_OTHER": True, "BLOCK": 1024}
     assert compile_for_hopper(peek_kernel._peek, types, constants, num_warps=4)

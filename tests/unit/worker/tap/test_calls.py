@@ -100,7 +100,7 @@ def test_an_autoencoder_that_is_gone(bench):
     assert "unloaded while the request waited" in reason
     check(bench, "a", batch, [4])
     bench.runtime.requests.follow([], ["a", "b"])
-    assert bench.runtime.usage()["sae_bytes"] == 0 and not bench.runtime.table.encoded
+    assert bench.runtime.usage()["sae_bytes"] == 0 and not bench.runtime.table.called
 
 
 def test_an_engine_whose_only_graphs_have_the_taps(bench):

@@ -1,0 +1,47 @@
+"""What the functions of one sequence gave for its rows, and saved, as it arrives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_weir import messages
+from vllm_weir.results.scores import HookValues
+from vllm_weir.schema.hooks import Site, place_of
+from vllm_weir.util import saved
+
+
+class ToldValues:
+    """Values by name, hook point and position; those of a position that is computed anew replace the older ones."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[Site, dict[int, np.ndarray]]] = {}
+        self._saved: dict[str, bytes] = {}
+
+    def record(self, told: messages.Told) -> None:
+        """Enter what a message says."""
+        if told.positions is None:
+            self._saved[told.name] = told.data
+            return
+        rows = np.frombuffer(told.data, "<f4").reshape(told.shape)
+        of_site = self._values.setdefault(told.name, {}).setdefault(Site(told.hook, told.layer), {})
+        of_site.update(zip(np.frombuffer(told.positions, "<i4").tolist(), rows, strict=True))
+
+    def values(self, start: int, end: int) -> HookValues:
+        """Return the values of positions from `start` to `end` (not included)."""
+        values, positions = {}, {}
+        for name, of_name in list(self._values.items()):
+            rows = [dict(of_name[site]) for site in sorted(of_name, key=place_of)]
+            at = sorted(one for one in set(rows[0]).intersection(*rows[1:]) if start <= one < end)
+            if not at:
+                continue
+            columns = [torch.from_numpy(np.stack([of_site[one] for one in at])) for of_site in rows]
+            values[name] = columns[0] if len(columns) == 1 else torch.stack(columns, 1)
+            positions[name] = torch.tensor(at)
+        return HookValues(values, positions)
+
+    def saved(self) -> dict[str, Any]:
+        """Return what was saved last under each name."""
+        return {name: saved.decode(data) for name, data in self._saved.items()}

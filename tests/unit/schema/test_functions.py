@@ -1,0 +1,103 @@
+"""How functions of users travel: by module, as source, or not at all; and what they save."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import vllm_weir as weir
+from tests.support.hook_functions import clamp_norm
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.admit import _refuse_paths
+from vllm_weir.schema.functions import Travelling, describe, find
+from vllm_weir.schema.request import RequestSpec
+from vllm_weir.schema.user_hooks import Call
+from vllm_weir.util import saved
+
+OFFSET = 3.0
+
+
+def elsewhere(function):
+    """A function as another process finds it."""
+    wire = msgspec.msgpack.encode(describe(function, "function"))
+    return find(msgspec.structs.replace(msgspec.msgpack.decode(wire, type=Travelling), token="of another process"))
+
+
+def test_a_function_of_a_module_is_found_by_its_name():
+    assert elsewhere(clamp_norm) is clamp_norm
+
+
+def test_a_def_travels_as_source_with_the_modules_that_it_uses():
+    def wave(rows, ctx, times: int = 2) -> torch.Tensor:
+        inner = lambda x: math.sin(x)
+        return [np.float32(inner(one)) * times for one in rows]
+
+    assert elsewhere(wave)([0.5], None) == [np.float32(math.sin(0.5)) * 2]
+    assert find(describe(wave, "function")) is wave, "in its own process it is itself"
+
+
+def test_what_cannot_travel_says_why():
+    bound = 1.0
+
+    def closed(rows, ctx):
+        return rows * bound
+
+    def module_wide(rows, ctx):
+        return rows + OFFSET
+
+    for function, words in (
+        (closed, "uses bound of"),
+        (module_wide, "uses OFFSET of"),
+        (lambda rows, ctx: rows, "def"),
+    ):
+        with pytest.raises(WeirError, match=words):
+            elsewhere(function)
+        assert find(describe(function, "function")) is function
+    with pytest.raises(WeirError, match="expected a function"):
+        weir.Hook("rows + 1")
+
+
+def test_what_is_saved_comes_back():
+    given = {"rows": torch.arange(6).view(2, 3), "half": torch.ones(2, dtype=torch.bfloat16), "n": [1, 2.5, "x", None]}
+    back = saved.decode(saved.encode(given | {"array": np.eye(2), "number": np.int64(4)}))
+    assert torch.equal(back["rows"], given["rows"]) and torch.equal(back["half"], torch.ones(2))
+    assert back["n"] == given["n"] and back["number"] == 4 and torch.equal(back["array"], torch.eye(2).double())
+    with pytest.raises(WeirError, match="a object"):
+        saved.encode({"it": object()})
+
+
+def test_args_and_what_makes_hooks_the_same():
+    w = torch.randn(3, dtype=torch.bfloat16)
+    make = lambda **more: weir.Hook(clamp_norm, layers=1, args={"w": w, "most": 2, "name": "x"}, **more)
+    lowered = make()._lower()
+    (key,) = lowered.calls
+    call = msgspec.msgpack.decode(lowered.calls[key], type=Call)
+    dtype, shape, data = call.args["w"]
+    assert np.array_equal(np.frombuffer(data, dtype).reshape(shape), w.float().numpy()) and call.args["most"] == 2
+    assert make(key="mine")._lower().instructions == make(key="mine")._lower().instructions
+    for field, given in (("state", (0,)), ("args", {"w": object()}), ("mode", "fast"), ("key", 3)):
+        with pytest.raises(WeirError) as caught:
+            weir.Hook(clamp_norm, **{field: given})
+        assert caught.value.field.startswith(f"hooks.{field}")
+
+
+def test_hooks_are_kept_or_replaced_as_the_other_arguments_are():
+    one, other = (weir.Hook(clamp_norm, layers=layer, args={"most": 2.0}) for layer in (1, 2))
+    params = weir.params(weir.params(hooks=one), interventions=weir.Add([1.0], layers=0))
+    spec = RequestSpec.carried_by(params.extra_args)
+    assert [i.op for i in spec.interventions] == ["add"] and [h.layers for h in spec.hooks] == [(1,)]
+    spec = RequestSpec.carried_by(weir.params(params, hooks=[other]).extra_args)
+    assert [h.layers for h in spec.hooks] == [(2,)] and len(spec.interventions) == 1
+
+
+def test_no_code_comes_from_a_client():
+    """Neither as JSON nor as what a hook of this process would be."""
+    with pytest.raises(WeirError, match="expected a function"):
+        RequestSpec.parse({"v": 1, "hooks": [{"op": "hook", "function": {"source": "1"}, "layers": 1}]})
+    spec = RequestSpec.carried_by(weir.params(hooks=weir.Hook(clamp_norm, layers=1)).extra_args)
+    with pytest.raises(WeirError, match="code never comes over HTTP"):
+        _refuse_paths(spec)
