@@ -16,6 +16,7 @@ from vllm_weir.guard.refuse import ROUTES
 from vllm_weir.guard.refuse import pooling as pooling  # the table of patches refers to it here
 from vllm_weir.guard.refuse import without_room as without_room  # the table of patches refers to it here
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
+from vllm_weir.patches.authentication import NO_KEY, lacks_key
 from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LORA_KEY, WIRE_KEY, asks, slip
 from vllm_weir.server.context import SERVER, current_response, server_of
 from vllm_weir.server.request import WeirRequest
@@ -50,6 +51,9 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
         lora = body.get(LORA_KEY)
         if type(self).__name__ != owner or (lora is None and not asks(request.vllm_xargs, body)):
             return await _plain(getattr(self.engine_client, SERVER, None), original(self, request, *args, **kwargs))
+        if lacks_key(kwargs.get("raw_request", args[0] if args else None)):
+            field = LORA_KEY if lora is not None else WIRE_KEY
+            return self.create_error_response(f"{field}: {NO_KEY}", "Unauthorized", HTTPStatus.UNAUTHORIZED, field)
         weir_request = None
         try:
             if status.serving_refusal is not None:
