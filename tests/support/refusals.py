@@ -124,6 +124,15 @@ def refusals(d_model: int, features: int) -> list[Refusal]:
             "capture",
             sent=True,
         ),
+        Refusal(
+            capture({"hook": "resid_post", "layers": [0], "project": [[1.0] * d_model] * 256}) | {"max_tokens": 500},
+            "capture",
+            why="numbers would come back",
+        ),
+        *(
+            Refusal(steer(*[add | {"positions": positions}] * 5), "interventions", why="list 327680 positions")
+            for positions in (list(range(65_536)), {"token_ids": [5] * 65_536})
+        ),
         Refusal(steer(add | {"positions": "generated"}) | {"max_tokens": 1}, "interventions[0].positions", sent=True),
         Refusal(steer(add | {"positions": {"token_ids": [9999]}}), "interventions[0].positions.token_ids", sent=True),
         Refusal(steer(add | {"vector": [1.0]}), "interventions[0].vector"),

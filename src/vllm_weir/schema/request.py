@@ -16,6 +16,7 @@ from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.features import Features, Lens
 from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys
 from vllm_weir.schema.hooks import Site, place_of
+from vllm_weir.schema.intervention_base import MAX_INTERVENTIONS
 from vllm_weir.schema.intervention_kinds import AnyIntervention, parse_intervention
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import WIRE_KEY
@@ -32,11 +33,12 @@ MEASURE_DOSE = False
 """Whether relative doses are measured for requests that do not say."""
 MAX_CAPTURES = 62
 """With the one of vllm-lens's key, as many selectors as `Selectors` can tell apart (63)."""
-MAX_INTERVENTIONS = 1024
 MAX_FEATURES = 64
 """Entries of `Features` in one request."""
 MAX_MODULES = 64
 MAX_WIRE_CHARS = 64 << 20
+MAX_LISTED = 1 << 18
+"""Entries of all lists of positions and tokens in one request; workers read them inside a step."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ class RequestSpec:
         if version != WIRE_VERSION or isinstance(version, bool):
             problem = "missing" if version is None else f"got {brief(version)}"
             raise WeirError(f'{problem}; this Weir speaks version {WIRE_VERSION}: "v": {WIRE_VERSION}', f"{path}.v")
+        _check_listed(data)
         captures = parse_captures(data.get("capture", ()), "capture")
         for capture in captures:
             if is_text and capture.sink.own is not None:
@@ -255,6 +258,23 @@ def _at(features: Features, path: str) -> Features:
 def parse_lens(lens: object, path: str) -> Lens | None:
     """Parse a `Lens`, its wire form, or None."""
     return None if lens is None else Lens.from_json(lens, path)
+
+
+def _check_listed(data: Mapping[str, Any]) -> None:
+    """Raise WeirError if the selectors of a wire form list more than `MAX_LISTED` positions and tokens."""
+    count = 0
+    for name in ("capture", "interventions", "features", "lens", "probes"):
+        given = data.get(name)
+        for one in given if isinstance(given, (list, tuple)) else (given,):
+            selector = one.get("positions") if isinstance(one, Mapping) else None
+            listed = next(iter(selector.values()), None) if isinstance(selector, Mapping) else selector
+            count += len(listed) if isinstance(listed, (list, tuple)) else 0
+        if count > MAX_LISTED:
+            raise WeirError(
+                f"the selectors of one request list {count} positions and tokens by here, more than the limit of "
+                f"{MAX_LISTED}; use slices or keywords, or send separate requests",
+                name,
+            )
 
 
 def _loads(text: str | bytes, path: str) -> Any:
@@ -434,8 +454,9 @@ class ResolvedSpec:
     def from_wire(cls, data: list[list[Any]], postprocess: list[Any] | None = None) -> ResolvedSpec:
         """Parse what `wire` and `postprocess_wire` are."""
         site_requests = tuple(
-            SiteRequest(Site(hook, layer), Positions.parse(positions), before)
-            for hook, layers, positions, before in data
+            SiteRequest(Site(hook, layer), positions, before)
+            for hook, layers, given, before in data
+            for positions in (Positions.parse(given),)
             for layer in layers
         )
         if postprocess is None:
