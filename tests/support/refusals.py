@@ -129,6 +129,18 @@ def refusals(d_model: int, features: int) -> list[Refusal]:
             "capture",
             why="numbers would come back",
         ),
+        Refusal(
+            {
+                "extra_args": {
+                    "apply_steering_vectors": [
+                        {"activations": [add["vector"]], "layer_indices": [1], "position_indices": list(range(65_536))}
+                    ]
+                    * 5
+                }
+            },
+            "apply_steering_vectors[4].position_indices",
+            why="list 327680 positions",
+        ),
         *(
             Refusal(steer(*[add | {"positions": positions}] * 5), "interventions", why="list 327680 positions")
             for positions in (list(range(65_536)), {"token_ids": [5] * 65_536})

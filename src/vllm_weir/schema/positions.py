@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ BY_TOKEN = ("token_ids", "not_token_ids", "special")
 MODALITIES = ("image", "audio", "video")
 """What a selector by modality can name."""
 MAX_LIST = 65_536
+MAX_LISTED = 1 << 18
+"""Entries of all lists of positions and tokens in one request; workers read them inside a step."""
 ENDLESS = 2**63 - 1
 """A position that is never reached."""
 _MAX_POSITION = 2**31 - 1
@@ -387,6 +389,24 @@ class Positions:
     def needs_token_ids(self) -> bool:
         """Whether selecting depends on the token at a position."""
         return self.kind in BY_TOKEN
+
+
+def check_listed(selectors: Iterable[tuple[str, object]]) -> None:
+    """Raise WeirError if the selectors of a request list more than `MAX_LISTED` entries, before they are parsed.
+
+    Args:
+        selectors: each with the field that errors name.
+    """
+    count = 0
+    for field, selector in selectors:
+        listed = next(iter(selector.values()), None) if isinstance(selector, Mapping) else selector
+        count += len(listed) if isinstance(listed, (list, tuple)) else 0
+        if count > MAX_LISTED:
+            raise WeirError(
+                f"up to here, the selectors of the request list {count} positions and tokens, more than the limit of "
+                f"{MAX_LISTED}; use slices or keywords, or send separate requests",
+                field,
+            )
 
 
 def _is_empty(start: int, stop: int | None) -> bool:

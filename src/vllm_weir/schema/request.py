@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from vllm_weir.schema.intervention_base import MAX_INTERVENTIONS
 from vllm_weir.schema.intervention_kinds import AnyIntervention, parse_intervention
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import WIRE_KEY
-from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.positions import Positions, check_listed
 from vllm_weir.schema.probes import AnyProbe, parse_probes
 from vllm_weir.schema.read_outs import ReadOut
 from vllm_weir.schema.stop_rules import StopText, parse_stop_when
@@ -37,8 +37,6 @@ MAX_FEATURES = 64
 """Entries of `Features` in one request."""
 MAX_MODULES = 64
 MAX_WIRE_CHARS = 64 << 20
-MAX_LISTED = 1 << 18
-"""Entries of all lists of positions and tokens in one request; workers read them inside a step."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ class RequestSpec:
         if version != WIRE_VERSION or isinstance(version, bool):
             problem = "missing" if version is None else f"got {brief(version)}"
             raise WeirError(f'{problem}; this Weir speaks version {WIRE_VERSION}: "v": {WIRE_VERSION}', f"{path}.v")
-        _check_listed(data)
+        check_listed(_selectors(data))
         captures = parse_captures(data.get("capture", ()), "capture")
         for capture in captures:
             if is_text and capture.sink.own is not None:
@@ -260,21 +258,13 @@ def parse_lens(lens: object, path: str) -> Lens | None:
     return None if lens is None else Lens.from_json(lens, path)
 
 
-def _check_listed(data: Mapping[str, Any]) -> None:
-    """Raise WeirError if the selectors of a wire form list more than `MAX_LISTED` positions and tokens."""
-    count = 0
+def _selectors(data: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield (field, selector) of what a wire form has positions for."""
     for name in ("capture", "interventions", "features", "lens", "probes"):
         given = data.get(name)
         for one in given if isinstance(given, (list, tuple)) else (given,):
-            selector = one.get("positions") if isinstance(one, Mapping) else None
-            listed = next(iter(selector.values()), None) if isinstance(selector, Mapping) else selector
-            count += len(listed) if isinstance(listed, (list, tuple)) else 0
-        if count > MAX_LISTED:
-            raise WeirError(
-                f"the selectors of one request list {count} positions and tokens by here, more than the limit of "
-                f"{MAX_LISTED}; use slices or keywords, or send separate requests",
-                name,
-            )
+            if isinstance(one, Mapping):
+                yield name, one.get("positions")
 
 
 def _loads(text: str | bytes, path: str) -> Any:

@@ -20,7 +20,7 @@ from vllm_weir.schema.intervention_base import Intervention, at_most
 from vllm_weir.schema.interventions import Add
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_REFUSED, LENS_STEER_KEY
-from vllm_weir.schema.positions import MAX_LIST, Positions
+from vllm_weir.schema.positions import MAX_LIST, Positions, check_listed
 from vllm_weir.schema.vectors import MAX_ELEMENTS, Vector, number
 
 
@@ -97,6 +97,11 @@ def lens_interventions(value: object) -> tuple[Intervention, ...]:
         value = [value]
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise WeirError(f"expected a list of steering vectors, got {type(value).__name__}", LENS_STEER_KEY)
+    check_listed(
+        (f"{LENS_STEER_KEY}[{k}].position_indices", one.get("position_indices"))
+        for k, one in enumerate(value)
+        if isinstance(one, Mapping)
+    )
     additions = (add for k, vector in enumerate(value) for add in _additions(vector, f"{LENS_STEER_KEY}[{k}]"))
     return tuple(at_most(additions))
 
