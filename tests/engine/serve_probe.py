@@ -5,25 +5,30 @@ from __future__ import annotations
 
 from starlette.responses import JSONResponse
 
-PATH, FAIL = "/weir-test/held", "/weir-test/fail"
+PATH, FAIL, ROUTES = "/weir-test/held", "/weir-test/fail", "/weir-test/routes"
 WHY = "a test says so"
 
 
 class Held:
     """Answers PATH: views and requests of this API-server process, what its workers hold for requests, results kept;
-    without a run of the garbage collector. FAIL: the next request will have failed."""
+    without a run of the garbage collector. FAIL: the next request will have failed. ROUTES: the paths of the app's own
+    table that take a POST."""
 
     def __init__(self, app):
         self.app = app
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] != "http" or scope["path"] not in (PATH, FAIL):
+        if scope["type"] != "http" or scope["path"] not in (PATH, FAIL, ROUTES):
             await self.app(scope, receive, send)
             return
         state = scope["app"].state
         if scope["path"] == FAIL:
             fail_next(state.weir.frontend.store)
             await JSONResponse(None)(scope, receive, send)
+            return
+        if scope["path"] == ROUTES:
+            paths = {route.path for route in scope["app"].routes if "POST" in (getattr(route, "methods", None) or ())}
+            await JSONResponse(sorted(paths))(scope, receive, send)
             return
         engine, server = state.engine_client, state.weir
         usage = await engine.collective_rpc("weir_usage")

@@ -186,9 +186,9 @@ def _shared(folder: Path) -> Iterator[Server]:
     room = weir.SAE.load(weir.demo_sae()).nbytes + other_sae().nbytes
     limits = {"BODY_BYTES": 4 << 20, "ROWS": 5000, "DIRECTORY": folder}
     env = {f"WEIR_SERVE_{name}": str(value) for name, value in limits.items()}
-    env |= {"WEIR_SAE_BYTES": str(room), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    env |= {"WEIR_ADMIN_KEY": ADMIN_KEY, "WEIR_SAE_BYTES": str(room), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     sinks = {"archive": {"filesystem": {"url": str(folder / "archive")}}}
-    more = [*LORA, "--weir-admin-key", ADMIN_KEY, "--weir-sae", f"{SAE}={weir.demo_sae()}"]
+    more = [*LORA, "--weir-sae", f"{SAE}={weir.demo_sae()}"]
     more += ["--middleware", "tests.engine.serve_probe.Held"]
     more += ["--additional-config", json.dumps({"weir": {"sinks": sinks}})]
     with running(folder / "log", WEIR, *more, env=env, forked=True) as http:

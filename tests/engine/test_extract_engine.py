@@ -160,8 +160,8 @@ def test_killed_twice(tmp_path: Path) -> None:
     assert result["kills"] == 2 and result["max_difference"] <= BOUND
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
 def test_killed_twenty_times(tmp_path: Path) -> None:
     result = trial(tmp_path, kills=20, seed=0, records=600)
     assert result["kills"] == 20

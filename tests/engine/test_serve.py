@@ -19,7 +19,7 @@ from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
 import vllm_weir as weir
 from tests.engine.serve_cases import CAPTURE, MAX_TOKENS, PROMPTS, D, prompt_cases
-from tests.engine.serve_probe import FAIL, WHY
+from tests.engine.serve_probe import FAIL, ROUTES, WHY
 from tests.engine.serving import (
     ADMIN_KEY,
     API_KEY,
@@ -252,13 +252,14 @@ def in_xargs(weir_object):
     return {"vllm_xargs": {"weir": json.dumps(weir_object)}}
 
 
+SCORING = {"query": "Tom was", "items": [" happy", " sad"], "label_token_ids": [5, 6]}
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 XARGS_OF_MESSAGES = "vllm_xargs" in AnthropicMessagesRequest.model_fields  # not yet in 0.28
 OTHER_ROUTES = {
     # Steering alone is served where a request may carry it; rows and what is read off them nowhere.
     "/v1/responses": ({"input": "hi", "max_output_tokens": 2}, True),
     "/v1/messages": (MESSAGES, XARGS_OF_MESSAGES),
-    "/generative_scoring": ({"query": "Tom was", "items": [" happy", " sad"], "label_token_ids": [5, 6]}, False),
+    "/generative_scoring": (SCORING, False),
 }
 
 
@@ -281,6 +282,27 @@ def test_other_routes_refuse_what_they_cannot_answer(client, path):
         for slip in ({"wier": ASKED}, {"vllm_xargs": {"wier": json.dumps(ASKED)}}):
             got = client.post(path, json=asked | slip)
             assert got.status_code == 400 and "did you mean 'weir'?" in got.text, got.text
+
+
+def test_no_route_serves_weir_s_keys_without_the_api_key(weir_server, client):
+    """vLLM asks for its key below some paths alone; /invocations leads to the handlers of completions and chat."""
+    paths = client.get(ROUTES).json()
+    assert {"/invocations", *PATHS} <= set(paths)
+    counted = "vllm:request_success_total", "weir_rows_captured_total", "weir_steered_tokens_total"
+    before = list(map(weir_server.metric, counted))
+    asked = [{"weir": ASKED}, in_xargs(ASKED), {"extra_args": {"weir": STEERED}}, {"steering_name": "a"}]
+    lora = {"lora_request": {"lora_name": "tiny"}}  # elsewhere a field like any other that vLLM does not know
+    nobody = {"Authorization": "Bearer wrong"}
+    for path in paths:
+        for k, more in enumerate([*asked, *[lora] * (path == "/invocations")]):
+            headers = nobody if k % 2 else {"Authorization": ""}
+            got = client.post(path, json=body(PATHS[k % 2]) | {"input": "hi", **SCORING} | more, headers=headers)
+            assert "receipt" not in got.text, (path, more, got.text)
+            if path == "/invocations":
+                assert got.status_code == 401 and "API key" in got.json()["error"]["message"], got.text
+    assert list(map(weir_server.metric, counted)) == before
+    assert "receipt" in client.post("/invocations", json=body(weir=ASKED)).json()["choices"][0]["weir"]
+    assert client.post("/invocations", json=body(), headers=nobody).status_code == 200  # as vLLM serves it
 
 
 def test_large_bodies_keys_and_marks_of_nobody(client):

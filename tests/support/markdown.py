@@ -62,7 +62,11 @@ class Block(NamedTuple):
 @cache
 def pages() -> tuple[Path, ...]:
     """Every Markdown page that users read."""
-    root = [path for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md") if (path := ROOT / name).exists()]
+    root = [
+        path
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+        if (path := ROOT / name).exists()
+    ]
     return (*root, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md")))
 
 

@@ -124,6 +124,27 @@ def refusals(d_model: int, features: int) -> list[Refusal]:
             "capture",
             sent=True,
         ),
+        Refusal(
+            capture({"hook": "resid_post", "layers": [0], "project": [[1.0] * d_model] * 256}) | {"max_tokens": 500},
+            "capture",
+            why="numbers would come back",
+        ),
+        Refusal(
+            {
+                "extra_args": {
+                    "apply_steering_vectors": [
+                        {"activations": [add["vector"]], "layer_indices": [1], "position_indices": list(range(65_536))}
+                    ]
+                    * 5
+                }
+            },
+            "apply_steering_vectors[4].position_indices",
+            why="list 327680 positions",
+        ),
+        *(
+            Refusal(steer(*[add | {"positions": positions}] * 5), "interventions", why="list 327680 positions")
+            for positions in (list(range(65_536)), {"token_ids": [5] * 65_536})
+        ),
         Refusal(steer(add | {"positions": "generated"}) | {"max_tokens": 1}, "interventions[0].positions", sent=True),
         Refusal(steer(add | {"positions": {"token_ids": [9999]}}), "interventions[0].positions.token_ids", sent=True),
         Refusal(steer(add | {"vector": [1.0]}), "interventions[0].vector"),

@@ -231,3 +231,7 @@ def test_the_command_line_reference_is_up_to_date() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.PAGE.read_text() == script.page(), "run scripts/docs_cli.py"
+
+
+def test_dependencies_have_lower_bounds() -> None:
+    assert [one for one in PROJECT["project"]["dependencies"] if ">=" not in one] == []

@@ -90,7 +90,7 @@ def sites(
 def serve(context: typer.Context) -> None:
     """Run vllm serve MODEL [options] with Weir's routes.
 
-    Also takes --weir-admin-key KEY (or WEIR_ADMIN_KEY), and --weir-sae NAME=PATH[@HOOK.LAYER],
+    Also takes --weir-admin-key-file PATH (or WEIR_ADMIN_KEY), and --weir-sae NAME=PATH[@HOOK.LAYER],
     repeatable; the place is for files that do not say theirs.
     """
     from vllm_weir.errors import WeirError

@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 
 from vllm_weir.config.env import disabled
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 from vllm_weir.guard import refuse
 from vllm_weir.schema.json_text import fits_header
 from vllm_weir.server.endpoint_plugin import load_route_modules
@@ -17,9 +17,11 @@ from vllm_weir.server.saes import OPTION as SAE_OPTION
 from vllm_weir.server.saes import check_given, put_options
 from vllm_weir.server.shared.directory import clear
 
-OPTION = "--weir-admin-key"
+OPTION = "--weir-admin-key-file"
+MAX_KEY = 4096
+"""Characters that are read of an admin key's file: no header has more."""
 HELP = f"""Weir's own options, the others are vLLM's:
-  {OPTION} KEY, or {ADMIN_KEY} in the environment: the key for what changes all requests
+  {OPTION} PATH, or {ADMIN_KEY} in the environment: the key for what changes all requests
   {SAE_OPTION} NAME=PATH, repeatable: a sparse autoencoder to load; NAME=PATH@HOOK.LAYER if its files do not say where
   it belongs
 """
@@ -61,12 +63,18 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
         raise WeirError("is set, so Weir is off; unset it, or use `vllm serve`", "WEIR_DISABLE")
     if environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise WeirError("is set: that frontend runs no plugins; unset it", "VLLM_USE_RUST_FRONTEND")
-    rest, keys = _take(OPTION, arguments, "a key")
+    rest, files = _take(OPTION, arguments, "a path")
+    rest, on_command_line = _take("--weir-admin-key", rest, "a key")
+    if on_command_line:
+        raise WeirError(
+            f"every user of the machine can read a command line; put the key into {ADMIN_KEY}, or name a file that "
+            f"holds it with {OPTION}",
+            "--weir-admin-key",
+        )
     rest, saes = _take(SAE_OPTION, rest, "name=path")
     put_options(saes, environ)
-    for key in keys:
-        # Only its user can read the environment of a process; everybody can read its command line.
-        environ[ADMIN_KEY] = key
+    for file in files:
+        environ[ADMIN_KEY] = _key_in(file)
     if not fits_header(environ.get(ADMIN_KEY, "")):
         raise WeirError("is a line of text, without blanks or a line break around it, which no header has", ADMIN_KEY)
     ServerLimits.load(environ)
@@ -76,6 +84,19 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
     elif "weir" not in plugins.split(","):
         raise WeirError(f"is {plugins!r} and leaves Weir out; add weir, or unset it", "VLLM_PLUGINS")
     return rest
+
+
+def _key_in(path: str) -> str:
+    """Return the line that a file holds; it may be a pipe."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_KEY + 1)
+    except (OSError, UnicodeDecodeError) as e:
+        raise WeirError(f"{brief(path)!r} cannot be read: {e}", OPTION) from None
+    key = text.removesuffix("\n").removesuffix("\r")
+    if not key or len(text) > MAX_KEY:
+        raise WeirError(f"{brief(path)!r} is to hold one line with the key, of at most {MAX_KEY} characters", OPTION)
+    return key
 
 
 def _check_loading() -> None:

@@ -42,7 +42,7 @@ class Client:
     Args:
         base_url: The server's address, with or without ``/v1``.
         api_key: vLLM's ``--api-key``, if the server has one.
-        admin_key: The server's ``--weir-admin-key``, needed to change the server for every request.
+        admin_key: The server's ``WEIR_ADMIN_KEY``, needed to change the server for every request.
         model: The model (or adapter) to ask for; by default the one that the server serves.
         timeout: Seconds without a byte after which a request is abandoned.
         retries: Further attempts after a failure. A generation is repeated only if it never began.

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.lookup import has_frontend, view_of
 from vllm_weir.frontend.pacing import entry_of
 from vllm_weir.frontend.receive.release import holding
@@ -16,6 +16,7 @@ from vllm_weir.guard.refuse import ROUTES
 from vllm_weir.guard.refuse import pooling as pooling  # the table of patches refers to it here
 from vllm_weir.guard.refuse import without_room as without_room  # the table of patches refers to it here
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
+from vllm_weir.patches.authentication import NO_KEY, lacks_key
 from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LORA_KEY, WIRE_KEY, asks, slip
 from vllm_weir.server.context import SERVER, current_response, server_of
 from vllm_weir.server.request import WeirRequest
@@ -50,6 +51,9 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
         lora = body.get(LORA_KEY)
         if type(self).__name__ != owner or (lora is None and not asks(request.vllm_xargs, body)):
             return await _plain(getattr(self.engine_client, SERVER, None), original(self, request, *args, **kwargs))
+        if lacks_key(kwargs.get("raw_request", args[0] if args else None)):
+            field = LORA_KEY if lora is not None else WIRE_KEY
+            return self.create_error_response(f"{field}: {NO_KEY}", "Unauthorized", HTTPStatus.UNAUTHORIZED, field)
         weir_request = None
         try:
             if status.serving_refusal is not None:
@@ -252,18 +256,18 @@ async def _use_lora(models: Any, request: Any, lora: object) -> Any:
 
     name, path = _lora_fields(lora)
     if request.model not in (None, "", name) and not models.is_base_model(request.model):
-        raise WeirError(f"names {name!r}, model names {request.model!r}", f"{LORA_KEY}.lora_name")
+        raise WeirError(f"names {brief(name)!r}, model names {brief(request.model)!r}", f"{LORA_KEY}.lora_name")
     loaded = models.lora_requests.get(name)
     if loaded is not None and path is not None and loaded.lora_path != path:
         raise WeirError(
-            f"{name!r} is a LoRA of this server with another path; leave lora_path out to use it",
+            f"{brief(name)!r} is a LoRA of this server with another path; leave lora_path out to use it",
             f"{LORA_KEY}.lora_path",
         )
     if loaded is None and not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
         have = ", ".join(models.lora_requests) or "none"
         raise WeirError(
-            f"{name!r} is none of this server's LoRAs ({have}); its operator can add it with --lora-modules, or let "
-            "clients load LoRAs with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+            f"{brief(name)!r} is none of this server's LoRAs ({have}); its operator can add it with --lora-modules, or "
+            "let clients load LoRAs with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
             f"{LORA_KEY}.lora_name",
         )
     if loaded is None and path is not None:

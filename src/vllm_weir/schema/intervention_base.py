@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -27,8 +28,28 @@ from vllm_weir.schema.vectors import MAX_ROWS, Vector, number
 Lookup = Callable[[str, str], np.ndarray]
 """(reference, field) -> the float32 array; raises WeirError naming the field if there is none."""
 
+MAX_INTERVENTIONS = 1024
+"""Interventions in one request, in one module, and in what steers every request."""
 _ONLY_IF_SET = ("per_layer", "keep_norm")
 """Fields that are written only where they are set, since older servers do not know them."""
+
+
+T = TypeVar("T", bound="Intervention")
+
+
+def at_most(interventions: Iterable[T], path: str = "") -> list[T]:
+    """Return interventions, of which no more are made than a request may have.
+
+    Args:
+        interventions: made one by one.
+        path: named if there are too many; else that of the first one too many.
+    """
+    made = list(itertools.islice(interventions, MAX_INTERVENTIONS + 1))
+    if len(made) > MAX_INTERVENTIONS:
+        raise WeirError(
+            f"more than {MAX_INTERVENTIONS} interventions in one request; send separate requests", path or made[-1].path
+        )
+    return made
 
 
 class Intervention:

@@ -8,8 +8,9 @@ the rows cuts at the last position reached.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ BY_TOKEN = ("token_ids", "not_token_ids", "special")
 MODALITIES = ("image", "audio", "video")
 """What a selector by modality can name."""
 MAX_LIST = 65_536
+MAX_LISTED = 1 << 18
+"""Entries of all lists of positions and tokens in one request; workers read them inside a step."""
 ENDLESS = 2**63 - 1
 """A position that is never reached."""
 _MAX_POSITION = 2**31 - 1
@@ -44,6 +47,21 @@ class Positions:
 
     kind: str
     values: tuple[int | None, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash  # computed once: a long list is looked up for every site that it is for
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return Positions, (self.kind, self.values)  # without what is cached here
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.values))
+
+    @functools.cached_property
+    def _ascending(self) -> np.ndarray:
+        """`numbers` as int64 [n], ascending and each once."""
+        return np.unique(np.asarray(self.numbers, np.int64))
 
     @classmethod
     def parse(cls, selector: object, field: str = "positions") -> Positions:
@@ -171,7 +189,7 @@ class Positions:
         if self.kind == "sampled":
             return positions >= prompt_len - 1
         if self.kind == "list":
-            return np.isin(positions, _resolve(self.values, prompt_len))
+            return _among(positions, self._reached(prompt_len))
         if self.kind == "slice":
             return self._slice_mask(positions, prompt_len)
         self._require_ids()
@@ -181,13 +199,27 @@ class Positions:
 
     def listed(self, prompt_len: int) -> np.ndarray | None:
         """Return the absolute positions of a list, int64 [n] ascending and each once; None for any other selector."""
-        return np.unique(np.asarray(_reached(self.values, prompt_len), np.int64)) if self.kind == "list" else None
+        return self._reached(prompt_len) if self.kind == "list" else None
+
+    def _reached(self, prompt_len: int) -> np.ndarray:
+        """Return the absolute positions of a list that are not below 0, int64 [n] ascending and each once.
+
+        Negative values count from the prompt's end.
+        """
+        values = self._ascending
+        if not len(values) or values[0] >= 0:
+            return values
+        known = self.__dict__.get("_known")
+        if known is None or known[0] != prompt_len:
+            resolved = np.unique(np.where(values < 0, values + prompt_len, values))
+            known = self.__dict__["_known"] = prompt_len, resolved[resolved >= 0]
+        return known[1]
 
     def _token_mask(self, token_ids: np.ndarray) -> np.ndarray:
         """Return which tokens are selected, whatever their positions."""
         if self.kind == "token_ids":
-            return np.isin(token_ids, self.numbers)
-        return np.isin(token_ids, self.numbers, invert=True) & (token_ids >= 0)
+            return _among(token_ids, self._ascending)
+        return ~_among(token_ids, self._ascending) & (token_ids >= 0)
 
     def _require_ids(self) -> None:
         assert self.kind != "special", "with_special must replace 'special' before positions are selected"
@@ -214,7 +246,7 @@ class Positions:
         if self.kind in ("last_prompt", "sampled"):
             return prompt_len - 1
         if self.kind == "list":
-            return min(_reached(self.values, prompt_len), default=None)
+            return next(iter(self._reached(prompt_len)[:1].tolist()), None)
         if self.kind == "slice":
             low, high = self._start(prompt_len), self._stop(prompt_len)
             return low if high is None or high > low else None
@@ -239,7 +271,7 @@ class Positions:
         if self.kind == "sampled":
             return prompt_len - 1, True
         if self.kind == "list":
-            return max(_resolve(self.values, prompt_len), default=-1) + 1, False
+            return max(self._reached(prompt_len)[-1:].tolist(), default=-1) + 1, False
         stop = self._stop(prompt_len)
         if stop is not None:
             return max(0, stop), False
@@ -258,8 +290,8 @@ class Positions:
         if self.kind == "sampled":
             return prompt_len - 1, ENDLESS
         if self.kind == "list":
-            reached = set(_reached(self.values, prompt_len))
-            first, last = min(reached, default=0), max(reached, default=-1)
+            reached = self._reached(prompt_len)
+            first, last = (int(reached[0]), int(reached[-1])) if len(reached) else (0, -1)
             return (first, last + 1) if last - first + 1 == len(reached) else None
         if self.needs_token_ids or self.values[2] not in (None, 1):
             return None
@@ -275,8 +307,7 @@ class Positions:
         if self.kind == "last_prompt":
             return 1
         if self.kind == "list":
-            named = self.numbers if prompt_len is None else _reached(self.values, prompt_len)
-            return len(set(named)) or None
+            return len(self._ascending if prompt_len is None else self._reached(prompt_len)) or None
         if prompt_len is None:
             return self._slice_count()
         if self.needs_token_ids:
@@ -305,7 +336,7 @@ class Positions:
         if self.kind in ("last_prompt", "sampled"):
             return position - prompt_len + 1
         if self.kind == "list":
-            return sum(v < position for v in set(_reached(self.values, prompt_len)))
+            return int(np.searchsorted(self._reached(prompt_len), position))
         if self.kind == "slice":
             return (position - self._start(prompt_len)) // (self.values[2] or 1)
         raise AssertionError("the rank among positions chosen by token is unknown")
@@ -330,7 +361,8 @@ class Positions:
         if self.kind == "generated":
             return prompt_len < end
         if self.kind == "list":
-            return any(0 <= (v + prompt_len if v < 0 else v) < end for v in self.numbers)
+            first = self.first(prompt_len)
+            return first is not None and first < end
         if self.kind == "slice":
             stop = self._stop(prompt_len)
             return self._start(prompt_len) < (end if stop is None else min(stop, end))
@@ -339,7 +371,7 @@ class Positions:
     @property
     def numbers(self) -> tuple[int, ...]:
         """The values of a list, or the ids of a selector by token."""
-        return tuple(v for v in self.values if v is not None)
+        return tuple(v for v in self.values if v is not None) if self.kind == "slice" else self.values  # type: ignore[return-value]
 
     @property
     def modality(self) -> str:
@@ -357,6 +389,24 @@ class Positions:
     def needs_token_ids(self) -> bool:
         """Whether selecting depends on the token at a position."""
         return self.kind in BY_TOKEN
+
+
+def check_listed(selectors: Iterable[tuple[str, object]]) -> None:
+    """Raise WeirError if the selectors of a request list more than `MAX_LISTED` entries, before they are parsed.
+
+    Args:
+        selectors: each with the field that errors name.
+    """
+    count = 0
+    for field, selector in selectors:
+        listed = next(iter(selector.values()), None) if isinstance(selector, Mapping) else selector
+        count += len(listed) if isinstance(listed, (list, tuple)) else 0
+        if count > MAX_LISTED:
+            raise WeirError(
+                f"up to here, the selectors of the request list {count} positions and tokens, more than the limit of "
+                f"{MAX_LISTED}; use slices or keywords, or send separate requests",
+                field,
+            )
 
 
 def _is_empty(start: int, stop: int | None) -> bool:
@@ -380,11 +430,10 @@ def _in_range(value: Any, field: str) -> int:
 def _ints(values: Sequence | np.ndarray, field: str) -> tuple[int, ...]:
     if len(values) > MAX_LIST:
         raise WeirError(f"{len(values)} entries, more than the limit of {MAX_LIST}; use a slice or a keyword", field)
+    if set(map(type, values)) == {int} and -_MAX_POSITION <= min(values) <= max(values) <= _MAX_POSITION:
+        return tuple(values)  # the usual case
     numbers = []
     for i, value in enumerate(values):
-        if type(value) is int and -_MAX_POSITION <= value <= _MAX_POSITION:  # the usual case
-            numbers.append(value)
-            continue
         number = plain(value)
         if not is_int(number):
             raise WeirError(f"expected an int, got {type(value).__name__}", f"{field}[{i}]")
@@ -392,11 +441,8 @@ def _ints(values: Sequence | np.ndarray, field: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _resolve(values: tuple[int | None, ...], prompt_len: int) -> list[int]:
-    """Return absolute positions. Negative values count from the prompt's end."""
-    return [v + prompt_len if v < 0 else v for v in values if v is not None]
-
-
-def _reached(values: tuple[int | None, ...], prompt_len: int) -> list[int]:
-    """Return the absolute positions that are not below 0."""
-    return [position for position in _resolve(values, prompt_len) if position >= 0]
+def _among(values: np.ndarray, ascending: np.ndarray) -> np.ndarray:
+    """Return which of `values` are among others; for a few values that takes no time in proportion to the others."""
+    at = np.searchsorted(ascending, values)
+    at[at == len(ascending)] = 0
+    return ascending[at] == values if len(ascending) else np.zeros(len(values), bool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,10 +16,11 @@ from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.features import Features, Lens
 from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys
 from vllm_weir.schema.hooks import Site, place_of
+from vllm_weir.schema.intervention_base import MAX_INTERVENTIONS
 from vllm_weir.schema.intervention_kinds import AnyIntervention, parse_intervention
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import WIRE_KEY
-from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.positions import Positions, check_listed
 from vllm_weir.schema.probes import AnyProbe, parse_probes
 from vllm_weir.schema.read_outs import ReadOut
 from vllm_weir.schema.stop_rules import StopText, parse_stop_when
@@ -32,7 +33,6 @@ MEASURE_DOSE = False
 """Whether relative doses are measured for requests that do not say."""
 MAX_CAPTURES = 62
 """With the one of vllm-lens's key, as many selectors as `Selectors` can tell apart (63)."""
-MAX_INTERVENTIONS = 1024
 MAX_FEATURES = 64
 """Entries of `Features` in one request."""
 MAX_MODULES = 64
@@ -147,6 +147,7 @@ class RequestSpec:
         if version != WIRE_VERSION or isinstance(version, bool):
             problem = "missing" if version is None else f"got {brief(version)}"
             raise WeirError(f'{problem}; this Weir speaks version {WIRE_VERSION}: "v": {WIRE_VERSION}', f"{path}.v")
+        check_listed(_selectors(data))
         captures = parse_captures(data.get("capture", ()), "capture")
         for capture in captures:
             if is_text and capture.sink.own is not None:
@@ -260,6 +261,15 @@ def _at(features: Features, path: str) -> Features:
 def parse_lens(lens: object, path: str) -> Lens | None:
     """Parse a `Lens`, its wire form, or None."""
     return None if lens is None else Lens.from_json(lens, path)
+
+
+def _selectors(data: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield (field, selector) of what a wire form has positions for."""
+    for name in ("capture", "interventions", "features", "lens", "probes"):
+        given = data.get(name)
+        for one in given if isinstance(given, (list, tuple)) else (given,):
+            if isinstance(one, Mapping):
+                yield name, one.get("positions")
 
 
 def _loads(text: str | bytes, path: str) -> Any:
@@ -439,8 +449,9 @@ class ResolvedSpec:
     def from_wire(cls, data: list[list[Any]], postprocess: list[Any] | None = None) -> ResolvedSpec:
         """Parse what `wire` and `postprocess_wire` are."""
         site_requests = tuple(
-            SiteRequest(Site(hook, layer), Positions.parse(positions), before)
-            for hook, layers, positions, before in data
+            SiteRequest(Site(hook, layer), positions, before)
+            for hook, layers, given, before in data
+            for positions in (Positions.parse(given),)
             for layer in layers
         )
         if postprocess is None:

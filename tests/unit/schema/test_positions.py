@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import time
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from tests.unit.request_strategies import is_empty, selectors, slices
 from vllm_weir import Add, Capture, Clamp, Site, WeirError
 from vllm_weir.schema.hooks import parse_site
 from vllm_weir.schema.positions import MAX_LIST, Positions
+from vllm_weir.schema.request import ResolvedSpec, SiteRequest
 from vllm_weir.schema.vectors import number
 
 lengths = st.integers(1, 60)
@@ -46,6 +49,31 @@ def test_a_selector_selects_what_the_naive_reading_says(selector, P, G, low, dat
     if isinstance(selector, dict):
         assert in_prompt or first == P
         assert parsed.first(P, None) == 0
+
+
+def test_a_step_does_not_look_through_a_list_again():
+    """Selecting one position takes as long with 65,536 listed as with 4,096; workers do it for each step."""
+
+    def seconds(count: int, prompt_len: int) -> float:
+        sparse = Positions.parse([*range(0, 2 * count - 2, 2), -1])
+        by_token = Positions("token_ids", sparse.values[:-1])
+        here, tokens, times = np.array([500]), np.array([500]), []
+        for _ in range(20):
+            began = time.perf_counter()
+            assert sparse.mask(here, prompt_len)
+            assert by_token.mask(here, prompt_len, tokens)
+            times.append(time.perf_counter() - began)
+        assert sparse.rank(500, prompt_len) == 250 and sparse.bounds(prompt_len) is None
+        return min(times)
+
+    assert seconds(MAX_LIST, 2**18) < 8 * max(seconds(MAX_LIST // 16, 2**18), 2e-5)
+
+
+def test_a_list_for_several_sites_is_read_once():
+    spec = ResolvedSpec(tuple(SiteRequest(Site("resid_post", k), Positions("list", (4, 1)), False) for k in range(3)))
+    first, *others = (one.positions for one in ResolvedSpec.from_wire(spec.wire).site_requests)
+    assert first == Positions("list", (4, 1)) and all(one is first for one in others)
+    assert copy.copy(first) == first and hash(copy.copy(first)) == hash(first)
 
 
 @given(text=slices())

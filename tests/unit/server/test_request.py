@@ -97,13 +97,15 @@ def test_a_bomb_is_not_inflated(monkeypatch):
             lens_interventions(lens_json(torch.zeros(1, 8), data=bad))
 
 
-def test_the_command_s_arguments_and_environment():
-    environ = {}
-    assert prepare(["m", "--weir-admin-key", "k", "--port", "1"], environ) == ["m", "--port", "1"]
+def test_the_command_s_arguments_and_environment(tmp_path):
+    environ, file = {}, tmp_path / "key"
+    file.write_text("k\n")
+    assert prepare(["m", "--weir-admin-key-file", str(file), "--port", "1"], environ) == ["m", "--port", "1"]
     assert environ["WEIR_ADMIN_KEY"] == "k" and "weir" in environ["VLLM_PLUGINS"].split(",")
     assert set(environ["VLLM_PLUGINS"].split(",")) == set(all_plugins())
     environ = {"VLLM_PLUGINS": "a,weir"}
-    assert prepare(["m", "--weir-admin-key=k=2"], environ) == ["m"] and environ["WEIR_ADMIN_KEY"] == "k=2"
+    file.write_text("k=2")
+    assert prepare(["m", f"--weir-admin-key-file={file}"], environ) == ["m"] and environ["WEIR_ADMIN_KEY"] == "k=2"
     assert environ["VLLM_PLUGINS"] == "a,weir"
 
 
@@ -111,13 +113,18 @@ def test_the_command_s_arguments_and_environment():
     ("arguments", "environ", "field"),
     [
         (["m", "--weir-admin-key"], {}, "--weir-admin-key"),
+        (["m", "--weir-admin-key", "k"], {}, "--weir-admin-key"),  # `ps` shows it to everybody
+        (["m", "--weir-admin-key=k"], {"WEIR_ADMIN_KEY": "k"}, "--weir-admin-key"),
+        (["m", "--weir-admin-key-file", "/none"], {}, "--weir-admin-key-file"),
+        (["m", "--weir-admin-key-file", "/dev/null"], {}, "--weir-admin-key-file"),
+        (["m", "--weir-admin-key-file", "/dev/zero"], {}, "--weir-admin-key-file"),
         (["m"], {"VLLM_PLUGINS": "lora_filesystem_resolver"}, "VLLM_PLUGINS"),
         (["m"], {"VLLM_PLUGINS": ""}, "VLLM_PLUGINS"),
         (["m"], {"WEIR_DISABLE": "1"}, "WEIR_DISABLE"),
         (["m"], {"VLLM_USE_RUST_FRONTEND": "1"}, "VLLM_USE_RUST_FRONTEND"),
         (["m"], {"WEIR_SERVE_ROWS": "many"}, "WEIR_SERVE_ROWS"),
         (["m"], {"WEIR_ADMIN_KEY": "from-a-file\n"}, "WEIR_ADMIN_KEY"),  # every right key would be a wrong one
-        (["m", "--weir-admin-key", " k"], {}, "WEIR_ADMIN_KEY"),
+        (["m"], {"WEIR_ADMIN_KEY": " k"}, "WEIR_ADMIN_KEY"),
     ],
 )
 def test_the_command_does_not_start_without_weir(arguments, environ, field):
@@ -139,4 +146,4 @@ def test_help_names_weir_s_own_option(monkeypatch, capsys, asked):
     serve.serve(arguments)
     assert given == [arguments]
     printed = capsys.readouterr().out
-    assert ("--weir-admin-key KEY" in printed and "WEIR_ADMIN_KEY" in printed) == bool(asked)
+    assert ("--weir-admin-key-file PATH" in printed and "WEIR_ADMIN_KEY" in printed) == bool(asked)

@@ -34,7 +34,7 @@ from vllm_weir.schema.compat.three_tier import scaled
 from vllm_weir.schema.compat.vllm_lens import in_lens_words, lens_capture, lens_interventions, refuse_lens
 from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.hooks import DERIVED_HOOKS, Site
-from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_base import Intervention, at_most
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
@@ -258,7 +258,8 @@ class _Admission:
     def _interventions(self, given: _Given) -> tuple[Intervention, ...]:
         """Return those of every request, of the request's modules, and its own, in the order in which they act."""
         modules = given.spec.modules
-        from_modules = [one for m in modules for one in scaled(self.module(m.name, m.path), m.scale, f"{m.path}.scale")]
+        named = (one for m in modules for one in scaled(self.module(m.name, m.path), m.scale, f"{m.path}.scale"))
+        from_modules = at_most(named, "modules")
         # What many requests share is about images where there are some.
         shared = [one for one in (*self.always, *from_modules) if self.vocabulary.occurs(one.positions)]
         own = given.interventions

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.read_outs import FEATURES, LENS
 from vllm_weir.schema.request import selected
 from vllm_weir.schema.row_shapes import ring_rows
 
-SCORES_PER_ROW = 16
-"""Scores that an output may have where it may have one row."""
+NUMBERS_PER_ROW = 16
+"""Numbers of scores, features and lenses that an output may have where it may have one row."""
+
+
+class _Asked(NamedTuple):
+    """What an output has at the positions that any of some selectors chooses, at each so much; and its field."""
+
+    weight: int
+    selectors: tuple[Positions, ...]
+    field: str
 
 
 def check_rows(admitted: AdmittedRequest, prompt_len: int, generated: int, d_model: int, max_rows: int) -> None:
-    """Raise WeirError if the output can have more than `max_rows` rows, or too many scores for so many.
+    """Raise WeirError if the output can have more than `max_rows` rows, or too many other numbers for so many.
 
     A row of a derived point counts as as many rows of `d_model` values as it fills.
 
@@ -28,20 +38,32 @@ def check_rows(admitted: AdmittedRequest, prompt_len: int, generated: int, d_mod
         d_model: width of the model.
         max_rows: the bound.
     """
-    _check_scores(admitted, prompt_len + generated - 1, prompt_len, max_rows)
-    part = admitted.parts[0]
-    spec, positions = part.spec, prompt_len + generated - 1
-    is_reduced = spec.postprocess is not None and spec.postprocess.reduce is not None
-    groups = [] if is_reduced else [(len(sites), selectors) for sites, selectors in spec.by_positions]
-    groups += [(ring_rows(recipe.width(positions), d_model), recipe.positions) for recipe in part.recipes]
-    if sum(weight for weight, _ in groups) * positions <= max_rows:
+    part, positions = admitted.parts[0], prompt_len + generated - 1
+    numbers = [_Asked(probe.outputs, (probe.positions,), "probes") for probe in admitted.probes]
+    rows = [_Asked(ring_rows(recipe.width(positions), d_model), recipe.positions, "capture") for recipe in part.recipes]
+    for sites, selectors, how in part.groups:
+        if how is None or how.reduce is None:
+            rows.append(_Asked(len(sites), selectors, "capture"))
+            if how is not None and how.directions:
+                numbers.append(_Asked(len(sites) * len(how.directions), selectors, "capture"))
+    for one in part.read_outs:  # each value has an id
+        field = LENS if one.read_out.kind == LENS else FEATURES
+        numbers.append(_Asked(2 * one.read_out.width, (one.positions,), field))
+    _check(rows, prompt_len, positions, max_rows, "rows", "(WEIR_SERVE_ROWS)")
+    most, per_row = NUMBERS_PER_ROW * max_rows, f"({NUMBERS_PER_ROW} for each of WEIR_SERVE_ROWS)"
+    _check(numbers, prompt_len, positions, most, "numbers", per_row)
+
+
+def _check(asked: Sequence[_Asked], prompt_len: int, positions: int, most: int, what: str, limit: str) -> None:
+    """Raise WeirError, naming the field that asks for most, if more than `most` can be selected in all."""
+    if sum(one.weight for one in asked) * positions <= most:
         return
-    rows = sum(weight * _count(selectors, prompt_len, positions) for weight, selectors in groups)
-    if rows > max_rows:
+    counts = [one.weight * _count(one.selectors, prompt_len, positions) for one in asked]
+    if sum(counts) > most:
         raise WeirError(
-            f"up to {rows} rows would come back, the server allows {max_rows} (WEIR_SERVE_ROWS); "
-            "ask for fewer blocks or positions, reduce them, name a sink, or lower max_tokens",
-            "capture",
+            f"up to {sum(counts)} {what} would come back, the server allows {most} {limit}; ask for fewer blocks, "
+            "positions or values of each, reduce them, name a sink, or lower max_tokens",
+            asked[counts.index(max(counts))].field,
         )
 
 
@@ -50,20 +72,3 @@ def _count(selectors: Sequence[Positions], prompt_len: int, positions: int) -> i
     if any(selector.needs_token_ids for selector in selectors):
         return positions
     return len(selected(selectors, prompt_len, np.full(positions, -1)))
-
-
-def _check_scores(admitted: AdmittedRequest, positions: int, prompt_len: int, max_rows: int) -> None:
-    """Raise WeirError if the output can have more scores than a server with this limit of rows returns."""
-    most = SCORES_PER_ROW * max_rows
-    if sum(probe.outputs for probe in admitted.probes) * positions <= most:
-        return
-    scores = 0
-    for probe in admitted.probes:
-        chosen = _count((probe.positions,), prompt_len, positions)
-        scores += probe.outputs * chosen
-    if scores > most:
-        raise WeirError(
-            f"up to {scores} scores would come back, the server allows {most} ({SCORES_PER_ROW} for each of "
-            "WEIR_SERVE_ROWS); ask for fewer probes or positions, or lower max_tokens",
-            "probes",
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.fields import refuse_unknown_keys
 from vllm_weir.schema.hooks import normalise_hook
-from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_base import Intervention, at_most
 from vllm_weir.schema.interventions import Add, Clamp
 from vllm_weir.schema.scalars import plain
 from vllm_weir.schema.vectors import Vector, number
@@ -65,13 +66,16 @@ def from_tiers(
             raise WeirError("expected {vectors, prefill_vectors, decode_vectors, clamps, ...}", module_path)
         refuse_unknown_keys(modules[name], _FIELDS, module_path)
         out += scaled(from_fields(modules[name], f"{module_path}."), scale, "steering_module_ref[1]")
-    given = (steering_vectors, prefill_steering_vectors, decode_steering_vectors)
-    for (prefix, positions), spec in zip(TIERS.items(), given, strict=True):
-        out += _additions(spec, f"{prefix}steering_vectors", positions)
-    given = (steering_clamps, prefill_steering_clamps, decode_steering_clamps)
-    for (prefix, positions), spec in zip(TIERS.items(), given, strict=True):
-        out += _clamps(spec, f"{prefix}steering_clamps", positions)
-    return out
+    vectors = (steering_vectors, prefill_steering_vectors, decode_steering_vectors)
+    clamps = (steering_clamps, prefill_steering_clamps, decode_steering_clamps)
+    return at_most(itertools.chain(out, _in_tiers(vectors, clamps, "", "steering_")))
+
+
+def _in_tiers(vectors: Sequence[Any], clamps: Sequence[Any], path: str, name: str = "") -> Iterator[Intervention]:
+    """Yield the additions of all tiers, then their clamps; `path` and `name` stand around a tier's prefix in errors."""
+    for make, kind, specs in ((_additions, "vectors", vectors), (_clamps, "clamps", clamps)):
+        for (prefix, positions), spec in zip(TIERS.items(), specs, strict=True):
+            yield from make(spec, f"{path}{prefix}{name}{kind}", positions)
 
 
 def _reference(reference: Any) -> tuple[str, Any]:
@@ -95,12 +99,8 @@ def from_fields(fields: Mapping[str, Any], path: str = "") -> list[Intervention]
             ``scales``. Other fields are ignored.
         path: prefix of the fields' names in errors.
     """
-    out: list[Intervention] = []
-    for prefix, positions in TIERS.items():
-        out += _additions(fields.get(f"{prefix}vectors"), f"{path}{prefix}vectors", positions)
-    for prefix, positions in TIERS.items():
-        out += _clamps(fields.get(f"{prefix}clamps"), f"{path}{prefix}clamps", positions)
-    return out
+    vectors, clamps = ([fields.get(f"{prefix}{kind}") for prefix in TIERS] for kind in ("vectors", "clamps"))
+    return at_most(_in_tiers(vectors, clamps, path))
 
 
 def scaled(interventions: Sequence[Intervention], scale: Any, path: str) -> list[Intervention]:

@@ -6,7 +6,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,11 @@ import zstandard
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.fields import refuse_unknown_keys
-from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_base import Intervention, at_most
 from vllm_weir.schema.interventions import Add
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_REFUSED, LENS_STEER_KEY
-from vllm_weir.schema.positions import MAX_LIST, Positions
+from vllm_weir.schema.positions import MAX_LIST, Positions, check_listed
 from vllm_weir.schema.vectors import MAX_ELEMENTS, Vector, number
 
 
@@ -97,7 +97,13 @@ def lens_interventions(value: object) -> tuple[Intervention, ...]:
         value = [value]
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise WeirError(f"expected a list of steering vectors, got {type(value).__name__}", LENS_STEER_KEY)
-    return tuple(add for k, vector in enumerate(value) for add in _additions(vector, f"{LENS_STEER_KEY}[{k}]"))
+    check_listed(
+        (f"{LENS_STEER_KEY}[{k}].position_indices", one.get("position_indices"))
+        for k, one in enumerate(value)
+        if isinstance(one, Mapping)
+    )
+    additions = (add for k, vector in enumerate(value) for add in _additions(vector, f"{LENS_STEER_KEY}[{k}]"))
+    return tuple(at_most(additions))
 
 
 _OWN_FIELD = re.compile(rf"({LENS_STEER_KEY}\[\d+\])\.(layers|vector|positions)\b(.*)")
@@ -119,8 +125,8 @@ def lens_field(field: str) -> str:
 _FIELDS = ("activations", "layer_indices", "scale", "norm_match", "position_indices")
 
 
-def _additions(vector: Any, path: str) -> list[Intervention]:
-    """Return one addition for each layer of a steering vector."""
+def _additions(vector: Any, path: str) -> Iterator[Intervention]:
+    """Yield one addition for each layer of a steering vector."""
     if not isinstance(vector, Mapping):
         vector = {name: getattr(vector, name) for name in _FIELDS if hasattr(vector, name)}
     refuse_unknown_keys(vector, _FIELDS, path)
@@ -132,7 +138,8 @@ def _additions(vector: Any, path: str) -> list[Intervention]:
     position_indices = _to_list(vector.get("position_indices"))
     common = {"scale": vector.get("scale", 1.0), "norm_match": vector.get("norm_match", False), "path": path}
     if array.ndim == 2 and position_indices is None:
-        return [Add(Vector(row), layer, **common) for row, layer in zip(array, layers, strict=True)]
+        yield from (Add(Vector(row), layer, **common) for row, layer in zip(array, layers, strict=True))
+        return
     by_position = array.ndim == 3
     most = array.shape[1] if by_position else MAX_LIST
     if position_indices is None:
@@ -140,9 +147,9 @@ def _additions(vector: Any, path: str) -> list[Intervention]:
     positions = _absolute(position_indices, most, by_position, f"{path}.position_indices")
     # `Add` gives the k-th row to the k-th position in ascending order.
     order = sorted(range(len(positions)), key=positions.__getitem__)
-    common["positions"] = [positions[k] for k in order]
-    entries = array[:, order] if by_position else array
-    return [Add(Vector(entry), layer, **common) for entry, layer in zip(entries, layers, strict=True)]
+    common["positions"] = Positions("list", tuple(positions[k] for k in order))
+    for entry, layer in zip(array, layers, strict=True):
+        yield Add(Vector(entry[order] if by_position else entry), layer, **common)
 
 
 def _activations(value: Any, path: str) -> np.ndarray:

@@ -21,7 +21,7 @@ def require_admin(request: Request) -> None:
     """
     admin_key = server_state(request).admin_key
     if not admin_key:
-        raise HTTPException(403, "this server has no admin key; start it with --weir-admin-key or WEIR_ADMIN_KEY")
+        raise HTTPException(403, "this server has no admin key; start it with WEIR_ADMIN_KEY or --weir-admin-key-file")
     candidates = [request.headers[HEADER]] if HEADER in request.headers else []
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token:

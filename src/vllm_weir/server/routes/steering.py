@@ -15,10 +15,10 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.vector_registry import RegistryContents, VectorRegistry
 from vllm_weir.schema.compat.three_tier import TIERS, from_fields
 from vllm_weir.schema.hooks import READ_ONLY_HOOKS
-from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_base import MAX_INTERVENTIONS, Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.interventions import Add, Clamp
-from vllm_weir.schema.request import MAX_INTERVENTIONS, parse_interventions
+from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.room import check_room

@@ -23,7 +23,7 @@ from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
-from vllm_weir.frontend.admission.row_bound import SCORES_PER_ROW, check_rows
+from vllm_weir.frontend.admission.row_bound import NUMBERS_PER_ROW, check_rows
 from vllm_weir.schema.compat.three_tier import scaled
 from vllm_weir.schema.engine_request import TableNeeds
 from vllm_weir.schema.engine_spec import EngineSpec
@@ -289,9 +289,9 @@ def test_rows_in_parts_and_stages():
 def test_a_server_returns_no_more_scores_than_fit():
     found = admitted([probe(k=3), probe("b", positions="generated")])
     scores = 3 * (P + G - 1) + G - 1
-    check_rows(found, P, G, D, scores // SCORES_PER_ROW + 1)
-    with expect_refusal("probes", f"up to {scores} scores"):
-        check_rows(found, P, G, D, scores // SCORES_PER_ROW)
+    check_rows(found, P, G, D, scores // NUMBERS_PER_ROW + 1)
+    with expect_refusal("probes", f"up to {scores} numbers"):
+        check_rows(found, P, G, D, scores // NUMBERS_PER_ROW)
 
 
 # --- keys of the prefix cache ---------------------------------------------------------------------

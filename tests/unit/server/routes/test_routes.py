@@ -153,7 +153,7 @@ def test_admin(app, headers, code, why):
 def test_without_an_admin_key_nobody_is_admin(app, key):
     app.state.weir.admin_key = key
     got = call(app, "POST", "/admin", headers={"X-Weir-Admin-Key": ""})
-    assert got.status_code == 403 and "--weir-admin-key" in got.text
+    assert got.status_code == 403 and "WEIR_ADMIN_KEY" in got.text
 
 
 def test_errors_of_a_server(app):
