@@ -302,6 +302,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no heads": ({"heads": [0]}, "heads"),
     "head": ({"hooks": "z", "heads": [4]}, "heads"),
     "token": ({"metric": weir.logit_diff(1, 10**6)}, "metric.b"),
+    "token that the model does not know": ({"metric": weir.logit_diff(1, " zebra")}, "metric.b"),
+    "one token twice": ({"metric": weir.logit_diff(7, [7])}, "metric.b"),
     "sampling of another kind": ({"metric": len, "sampling": PoolingParams()}, "sampling"),
     "sampling that captures": (
         {"metric": len, "sampling": weir.params(weir.SamplingParams(), capture=weir.Capture())},

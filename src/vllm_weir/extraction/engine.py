@@ -14,6 +14,7 @@ from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.frontend.request_stream import RequestStream
 from vllm_weir.util.chat_text import chat_text
 from vllm_weir.util.start_llm import start_llm
+from vllm_weir.util.unknown_token import warn_of_unknown
 
 PIECE_BYTES = 2 << 30
 """Bytes of rows that the engine computes at a time, while at most as many are being written."""
@@ -101,6 +102,9 @@ class _Piece:
 class VllmEngine:
     """vLLM as the engine of a run; raises WeirError if it cannot give what the run extracts."""
 
+    _warned = False
+    """Whether it was said that texts hold words that the tokenizer does not know."""
+
     def __init__(self, spec: RunSpec) -> None:
         from vllm import SamplingParams
 
@@ -134,6 +138,8 @@ class VllmEngine:
                 ids = self.tokenizer([texts[i] for i in chosen], add_special_tokens=not is_chat)["input_ids"]
                 for i, tokens in zip(chosen, ids, strict=True):
                     encoded[i] = list(tokens)
+                if not self._warned:
+                    self._warned = warn_of_unknown(self.tokenizer, [str(texts[i]) for i in chosen], ids)
         return encoded
 
     def _chat_text(self, messages: list[dict[str, Any]]) -> str | WeirError:

@@ -81,10 +81,6 @@ class FitEngine:
         """Return the engine's tokenizer; None if it has none."""
         return None if self._llm.model_config.skip_tokenizer_init else self._llm.get_tokenizer()
 
-    def encode_text(self, text: str) -> list[int]:
-        """Return the tokens of a text, without special tokens."""
-        return self.tokenizer().encode(text, add_special_tokens=False)
-
     def open_rows(self, prompts: int) -> FitRows:
         """Return where rows of so many prompts will be; close it.
 

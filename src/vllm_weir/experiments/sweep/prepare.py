@@ -60,16 +60,12 @@ class EngineFacts:
             "always": [one.to_json() for one in self._frontend.names.always],
         }
 
-    def encode(self, prompts: Sequence[Prompt], field: str) -> list[tuple[int, ...]]:
+    def encode(self, prompts: Sequence[Prompt], fields: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the token ids of prompts, with the tokenizer's special tokens if they are texts."""
-        fields, size = named(prompts, field), self.model.get_vocab_size()
+        size = self.model.get_vocab_size()
         encoded = encode(prompts, lambda: self.tokenizer, self.model.max_model_len - 1, fields)
         check_tokens(encoded, size, fields)
         return list(map(tuple, encoded))
-
-    def encode_token(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     @property
     def special_ids(self) -> Sequence[int]:
@@ -104,8 +100,8 @@ def prepare(
     names, entries = _parse_hooks(hooks), parse_entries(positions)
     engine = EngineFacts(llm)
     pairs = _encode_pairs(engine, parse_one_or_more(clean, "clean"), parse_one_or_more(corrupt, "corrupt"))
-    encode_token, vocab_size = None if engine.tokenizer is None else engine.encode_token, engine.model.get_vocab_size()
-    bound = bind_metric(metric, sampling, encode_token, len(pairs), vocab_size=vocab_size)
+    vocab_size = engine.model.get_vocab_size()
+    bound = bind_metric(metric, sampling, engine.tokenizer, len(pairs), vocab_size=vocab_size)
     if isinstance(bound, OnLogits) and 0 <= engine.model.max_logprobs < vocab_size:
         raise WeirError("a metric on all logits needs an engine that gives them: LLM(..., max_logprobs=-1)", "metric")
     bases = [pair.corrupt if mode == DENOISE else pair.clean for pair in pairs]
@@ -127,8 +123,8 @@ def prepare(
 def _encode_pairs(engine: EngineFacts, clean: list[Prompt], corrupt: list[Prompt]) -> tuple[Pair, ...]:
     if len(clean) != len(corrupt):
         raise WeirError(f"{len(corrupt)} prompts for {len(clean)} clean ones; give one for each", "corrupt")
-    sides = engine.encode(clean, "clean"), engine.encode(corrupt, "corrupt")
-    return tuple(Pair(*pair) for pair in zip(*sides, strict=True))
+    encoded = engine.encode(clean + corrupt, named(clean, "clean") + named(corrupt, "corrupt"))
+    return tuple(Pair(*pair) for pair in zip(encoded[: len(clean)], encoded[len(clean) :], strict=True))
 
 
 def _parse_hooks(hooks: Any) -> tuple[str, ...]:
