@@ -222,6 +222,28 @@ def bind_metric(
     return OnOutput(metric, sampling, "" if sampling is None else repr(sampling))
 
 
+def check_engine(metric: BoundMetric, model: Any, speculative: bool) -> None:
+    """Check that an engine returns what a metric reads.
+
+    Args:
+        metric: bound to tokens of the engine's model.
+        model: the engine's ``ModelConfig``.
+        speculative: whether it verifies drafts; vLLM then returns no log-probabilities of chosen tokens.
+
+    Raises:
+        WeirError: if it does not, with what to do instead.
+    """
+    if isinstance(metric, OnLogits) and 0 <= model.max_logprobs < model.get_vocab_size():
+        raise WeirError("a metric on all logits needs an engine that gives them: LLM(..., max_logprobs=-1)", "metric")
+    if isinstance(metric, BoundLogitDiff) and speculative:
+        raise WeirError(
+            "an engine with speculative decoding does not return the log-probabilities of chosen tokens; use an engine "
+            "without speculative_config, or weir.on_logits(lambda logits: logits[a] - logits[b]) with token ids and "
+            "LLM(..., max_logprobs=-1)",
+            "metric",
+        )
+
+
 def _check_sampling(sampling: Any) -> None:
     """Raise WeirError unless these are params whose runs differ in nothing but what is patched or added."""
     from vllm import SamplingParams

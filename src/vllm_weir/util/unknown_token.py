@@ -30,8 +30,8 @@ def warn_of_unknown(tokenizer: Any, texts: Sequence[str], encoded: Sequence[Sequ
     found = [text for text, tokens in zip(texts, encoded, strict=True) if unknown in tokens and name not in text]
     if found:
         warnings.warn(
-            f"{len(found)} of {len(texts)} texts hold words that the tokenizer does not know and replaces by {name!r} ({unknown}), "
-            f"beginning with {found[0][:60]!r}: the model reads the same token for all such words",
+            f"{len(found)} of {len(texts)} texts hold words that the tokenizer does not know and replaces by "
+            f"{name!r} ({unknown}), first in {found[0][:60]!r}: the model reads the same token for all such words",
             stacklevel=3,
         )
     return bool(found)

@@ -83,7 +83,7 @@ def test_unknown_words_get_one_warning():
         convert_tokens_to_ids, convert_ids_to_tokens = {"<5>": 5}.get, {5: "<5>"}.get
 
     fields = ["clean[0]", "clean[1]", "corrupt[0]", "corrupt[1]"]
-    with pytest.warns(UserWarning, match="2 of 4 texts hold words .* '<5>' .5., beginning with 'zebra a'") as warned:
+    with pytest.warns(UserWarning, match="2 of 4 texts hold words .* '<5>' .5., first in 'zebra a'") as warned:
         encode(["a", "zebra a", "<5>horse", [{"role": "user", "content": "tiger"}]], Unknown, 9, fields)
     assert len(warned) == 1
     with warnings.catch_warnings():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.experiments.metrics import BoundMetric, OnLogits, bind_metric, qualified_name
+from vllm_weir.experiments.metrics import BoundMetric, bind_metric, check_engine, qualified_name
 from vllm_weir.experiments.mode import DENOISE, parse_mode
 from vllm_weir.experiments.prompts import Prompt, check_tokens, encode, named, parse_one_or_more
 from vllm_weir.experiments.sweep.path import Receiver, parse_freeze, precedes
@@ -100,10 +100,8 @@ def prepare(
     names, entries = _parse_hooks(hooks), parse_entries(positions)
     engine = EngineFacts(llm)
     pairs = _encode_pairs(engine, parse_one_or_more(clean, "clean"), parse_one_or_more(corrupt, "corrupt"))
-    vocab_size = engine.model.get_vocab_size()
-    bound = bind_metric(metric, sampling, engine.tokenizer, len(pairs), vocab_size=vocab_size)
-    if isinstance(bound, OnLogits) and 0 <= engine.model.max_logprobs < vocab_size:
-        raise WeirError("a metric on all logits needs an engine that gives them: LLM(..., max_logprobs=-1)", "metric")
+    bound = bind_metric(metric, sampling, engine.tokenizer, len(pairs), vocab_size=engine.model.get_vocab_size())
+    check_engine(bound, engine.model, engine.capabilities.traits.speculative)
     bases = [pair.corrupt if mode == DENOISE else pair.clean for pair in pairs]
     sources = [pair.clean if mode == DENOISE else pair.corrupt for pair in pairs]
     places = tuple(place_entries(entries, b, s, engine.special_ids) for b, s in zip(bases, sources, strict=True))
