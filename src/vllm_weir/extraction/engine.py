@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,10 +46,12 @@ class ExtractionEngine(Protocol):
     Attributes:
         limit: Most tokens of a prompt.
         row_bytes: Most bytes of rows that a token gives.
+        weights: Fingerprint of its weights; None if they cannot be read.
     """
 
     limit: int
     row_bytes: int
+    weights: str | None
 
     def encode(self, values: Sequence[str | list[dict[str, Any]]]) -> list[list[int] | WeirError]:
         """Return the tokens of each text or chat, or an error for one that has none."""
@@ -110,11 +113,18 @@ class VllmEngine:
 
         from vllm_weir.api import params
         from vllm_weir.frontend.lookup import frontend_of
+        from vllm_weir.frontend.weights import loaded_weights
 
         # A captured prompt is computed whole, so the prefix cache would never be used.
         options = {"enable_prefix_caching": False} | spec.engine
         self.llm = start_llm(spec.model, options)
         capabilities = frontend_of(self.llm).engine.require_capabilities()
+        self.weights: str | None
+        try:
+            self.weights = loaded_weights(self.llm)
+        except WeirError as e:
+            warnings.warn(f"a run that goes on will not notice other weights: {e.message}", stacklevel=2)
+            self.weights = None
         self.reading: Reading
         if spec.features is None:
             self.reading = CaptureReading(spec.capture, capabilities)

@@ -28,6 +28,8 @@ class KnownEngine:
 
     Attributes:
         capabilities: what the workers serve; None until they have reported.
+        first_weights: fingerprint of the weights that the engine was started with, "" if they could
+            not be read; None while its workers were told nothing that may replace them.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class KnownEngine:
     ) -> None:
         self.refusal, self.vocabulary, self.traits = refusal, vocabulary, traits
         self.capabilities: EngineCapabilities | None = None
+        self.first_weights: str | None = None
         self._settings, self._chunked = settings, chunked
         self._sizes: TableSizes | None = None
 

@@ -17,6 +17,7 @@ from vllm_weir.patches.kv_connectors import RELOADED
 from vllm_weir.patches.scheduler import WAITING, engine_request_of
 from vllm_weir.patches.speculation import drafts_of, patch_sample_tokens, traits_of
 from vllm_weir.patches.unembedding import unembedding_of
+from vllm_weir.patches.weights import weights_now
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.util.frozen_heap import frozen_heap
 from vllm_weir.worker.model_info import ModelInfo
@@ -126,6 +127,7 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
     patch_inputs(runtime)
     worker.weir_report = functools.partial(_report, status, runtime)
     worker.weir_usage = runtime.usage
+    worker.weir_weights = functools.partial(weights_now, runner)
     worker.weir_load_sae, worker.weir_unload_sae = runtime.saes.load, runtime.saes.unload
     kept = runtime.kept_rows
     worker.weir_keep_rows, worker.weir_fit_rows, worker.weir_drop_rows = kept.begin, kept.fit, kept.end

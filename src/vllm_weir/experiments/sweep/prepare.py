@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.experiments.metrics import BoundMetric, bind_metric, check_engine, qualified_name
+from vllm_weir.experiments.metrics import BoundMetric, bind_metric, check_engine
 from vllm_weir.experiments.mode import DENOISE, parse_mode
 from vllm_weir.experiments.prompts import Prompt, check_tokens, encode, named, parse_one_or_more
 from vllm_weir.experiments.sweep.path import Receiver, parse_freeze, precedes
@@ -18,7 +19,9 @@ from vllm_weir.frontend.lookup import engine_of, frontend_of
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only
 from vllm_weir.schema.row_parts import RowPart
-from vllm_weir.util.model_files import fingerprint
+
+WHENCE = ("_name_or_path", "transformers_version")
+"""Fields of a model's configuration that say where it came from."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,14 @@ class EngineFacts:
         self.tokenizer: Any = None if self.model.skip_tokenizer_init else llm.get_tokenizer()
 
     def identity(self) -> dict[str, Any]:
-        """Return, as JSON data, what numbers depend on: the model as it runs, and what every request undergoes."""
-        model, overrides = self.model, self.model.hf_overrides
+        """Return, as JSON data, what numbers depend on beside weights: the model as it runs, and what all undergo."""
+        model = self.model
+        config = {name: value for name, value in model.hf_config.to_dict().items() if name not in WHENCE}
         self._frontend.names.refresh()
         return {
-            "model": model.model,
-            "weights": fingerprint(model.model),
+            "config": json.loads(json.dumps(config, default=str)),
             "dtype": str(model.dtype),
-            "revision": model.revision,
             "quantization": str(model.quantization),
-            "hf_overrides": qualified_name(overrides) if callable(overrides) else repr(overrides),
             "logprobs_mode": str(model.logprobs_mode),
             "always": [one.to_json() for one in self._frontend.names.always],
         }
