@@ -321,6 +321,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "receiver's layer": ({"to": ("resid_post", 99)}, "to"),
     "receiver's heads": ({"to": ("z", 3, [9])}, "to"),
+    "freeze without a path": ({"freeze": "mlp_out"}, "freeze"),
     "receiver before": ({"to": ("resid_pre", 1), "layers": [0, 2]}, "layers"),
     "lengths": ({"corrupt": [1, 2, 3]}, "positions"),
     "prompts": ({"corrupt": [[1, 2], [3, 4]]}, "corrupt"),

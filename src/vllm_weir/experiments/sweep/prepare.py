@@ -11,7 +11,7 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.metrics import BoundMetric, bind_metric, check_engine
 from vllm_weir.experiments.mode import DENOISE, parse_mode
 from vllm_weir.experiments.prompts import Prompt, check_tokens, encode, named, parse_one_or_more
-from vllm_weir.experiments.sweep.path import Receiver, parse_freeze, precedes
+from vllm_weir.experiments.sweep.path import Receiver, parse_path, precedes
 from vllm_weir.experiments.sweep.places import parse_entries, place_entries
 from vllm_weir.experiments.sweep.plan import Pair, SweepPlan, token_labels
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
@@ -86,9 +86,7 @@ def check_arguments(hooks: Any, layers: Any, positions: Any, mode: Any, to: Any,
     _parse_hooks(hooks)
     parse_layers(layers, "layers")
     parse_entries(positions)
-    if to is not None:
-        Receiver.parse(to)
-        parse_freeze(freeze)
+    parse_path(to, freeze)
 
 
 def prepare(
@@ -97,7 +95,7 @@ def prepare(
 ) -> PreparedSweep:  # fmt: skip
     """Check the arguments of `sweep`, which has their meanings; raise WeirError naming the field."""
     mode = parse_mode(mode)
-    receiver = None if to is None else Receiver.parse(to)
+    receiver, held = parse_path(to, freeze)
     names, entries = _parse_hooks(hooks), parse_entries(positions)
     engine = EngineFacts(llm)
     pairs = _encode_pairs(engine, parse_one_or_more(clean, "clean"), parse_one_or_more(corrupt, "corrupt"))
@@ -111,7 +109,7 @@ def prepare(
     labels = tuple(range(len(places[0]))) if entries is None else tuple(entry.label for entry in entries)
     plan = SweepPlan(
         pairs, names, _layers(names, layers, receiver, engine.capabilities), labels, places,
-        _heads(names, heads, engine.capabilities), mode, receiver, () if receiver is None else parse_freeze(freeze),
+        _heads(names, heads, engine.capabilities), mode, receiver, held,
         engine.capabilities.num_layers, [engine.identity(), bound.identity()],
     )  # fmt: skip
     check_served(plan, engine.capabilities)

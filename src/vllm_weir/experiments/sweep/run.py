@@ -10,7 +10,6 @@ from typing import Any
 
 from vllm_weir.experiments.sweep.cells import CellRunner
 from vllm_weir.experiments.sweep.checkpoint import Checkpoint, NoCheckpoint
-from vllm_weir.experiments.sweep.path import FREEZABLE
 from vllm_weir.experiments.sweep.plan import SweepPlan
 from vllm_weir.experiments.sweep.prepare import prepare
 from vllm_weir.experiments.sweep.result import Sweep
@@ -35,7 +34,7 @@ def sweep(
     metric: Any,
     mode: str = "denoise",
     to: Any = None,
-    freeze: Any = FREEZABLE,
+    freeze: Any = None,
     sampling: Any = None,
     checkpoint: str | PathLike | None = None,
     progress: bool | Callable[[int, int], Any] = True,
@@ -70,8 +69,8 @@ def sweep(
             clean prompt and puts corrupt rows in.
         to: the receiver of a path, (hook, layer) or (hook, layer, heads); it receives at every
             position from the cell's first on.
-        freeze: what is held still on a path: ``"attn_out"``, ``"mlp_out"`` or both. With
-            ``"attn_out"`` alone a path may lead through MLPs, as in Wang et al.
+        freeze: what is held still on a path: ``"attn_out"``, ``"mlp_out"`` or both; None for both.
+            With ``"attn_out"`` alone a path may lead through MLPs, as in Wang et al.
         sampling: ``SamplingParams`` for a function of the output; default: one greedy token.
         checkpoint: a file to which every number is appended; the same call goes on from there, on an
             engine that has the same weights loaded, with as many ranks.
