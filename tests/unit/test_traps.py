@@ -295,7 +295,7 @@ def test_trap_11_a_name_is_looked_up_by_what_it_means_now(frontend):
     site_request = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": {"ref": "name"}, "layers": [1]}]}}
     digests = []
     for value in (1.0, 2.0, 1.0):
-        frontend.names.vectors.put("name", np.full(D, value, np.float32))
+        frontend.names.put_vector("name", np.full(D, value, np.float32))
         for _ in range(2):
             (move,) = frontend._admitted(site_request, True).effective
             (row,) = frontend._admitted(site_request, True).rows.values()
