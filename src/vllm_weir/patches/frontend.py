@@ -230,8 +230,12 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     refusal = status.refusal or refusal_of(config)
     model = config.model_config
     vocabulary = Vocabulary(model.get_vocab_size(), engine.output_processor.tokenizer)
+    both_ways = bool(model.is_mm_prefix_lm)
     traits = replace(
-        traits_of(config), kv_connector=unknown_connector(config), media_both_ways=bool(model.is_mm_prefix_lm)
+        traits_of(config),
+        kv_connector=unknown_connector(config),
+        media_both_ways=both_ways,
+        media_whole=both_ways or config.scheduler_config.disable_chunked_mm_input,
     )
     frontend = EngineFrontend(
         settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len, traits

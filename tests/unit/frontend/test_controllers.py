@@ -362,7 +362,7 @@ def asked(*interventions, probes=()):
 
 
 def sent(found):
-    return make_engine_request(found, "reply", tuple(range(6)), 6, 5, FACTS, True, TableSizes(64, 64, 1024))
+    return make_engine_request(found, "reply", tuple(range(6)), 6, 5, FACTS, 1, TableSizes(64, 64, 1024))
 
 
 def test_a_request_under_a_sync_controller(frontend):

@@ -212,7 +212,7 @@ def test_too_many_selectors_are_refused_by_name():
         {"weir": {"v": 1, "interventions": [weir.Add(GOOD, 1, positions=k).to_json() for k in range(64)]}}, FACTS
     )
     with refused("interventions"):
-        make_engine_request(admitted, "reply", None, 100, 5, FACTS, True, TableSizes(100, 1000, 1000))
+        make_engine_request(admitted, "reply", None, 100, 5, FACTS, 1, TableSizes(100, 1000, 1000))
 
 
 def test_lens_forms_mean_the_same():

@@ -69,7 +69,7 @@ def admitted(*args, facts=FACTS, registered=(), always=(), **kwargs):
 
 
 def engine_request(found, sizes=SIZES, prompt_ids=tuple(range(P)), facts=FACTS):
-    return make_engine_request(found, "reply", prompt_ids, P, G, facts, True, sizes)
+    return make_engine_request(found, "reply", prompt_ids, P, G, facts, 1, sizes)
 
 
 def refused(*args, **kwargs):
