@@ -16,7 +16,7 @@ from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.kept_rows import KeptRows
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.planner import Planner
-from vllm_weir.worker.request_failures import RequestFailures
+from vllm_weir.worker.request_failures import NO_MEMORY, RequestFailures
 from vllm_weir.worker.saes import WorkerSAEs
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys
@@ -27,10 +27,6 @@ from vllm_weir.worker.transfer.buffer_server import BufferServer
 from vllm_weir.worker.transfer.request_codecs import RequestCodecs
 
 logger = logging.getLogger(__name__)
-NO_MEMORY = (
-    "the device has no memory left for what the request needs there; send it again once other requests have ended, or "
-    "start the engine with a lower gpu_memory_utilization"
-)
 
 
 class LiveRequests:
