@@ -166,13 +166,25 @@ def _patch_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids  # from V1; V2 reports them as new requests
         if reloaded := vars(scheduler_output).get(RELOADED):
             resumed = resumed.union(reloaded)
-        runtime.requests.follow(new, scheduler_output.finished_req_ids, resumed)
+        runtime.requests.follow(new, scheduler_output.finished_req_ids, resumed, _known_tokens(scheduler_output))
         runtime.begin_step(*_starts(scheduler_output))
         output = execute_model(scheduler_output, *args, **kwargs)
         runtime.sender.end_step()
         return output
 
     runner.execute_model = wrapper
+
+
+def _known_tokens(scheduler_output: Any) -> dict[str, int]:
+    """Return how many tokens requests have that go on after a preemption."""
+    cached = scheduler_output.scheduled_cached_reqs
+    every = getattr(cached, "all_token_ids", {})  # of runner V1; not in every version
+    known = {name: len(every[name]) for name in cached.resumed_req_ids if name in every}
+    for request in scheduler_output.scheduled_new_reqs:
+        tokens = getattr(request, "prefill_token_ids", None)  # of runner V2
+        if tokens is not None and len(tokens) > len(request.prompt_token_ids or tokens):
+            known[request.req_id] = len(tokens)
+    return known
 
 
 def _starts(scheduler_output: Any) -> Iterator[tuple[list[str], list[int]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -27,6 +27,7 @@ from vllm_weir.worker.transfer.buffer_server import BufferServer
 from vllm_weir.worker.transfer.request_codecs import RequestCodecs
 
 logger = logging.getLogger(__name__)
+NOTHING: Mapping[str, int] = {}
 
 
 class LiveRequests:
@@ -72,6 +73,7 @@ class LiveRequests:
         new: Iterable[tuple[str, EngineRequest, int, Sequence[int] | None, int]],
         finished: Iterable[str],
         resumed: Iterable[str] = (),
+        known: Mapping[str, int] = NOTHING,
     ) -> None:
         """Note which requests join, leave, and resume before the next step.
 
@@ -80,10 +82,13 @@ class LiveRequests:
                 from the prefix cache).
             finished: ids of requests that leave; unknown ones are ignored.
             resumed: ids of requests that go on after a preemption without having left.
+            known: request -> its tokens, of requests that go on after a preemption, having left or not.
         """
         for request_id in finished:
             self._active_taps.leave(request_id)
             self._release(request_id)
+        for request_id, tokens in known.items():
+            self._planner.forget_from(request_id, tokens)
         self._planner.resume(resumed)
         joining = [(spec, *request) for request in new if (spec := self._read(*request)) is not None]
         replaced = self._module_path.replaced() if joining else ""
