@@ -9,19 +9,19 @@ import torch
 
 from vllm_weir.errors import WeirError
 
-WORDS = 1 << 18
-"""32-bit words that are summed at once: few enough for a processor's cache, and for a GPU that is full."""
+CPU_WORDS, DEVICE_WORDS = 1 << 14, 1 << 22
+"""32-bit words that are summed at once: on a CPU so few that torch does not share them out among threads, which takes
+longer than the sum; on a device few enough for one that is full."""
 
 
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Return a hash of the names, shapes, dtypes and all bits of some tensors.
 
     Every 32-bit word is multiplied by a random odd number of its place, and the products of each
-    `WORDS` words are added modulo 2**64; the hash is of these sums. A change of one word always
+    part of a tensor are added modulo 2**64; the hash is of these sums. A change of one word always
     changes its sum, since an odd number has an inverse. A change of several words leaves their sum as
-    it was with a probability of at most 2**-32, and of all sums that it reaches at once. Reading
-    every word takes a GPU as long as one step does, so nothing is sampled: editing one neuron
-    changes a few thousand words of billions.
+    it was with a probability of at most 2**-32. Nothing is sampled: an edit of one neuron changes a
+    few thousand words of billions, which samples would miss.
 
     Args:
         tensors: (name, tensor), on any device, in an order that does not change.
@@ -35,11 +35,12 @@ def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         if tensor.is_meta:
             raise WeirError(f"the weights of {name} are not loaded; finish loading them first")
         if factors.device != tensor.device or not len(factors):
-            factors = torch.randint(0, 1 << 62, (WORDS,), generator=torch.Generator().manual_seed(0)) * 2 + 1
+            size = CPU_WORDS if tensor.device.type == "cpu" else DEVICE_WORDS
+            factors = torch.randint(0, 1 << 62, (size,), generator=torch.Generator().manual_seed(0)) * 2 + 1
             factors = factors.to(tensor.device)
         found.update(f"{name}\0{list(tensor.shape)}\0{tensor.dtype}\0".encode())
         if tensor.numel():
-            sums = [(words.long() * factors[: len(words)]).sum() for words in _words(tensor).split(WORDS)]
+            sums = [(words.long() * factors[: len(words)]).sum() for words in _words(tensor).split(len(factors))]
             found.update(torch.stack(sums).cpu().numpy().tobytes())
     return found.hexdigest()
 

@@ -35,7 +35,7 @@ def test_a_change_of_one_bit_is_another(dtype, shape, data):
 @pytest.mark.parametrize("count", [9, 3 * 64 + 5])
 def test_other_places_are_another(count, monkeypatch):
     """Also where words change places between the parts that are summed, or their signs with each other."""
-    monkeypatch.setattr(weights, "WORDS", 64)
+    monkeypatch.setattr(weights, "CPU_WORDS", 64)
     value = torch.randn(count, generator=torch.Generator().manual_seed(1))
     swapped, negated = value.clone(), value.clone()
     swapped[[0, -1]] = swapped[[-1, 0]]
