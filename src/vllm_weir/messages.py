@@ -91,7 +91,11 @@ class SeriesOpened(msgspec.Struct, array_like=True):
 
 
 class LayoutUpdate(msgspec.Struct, array_like=True):
-    """Changes in the layout of one reader's rows since its last message."""
+    """Changes in the layout of one reader's rows since its last message.
+
+    `restarted` has (request, position) of requests that go on after a preemption: what was told of
+    that position and later ones was of drafts that the engine has dropped.
+    """
 
     opened: list[SequenceOpened] = []
     placed: list[ExtentPlaced] = []
@@ -99,9 +103,10 @@ class LayoutUpdate(msgspec.Struct, array_like=True):
     closed: list[int] = []
     groups: list[GroupDefined] = []
     series: list[SeriesOpened] = []
+    restarted: list[tuple[str, int]] = []
 
     def __bool__(self) -> bool:
-        return bool(self.opened or self.placed or self.retired or self.closed or self.groups or self.series)
+        return any(getattr(self, name) for name in self.__struct_fields__)
 
 
 class Told(msgspec.Struct, array_like=True):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.check import expected_positions
 from tests.support.measure import eventually, rel_err, rounding
@@ -40,6 +42,20 @@ def oracle(model_dir: Path) -> Oracle:
 
 def directory(root: Path, family: str = "llama", shape: str = "a") -> Path:
     return make_model(family, shape, root)
+
+
+def changed(root: Path) -> Path:
+    """The model with other weights of the same shapes."""
+    target = root / "llama-changed"
+    if not target.exists():
+        shutil.copytree(directory(root), target)
+        weights = load_file(target / "model.safetensors")
+        generator = torch.Generator().manual_seed(1)
+        for name, weight in weights.items():
+            spread = 0.3 * weight.std() if weight.dim() > 1 else 0.1
+            weights[name] = weight + spread * torch.randn(weight.shape, generator=generator)
+        save_file(weights, target / "model.safetensors", {"format": "pt"})
+    return target
 
 
 def prompts(lengths: Sequence[int] = LENGTHS) -> list[dict[str, list[int]]]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import vllm_weir as weir
-from tests.engine.common import assert_nothing_is_held, directory, oracle, prompts, sampling, tokens, verify
+from tests.engine.common import assert_nothing_is_held, changed, directory, oracle, prompts, sampling, tokens, verify
 from tests.engine.probe_cases import check_greedy
 from tests.support.engines import get_llm
 from tests.support.measure import rel_err
@@ -113,20 +110,6 @@ def test_priorities(root):
         check_steered(out, list(given).index(out.request_id), truth)
     del done, out
     assert_nothing_is_held(llm)
-
-
-def changed(root: Path) -> Path:
-    """The model with other weights of the same shapes."""
-    target = root / "llama-changed"
-    if not target.exists():
-        shutil.copytree(directory(root), target)
-        weights = load_file(target / "model.safetensors")
-        generator = torch.Generator().manual_seed(1)
-        for name, weight in weights.items():
-            spread = 0.3 * weight.std() if weight.dim() > 1 else 0.1
-            weights[name] = weight + spread * torch.randn(weight.shape, generator=generator)
-        save_file(weights, target / "model.safetensors", {"format": "pt"})
-    return target
 
 
 def check_weights(llm, model_dir) -> None:

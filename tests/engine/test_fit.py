@@ -209,7 +209,7 @@ def test_the_check_steers_and_ablates_prompts_that_were_held_out(llm):
     assert check["dose"] == pytest.approx(float(vector.norm()), rel=1e-4)
 
     def mean(prompts, interventions=()):
-        bound = metric.bind(lambda text: tokenizer().encode(text, add_special_tokens=False), 1)
+        bound = metric.bind(tokenizer(), 1)
         params = weir.params(weir.SamplingParams(**bound.sampling(0)), interventions=list(interventions))
         return np.mean([bound.score(out, 0) for out in llm.generate(prompts, params, use_tqdm=False)])
 
@@ -316,6 +316,8 @@ def test_what_the_workers_cannot_keep_is_refused(llm, monkeypatch):
         ({"seed": -1}, "seed", "at least 0"),
         ({"C": 0}, "C", "above 0"),
         ({"metric": "loss"}, "metric", "expected weir.logit_diff"),
+        ({"metric": weir.logit_diff("best", " worst")}, "metric.a", "becomes '<unk>' .3.; did you mean ' best'"),
+        ({"metric": weir.logit_diff(" best", " best")}, "metric.b", "the same token"),
         ({"sampling": weir.SamplingParams()}, "sampling", "it is for a metric"),
         ({"positions": 200}, "positions", "position"),
     ],

@@ -136,6 +136,44 @@ def test_a_modality_selects_what_holds_embeddings_of_images(root, architecture):
 
 @needs(model_class(GEMMA3))
 @pytest.mark.thorough
+def test_an_image_whose_tokens_see_each_other_is_computed_in_one_step(root, monkeypatch):
+    """Also beside captures for which a step may hold fewer tokens than it has positions; then it waits for them."""
+    llm = engine(root, GEMMA3, additional_config={"weir": {"buffer_bytes": 1 << 16}})  # 128 rows
+    truth, sites = reference(root, GEMMA3), sites_of(llm, GEMMA3)
+    text, one, two = prompts(truth.recipe)
+    core, steps = scheduler(llm), []
+    schedule = core.schedule
+
+    def noted(*args, **more):
+        before = {name: request.num_computed_tokens for name, request in core.requests.items()}
+        out = schedule(*args, **more)
+        for name, count in out.num_scheduled_tokens.items():
+            for feature in core.requests[name].mm_features:
+                first, length = feature.mm_position.offset, feature.mm_position.length
+                steps.append((before[name], before[name] + count, first, first + length))
+        return out
+
+    monkeypatch.setattr(core, "schedule", noted)
+    longest = max(len(truth.media_positions(one)), 8)
+    few = captures(sites[: 128 // (2 * longest)])
+    for asked in (
+        [(two, {"capture": few}), (one, {"capture": few})],
+        [(two, None), (text, {"capture": captures(sites)}), (one, None)],
+    ):
+        outs = generate(llm, asked)
+        for out, (prompt, keys) in zip(outs, asked, strict=True):
+            if keys is not None:
+                assert rows_error(out.outputs[0], truth.rows(prompt, out.outputs[0].token_ids)) <= BOUND
+    touched = [(start, end, first, last) for start, end, first, last in steps if start < last and end > first]
+    assert touched and all(start <= first and end >= last for start, end, first, last in touched)
+    with pytest.raises(weir.WeirError, match=r"rows in one step, the buffer holds 128.*raise the setting buffer_bytes"):
+        generate(llm, [(one, {"capture": captures(sites)})])
+    del outs, out
+    assert_nothing_is_held(llm)
+
+
+@needs(model_class(GEMMA3))
+@pytest.mark.thorough
 def test_pattern_where_tokens_of_an_image_see_each_other(root):
     """Refused with an image, and served with text alone."""
     llm, truth = engine(root, GEMMA3), reference(root, GEMMA3)

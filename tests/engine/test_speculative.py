@@ -34,7 +34,7 @@ from tests.engine.probe_cases import (
 from tests.support.draft_models import drafting
 from tests.support.drafter import KnownDrafter
 from tests.support.engines import get_llm
-from tests.support.measure import close_products, rel_err
+from tests.support.measure import close_logits, close_products, rel_err
 from tests.support.named import ENGINES
 from tests.support.probe_reference import Act, GateCase
 from tests.support.references import reference
@@ -287,6 +287,25 @@ def test_rows_and_scores_survive_preemption(root, monkeypatch):
     assert found, "nothing was preempted: this test shows nothing"
     for out in outs:
         check_gated(out, [probe], [], truth)
+
+
+def test_metrics_that_the_sampler_of_drafts_does_not_serve(llm, root, monkeypatch):
+    """Its outputs have no log-probabilities of chosen tokens; all of them they have."""
+    clean, corrupt = tokens(20, 1), tokens(20, 2)
+    for refused in (
+        lambda: weir.sweep(llm, clean, corrupt, layers=1, positions=[-1], metric=weir.logit_diff(3, 4), progress=False),
+        lambda: weir.fit(llm, [clean], [corrupt], layers=1, metric=weir.logit_diff(3, 4), progress=False),
+    ):
+        with pytest.raises(WeirError, match=r"speculative decoding .* weir\.on_logits") as error:
+            refused()
+        assert error.value.field == "metric"
+    monkeypatch.setattr(llm.model_config, "max_logprobs", -1)
+    metric = weir.on_logits(lambda logits: logits[3] - logits[4])
+    found = weir.sweep(llm, clean, corrupt, layers=1, positions=[-1], metric=metric, progress=False)
+    truth = reference(directory(root))
+    for ids, value in zip((clean, corrupt), found.baseline, strict=True):
+        logits = truth.logits(ids)[-1]
+        assert close_logits(value, float(logits[3] - logits[4]), logits, truth.num_layers, D)
 
 
 @pytest.mark.parametrize(

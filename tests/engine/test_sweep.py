@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from functools import cache
@@ -17,7 +18,7 @@ from vllm import PoolingParams
 from vllm.sampling_params import RequestOutputKind
 
 import vllm_weir as weir
-from tests.engine.common import directory, tokens
+from tests.engine.common import changed, directory, tokens
 from tests.support.machine import BATCHES, cpu, needs
 from tests.support.measure import close_logits, eventually, logit_bound
 from tests.support.named import named_llm
@@ -25,6 +26,7 @@ from tests.support.patched import Patched
 from tests.support.steered import idle, scheduler
 from tests.support.zygote import zygote
 from vllm_weir.frontend.request_stream import RequestStream
+from vllm_weir.frontend.weights import loaded_weights
 
 pytestmark = pytest.mark.engine("default")
 MODES = pytest.mark.parametrize("mode", ["denoise", "noise"])
@@ -302,6 +304,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no heads": ({"heads": [0]}, "heads"),
     "head": ({"hooks": "z", "heads": [4]}, "heads"),
     "token": ({"metric": weir.logit_diff(1, 10**6)}, "metric.b"),
+    "token that the model does not know": ({"metric": weir.logit_diff(1, " zebra")}, "metric.b"),
+    "one token twice": ({"metric": weir.logit_diff(7, [7])}, "metric.b"),
     "sampling of another kind": ({"metric": len, "sampling": PoolingParams()}, "sampling"),
     "sampling that captures": (
         {"metric": len, "sampling": weir.params(weir.SamplingParams(), capture=weir.Capture())},
@@ -317,6 +321,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "receiver's layer": ({"to": ("resid_post", 99)}, "to"),
     "receiver's heads": ({"to": ("z", 3, [9])}, "to"),
+    "freeze without a path": ({"freeze": "mlp_out"}, "freeze"),
     "receiver before": ({"to": ("resid_pre", 1), "layers": [0, 2]}, "layers"),
     "lengths": ({"corrupt": [1, 2, 3]}, "positions"),
     "prompts": ({"corrupt": [[1, 2], [3, 4]]}, "corrupt"),
@@ -393,6 +398,49 @@ def test_a_checkpoint_goes_on_where_it_was(case: Case, tmp_path: Path) -> None:
         weir.clear_global(case.llm)
     third = case.sweep("mlp_out", positions=case.positions, checkpoint=file)
     assert (third.grid.array == again.grid.array).all() and file.read_bytes() == done
+
+
+def test_a_checkpoint_belongs_to_the_weights_that_are_loaded(root: Path, tmp_path: Path) -> None:
+    """Not to a folder: new weights in place make another sweep, with cells of its own and no twin in the folder."""
+    case, other = tiny(root), changed(root)
+    llm, grid = case.llm, ("resid_post", [1, 3], [36, -1])
+
+    def reload(path: Path) -> None:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+        llm.reset_prefix_cache()
+
+    def refused() -> None:
+        with pytest.raises(weir.WeirError, match="another sweep: the weights") as error:
+            case.sweep(*grid, checkpoint=tmp_path / "old")
+        assert error.value.field == "checkpoint"
+
+    old, before = case.sweep(*grid, checkpoint=tmp_path / "old"), loaded_weights(llm)
+    try:
+        reload(other)
+        refused()
+        fresh, theirs = case.sweep(*grid, checkpoint=tmp_path / "new"), truth(str(other))
+        for n, layer in enumerate(grid[1]):
+            for p, position in enumerate((36, len(case.clean) - 1)):
+                wanted = theirs.patch(case.corrupt, case.clean, ("resid_post", layer), [position])
+                assert case.close(fresh.grid[0, n, p], wanted)
+        assert np.abs(fresh.grid.array - old.grid.array).max() > 10 * case.bound
+        with pytest.raises(weir.WeirError, match="other weights than those that it loaded") as error:
+            weir.attribute(llm, case.clean, case.corrupt, metric=weir.logit_diff(case.a, case.b))
+        assert error.value.field == "model"
+        copied = shutil.copytree(directory(root), tmp_path / "copy")
+        reload(copied)
+        assert loaded_weights(llm) == before, "the name of a folder does not count"
+        llm.apply_model(halve_one)
+        refused()
+    finally:
+        reload(directory(root))
+    again = case.sweep(*grid, checkpoint=tmp_path / "old", progress=lambda done, total: done == total or pytest.fail())
+    assert (again.grid.array == old.grid.array).all()
+    assert weir.attribute(llm, case.clean, case.corrupt, metric=weir.logit_diff(case.a, case.b), top_k=1).top
+
+
+def halve_one(model: Any) -> None:
+    model.model.layers[2].input_layernorm.weight.data[17] *= 0.5
 
 
 def keys(file: Path) -> list[int]:

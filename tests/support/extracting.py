@@ -65,6 +65,7 @@ class FakeEngine:
 
     limit = 64
     row_bytes = 2 * D * 4
+    weights = "those of the first step"
 
     def __init__(self, wanted: RunSpec, pause: float = 0.0) -> None:
         self.wanted, self.pause, self.reads = wanted, pause, 0

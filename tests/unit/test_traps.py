@@ -223,7 +223,7 @@ def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
 
     joined = []
     runtime = SimpleNamespace(
-        requests=SimpleNamespace(follow=lambda new, finished, resumed: joined.extend(new)),
+        requests=SimpleNamespace(follow=lambda new, finished, resumed, known: joined.extend([*new, known])),
         begin_step=lambda *groups: None,
         sender=SimpleNamespace(end_step=lambda: None),
         notifier=SimpleNamespace(),
@@ -241,7 +241,7 @@ def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
     cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set())
     output = SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached, finished_req_ids=set())
     runner.execute_model(output)
-    assert joined == [("r", wire, 3, [1, 2, 3], 0)]
+    assert joined == [("r", wire, 3, [1, 2, 3], 0), {"r": 5}]
 
 
 def test_trap_05_sequences_of_one_request_are_each_followed():
@@ -295,7 +295,7 @@ def test_trap_11_a_name_is_looked_up_by_what_it_means_now(frontend):
     site_request = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": {"ref": "name"}, "layers": [1]}]}}
     digests = []
     for value in (1.0, 2.0, 1.0):
-        frontend.names.vectors.put("name", np.full(D, value, np.float32))
+        frontend.names.put_vector("name", np.full(D, value, np.float32))
         for _ in range(2):
             (move,) = frontend._admitted(site_request, True).effective
             (row,) = frontend._admitted(site_request, True).rows.values()

@@ -14,9 +14,7 @@ from vllm_weir.guard.request_extras import extras_in
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.scalars import is_int, plain
-
-Encode = Callable[[str], Sequence[int]]
-"""Text -> token ids, without special tokens."""
+from vllm_weir.util.unknown_token import unknown_id
 
 
 class Baseline(NamedTuple):
@@ -64,25 +62,33 @@ class LogitDiff:
     a: Any
     b: Any
 
-    def bind(
-        self, encode: Encode | None, pairs: int, path: str = "metric", vocab_size: int | None = None
-    ) -> BoundLogitDiff:
+    def bind(self, tokenizer: Any, pairs: int, path: str = "metric", vocab_size: int | None = None) -> BoundLogitDiff:
         """Return the metric for so many pairs of prompts.
 
         Args:
-            encode: the tokenizer; None for an engine without one.
+            tokenizer: the model's; None for an engine without one.
             pairs: how many.
             path: named by errors, followed by ``.a`` or ``.b``.
             vocab_size: tokens of the model, if known.
 
         Raises:
-            WeirError: if a text is not exactly one token, an id does not exist, or a list has another length.
+            WeirError: if a text is not exactly one token that the tokenizer knows, an id does not exist, a list has
+                another length, or `a` and `b` are the same token.
         """
-        sides = [_token_ids(value, encode, pairs, f"{path}.{name}") for name, value in (("a", self.a), ("b", self.b))]
-        for name, ids in zip("ab", sides, strict=True):
+        sides = {}
+        for name, value in (("a", self.a), ("b", self.b)):
+            ids = sides[name] = _token_ids(value, tokenizer, pairs, f"{path}.{name}")
             if vocab_size is not None and max(ids) >= vocab_size:
                 raise WeirError(f"token {max(ids)} does not exist: the vocabulary has {vocab_size}", f"{path}.{name}")
-        return BoundLogitDiff(tuple(zip(*sides, strict=True)))
+        tokens = tuple(zip(sides["a"], sides["b"], strict=True))
+        for pair, (a, b) in enumerate(tokens):
+            if a == b:
+                raise WeirError(
+                    f"a and b of pair {pair} are the same token, {a}, so that their difference is always 0; name two "
+                    "different tokens",
+                    f"{path}.b",
+                )
+        return BoundLogitDiff(tokens)
 
 
 @dataclass(frozen=True)
@@ -166,9 +172,9 @@ def logit_diff(a: Any, b: Any) -> LogitDiff:
     is that of the logits.
 
     Args:
-        a: text of one token (mind the space that it begins with), its id, or a list of these, one
-            for each pair of prompts.
-        b: likewise.
+        a: text of one token that the model knows (mind the space that it begins with), its id, or a
+            list of these, one for each pair of prompts.
+        b: likewise, another token.
     """
     return LogitDiff(a, b)
 
@@ -186,14 +192,14 @@ def on_logits(function: Callable[[np.ndarray], Any]) -> OnLogits:
 
 
 def bind_metric(
-    metric: Any, sampling: Any, encode: Encode | None, pairs: int, path: str = "metric", vocab_size: int | None = None
+    metric: Any, sampling: Any, tokenizer: Any, pairs: int, path: str = "metric", vocab_size: int | None = None
 ) -> BoundMetric:
     """Return a metric for so many pairs of prompts.
 
     Args:
         metric: a `LogitDiff`, an `OnLogits`, or a function of the output.
         sampling: the caller's ``SamplingParams`` for a function of the output, or None.
-        encode: the tokenizer, or None.
+        tokenizer: the model's, or None.
         pairs: how many.
         path: named by errors.
         vocab_size: tokens of the model, if known.
@@ -204,7 +210,7 @@ def bind_metric(
     if isinstance(metric, (LogitDiff, OnLogits)):
         if sampling is not None:
             raise WeirError("this metric reads the first token's logits and samples nothing; leave it out", "sampling")
-        return metric.bind(encode, pairs, path, vocab_size) if isinstance(metric, LogitDiff) else metric
+        return metric.bind(tokenizer, pairs, path, vocab_size) if isinstance(metric, LogitDiff) else metric
     if not callable(metric):
         raise WeirError(
             f"expected weir.logit_diff(a, b), weir.on_logits(f) or a function of the output, got "
@@ -214,6 +220,28 @@ def bind_metric(
     if sampling is not None:
         _check_sampling(sampling)
     return OnOutput(metric, sampling, "" if sampling is None else repr(sampling))
+
+
+def check_engine(metric: BoundMetric, model: Any, speculative: bool) -> None:
+    """Check that an engine returns what a metric reads.
+
+    Args:
+        metric: bound to tokens of the engine's model.
+        model: the engine's ``ModelConfig``.
+        speculative: whether it verifies drafts; vLLM then returns no log-probabilities of chosen tokens.
+
+    Raises:
+        WeirError: if it does not, with what to do instead.
+    """
+    if isinstance(metric, OnLogits) and 0 <= model.max_logprobs < model.get_vocab_size():
+        raise WeirError("a metric on all logits needs an engine that gives them: LLM(..., max_logprobs=-1)", "metric")
+    if isinstance(metric, BoundLogitDiff) and speculative:
+        raise WeirError(
+            "an engine with speculative decoding does not return the log-probabilities of chosen tokens; use an engine "
+            "without speculative_config, or weir.on_logits(lambda logits: logits[a] - logits[b]) with token ids and "
+            "LLM(..., max_logprobs=-1)",
+            "metric",
+        )
 
 
 def _check_sampling(sampling: Any) -> None:
@@ -242,7 +270,7 @@ def as_number(value: Any) -> float:
     raise WeirError(f"the metric returned {brief(value)!r} of type {type(value).__name__}; return one number", "metric")
 
 
-def _token_ids(value: Any, encode: Encode | None, pairs: int, field_name: str) -> list[int]:
+def _token_ids(value: Any, tokenizer: Any, pairs: int, field_name: str) -> list[int]:
     """Return a token id for each pair."""
     value = plain(value)
     several = not isinstance(value, str) and not is_int(value)
@@ -251,10 +279,10 @@ def _token_ids(value: Any, encode: Encode | None, pairs: int, field_name: str) -
     values = list(value) if several else [value] * pairs
     if len(values) != pairs:
         raise WeirError(f"{len(values)} tokens for {pairs} pairs of prompts; give one for all, or one each", field_name)
-    return [_token_id(v, encode, f"{field_name}[{i}]" if several else field_name) for i, v in enumerate(values)]
+    return [_token_id(v, tokenizer, f"{field_name}[{i}]" if several else field_name) for i, v in enumerate(values)]
 
 
-def _token_id(value: Any, encode: Encode | None, field_name: str) -> int:
+def _token_id(value: Any, tokenizer: Any, field_name: str) -> int:
     value = plain(value)
     if is_int(value):
         if value < 0:
@@ -262,15 +290,19 @@ def _token_id(value: Any, encode: Encode | None, field_name: str) -> int:
         return int(value)
     if not isinstance(value, str):
         raise WeirError(f"expected a token's text or id, got {type(value).__name__}", field_name)
-    if encode is None:
+    if tokenizer is None:
         raise WeirError("the engine has no tokenizer; give token ids", field_name)
-    ids = list(encode(value))
-    if len(ids) != 1:
-        raise WeirError(
-            f"{brief(value)!r} is {len(ids)} tokens, {ids[:8]}; give a text of one token, or the id of the first",
-            field_name,
-        )
-    return int(ids[0])
+    unknown = unknown_id(tokenizer)
+    other = value.lstrip() if value[:1].isspace() else f" {value}"
+    ids, of_other = (list(tokenizer.encode(text, add_special_tokens=False)) for text in (value, other))
+    if len(ids) == 1 and (ids[0] != unknown or tokenizer.convert_ids_to_tokens(unknown) == value):
+        return int(ids[0])
+    what = f"{len(ids)} tokens, {ids[:8]}"
+    if len(ids) == 1:
+        what = f"no token of the model: it becomes {tokenizer.convert_ids_to_tokens(unknown)!r} ({unknown})"
+    fits = len(of_other) == 1 and of_other[0] != unknown
+    instead = f"did you mean {other!r}?" if fits else "give a text of one token, or a token's id"
+    raise WeirError(f"{brief(value)!r} is {what}; {instead}", field_name)
 
 
 def function_name(function: Any) -> str:

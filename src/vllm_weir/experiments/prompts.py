@@ -8,6 +8,7 @@ from typing import Any
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.util.chat_text import chat_text
+from vllm_weir.util.unknown_token import warn_of_unknown
 
 Prompt = str | list[dict[str, Any]] | list[int]
 """A text, a chat (a list of messages), or token ids."""
@@ -78,6 +79,7 @@ def encode(
     """Return the tokens of prompts.
 
     A text gets the special tokens that the tokenizer adds to a prompt, a chat those of its template.
+    Texts with words that the tokenizer does not know get one warning.
 
     Args:
         prompts: as they were parsed.
@@ -103,6 +105,8 @@ def encode(
             ids = called([text for _, text in group], add_special_tokens=special)["input_ids"]
             for (i, _), tokens in zip(group, ids, strict=True):
                 encoded[i] = list(tokens)
+    if written := texts[True] + texts[False]:
+        warn_of_unknown(tokenizer(), [text for _, text in written], [encoded[i] for i, _ in written])
     for tokens, field in zip(encoded, fields, strict=True):
         if not tokens:
             raise WeirError("the prompt has no tokens", field)

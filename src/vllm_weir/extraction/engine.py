@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.frontend.request_stream import RequestStream
 from vllm_weir.util.chat_text import chat_text
 from vllm_weir.util.start_llm import start_llm
+from vllm_weir.util.unknown_token import warn_of_unknown
 
 PIECE_BYTES = 2 << 30
 """Bytes of rows that the engine computes at a time, while at most as many are being written."""
@@ -44,10 +46,12 @@ class ExtractionEngine(Protocol):
     Attributes:
         limit: Most tokens of a prompt.
         row_bytes: Most bytes of rows that a token gives.
+        weights: Fingerprint of its weights; None if they cannot be read.
     """
 
     limit: int
     row_bytes: int
+    weights: str | None
 
     def encode(self, values: Sequence[str | list[dict[str, Any]]]) -> list[list[int] | WeirError]:
         """Return the tokens of each text or chat, or an error for one that has none."""
@@ -101,16 +105,26 @@ class _Piece:
 class VllmEngine:
     """vLLM as the engine of a run; raises WeirError if it cannot give what the run extracts."""
 
+    _warned = False
+    """Whether it was said that texts hold words that the tokenizer does not know."""
+
     def __init__(self, spec: RunSpec) -> None:
         from vllm import SamplingParams
 
         from vllm_weir.api import params
         from vllm_weir.frontend.lookup import frontend_of
+        from vllm_weir.frontend.weights import loaded_weights
 
         # A captured prompt is computed whole, so the prefix cache would never be used.
         options = {"enable_prefix_caching": False} | spec.engine
         self.llm = start_llm(spec.model, options)
         capabilities = frontend_of(self.llm).engine.require_capabilities()
+        self.weights: str | None
+        try:
+            self.weights = loaded_weights(self.llm)
+        except WeirError as e:
+            warnings.warn(f"a run that goes on will not notice other weights: {e.message}", stacklevel=2)
+            self.weights = None
         self.reading: Reading
         if spec.features is None:
             self.reading = CaptureReading(spec.capture, capabilities)
@@ -134,6 +148,8 @@ class VllmEngine:
                 ids = self.tokenizer([texts[i] for i in chosen], add_special_tokens=not is_chat)["input_ids"]
                 for i, tokens in zip(chosen, ids, strict=True):
                     encoded[i] = list(tokens)
+                if not self._warned:
+                    self._warned = warn_of_unknown(self.tokenizer, [str(texts[i]) for i in chosen], ids)
         return encoded
 
     def _chat_text(self, messages: list[dict[str, Any]]) -> str | WeirError:

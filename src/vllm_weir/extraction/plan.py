@@ -11,7 +11,7 @@ from vllm_weir.extraction.engine import ExtractionEngine, VllmEngine
 from vllm_weir.extraction.feature_writer import PART_BYTES, FeatureWriter
 from vllm_weir.extraction.prompt_reader import PromptReader
 from vllm_weir.extraction.record_loop import RecordLoop, RecordWriter
-from vllm_weir.extraction.run_spec import RunSpec, begin_run, check_run, read_skipped
+from vllm_weir.extraction.run_spec import WEIGHTS, RunSpec, begin_run, check_run, read_skipped
 from vllm_weir.extraction.source import TextSource
 from vllm_weir.schema.row_notes import describe_rows
 from vllm_weir.storage.features.dataset import FeatureInfo, load_features
@@ -120,9 +120,9 @@ class ExtractionPlan:
     flush_seconds: float = 30.0
     start_engine: Callable[[RunSpec], ExtractionEngine] = VllmEngine
 
-    def begin(self, writer: RecordWriter) -> None:
+    def begin(self, writer: RecordWriter, engine: ExtractionEngine) -> None:
         """Write the identity of the run to the dataset, once the engine has started."""
-        identity = self.spec.identity(self.source)
+        identity = {**self.spec.identity(self.source), WEIGHTS: engine.weights}
         if not check_run(writer.store, identity):
             begin_run(writer.store, identity, not self.target.count())
 

@@ -30,7 +30,7 @@ class RayWorker:
             engine = plan.start_engine(plan.spec)
             self.writer = plan.target.writer()
             self.loop = plan.record_loop(engine, self.writer)
-            plan.begin(self.writer)
+            plan.begin(self.writer, engine)
         except WeirError as e:  # if it were raised here, Ray would try again forever
             self.error = e
 

@@ -233,7 +233,7 @@ def _run(
     engine = plan.start_engine(plan.spec)
     with contextlib.closing(engine), plan.target.writer() as writer:
         loop = plan.record_loop(engine, writer, report=report, stop=stop)
-        plan.begin(writer)
+        plan.begin(writer, engine)
         started[0] = time.monotonic()
         loop.run(0, total)
 

@@ -14,13 +14,13 @@ from vllm_weir.frontend.admission.reachable import check_reached
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.sinks import RAGGED_HOOKS
 from vllm_weir.storage.object_store import ObjectStore
-from vllm_weir.util.model_files import fingerprint
 
 RUN, SKIPPED = "extract.json", "skipped.jsonl"
 """Files beside the rows: the identity of the run, and the records that it skipped."""
 FORMAT, VERSION = "weir-extract", 1
-WEIGHTS = "weights"
-"""Field of a run's identity with the `fingerprint` of its model; runs of earlier versions have none."""
+WEIGHTS = "loaded_weights"
+"""Field of a run's identity with the fingerprint of the weights that its engine has; known once that has started.
+Runs of earlier versions have none."""
 PICKS = ("heads", "neurons")
 """Fields of a capture that pick parts of rows."""
 SPEED_OPTIONS = frozenset(
@@ -108,7 +108,7 @@ class RunSpec:
         engine = json.loads(json.dumps({k: v for k, v in sorted(self.engine.items()) if k not in SPEED_OPTIONS}))
         return {
             "format": FORMAT, "version": VERSION, "source": source.digest, "column": source.column,
-            "model": self.model, WEIGHTS: fingerprint(self.model), **captured,
+            "model": self.model, **captured,
             "max_tokens": self.max_tokens, "max_length": self.max_length,
             "engine": engine, **({} if self.features is None else self.features.identity()),
         }  # fmt: skip
@@ -140,9 +140,9 @@ def check_run(store: ObjectStore, identity: dict[str, Any]) -> bool:
     except (ValueError, KeyError, TypeError):
         raise store.error(RUN, "does not describe a run of weir extract") from None
     for name, wanted in identity.items():
-        if name == WEIGHTS and name in found and found[name] != wanted:
+        if name == WEIGHTS and found.get(name, wanted) != wanted:
             raise WeirError(
-                f"{store.url} was begun with other weights in {_short(identity['model'])}; choose another place",
+                f"{store.url} was begun with other weights of {_short(identity['model'])}; choose another place",
                 "model",
             )
         if name != WEIGHTS and found.get(name) != wanted:

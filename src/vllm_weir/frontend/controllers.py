@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from vllm_weir import controllers
 from vllm_weir.controllers.async_controller import AsyncController
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
 from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.frontend.engine_names import EngineNames
 from vllm_weir.frontend.sinks.manager import captures_for
@@ -122,53 +120,19 @@ class FrontendActions:
 
     def set_vector(self, name: str, vector: Any) -> str:
         """Register a vector under a name, and return its digest."""
-        names = self._names()
-        if names.source is None:
-            return names.put_vector(name, vector)
-        parsed = names.vectors.parse(name, vector)
-
-        def put(contents: RegistryContents) -> RegistryContents:
-            if name in contents.modules:
-                raise WeirError(f"a module is named {name!r}; choose another name", "name")
-            return replace(contents, vectors={**contents.vectors, name: NamedVector({None: parsed})})
-
-        names.source.change(put)
-        return parsed.digest
+        return self._names().put_vector(name, vector)
 
     def remove_vector(self, name: str) -> None:
         """Forget a registered vector."""
-        names = self._names()
-        if names.source is None:
-            names.remove_vector(name)
-            return
-
-        def remove(contents: RegistryContents) -> RegistryContents:
-            if name not in contents.vectors:
-                raise WeirError(f"no vector is registered under {name!r}", "name")
-            return replace(contents, vectors={key: one for key, one in contents.vectors.items() if key != name})
-
-        names.source.change(remove)
+        self._names().remove_vector(name)
 
     def set_global(self, interventions: Any) -> None:
         """Apply interventions to every request, in place of earlier global ones."""
-        names, parsed = self._names(), parse_interventions(interventions, "interventions")
-        if names.source is None:
-            names.set_always(parsed)
-            return
-
-        def put(contents: RegistryContents) -> RegistryContents:
-            names.refresh()  # names stand for what they do while the state is locked
-            return replace(contents, always=names.settled(parsed, everyone=True), tiers=0)
-
-        names.source.change(put)
+        self._names().set_always(parse_interventions(interventions, "interventions"))
 
     def clear_global(self) -> None:
         """Remove the interventions of every request."""
-        names = self._names()
-        if names.source is None:
-            names.set_always(())
-        else:
-            names.source.change(lambda contents: replace(contents, always=(), tiers=0))
+        self._names().set_always(())
 
     def _names(self) -> EngineNames:
         frontend = self._frontend_of()

@@ -194,7 +194,9 @@ class EngineFrontend:
         self.manager.prepare(admitted.parts, request_id)
         if self._receiver is None:
             self._receiver = Receiver(self.store, self._host)
-        engine_request = self.engine.make_request(admitted, self._receiver.endpoint, prompt_ids, prompt_len, generated)
+        engine_request = self.engine.make_request(
+            admitted, self._receiver.endpoint, prompt_ids, prompt_len, generated, media.longest
+        )
         if engine_request is not None:
             engine_request.prompt_len = None if continuation is None else prompt_len
             if engine_request.table_needs is not None:

@@ -7,19 +7,26 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
-from vllm_weir.frontend.admission.vector_registry import RegistryBackend, RegistryContents, VectorRegistry
+from vllm_weir.frontend.admission.vector_registry import (
+    NamedVector,
+    RegistryBackend,
+    RegistryContents,
+    VectorRegistry,
+)
 from vllm_weir.frontend.known_engine import KnownEngine
 from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.request import WIRE_KEY, WIRE_VERSION
+
+T = TypeVar("T")
 
 
 class EngineNames:
@@ -50,6 +57,8 @@ class EngineNames:
         self.lock = threading.RLock()
         self._engine, self._forget = engine, forget
         self._contents: RegistryContents | None = None
+        self._local = threading.local()
+        """`made`: the changes of a thread that may have to be undone, as (before, after)."""
         self._scoring: tuple[AnyProbe, ...] = ()
         """Probes of every request that controllers have declared and the engine does not know yet."""
 
@@ -79,24 +88,70 @@ class EngineNames:
         self.always = tuple(interventions)
         self._forget()
 
+    def change(self, edit: Callable[[RegistryContents], RegistryContents]) -> None:
+        """Replace what names stand for by what `edit` makes of it, in all processes of a server.
+
+        If `edit` raises, nothing changes. It may call `refresh`, and is not to change `saes`.
+        """
+        made: list[tuple[RegistryContents, RegistryContents]] = []
+
+        def noted(contents: RegistryContents) -> RegistryContents:
+            made[:] = [(contents, edit(contents))]
+            return made[0][1]
+
+        if self.source is not None:
+            self.source.change(noted)
+            self.refresh()
+        else:
+            with self.lock:
+                named, probes = self.vectors.named, self.probes.registered
+                before = RegistryContents(0, named, self.vectors.modules, self.always, probes=probes)
+                after = noted(before)
+                if after.vectors is not named:
+                    self.vectors.load(after)
+                if after.probes is not probes:
+                    self.probes.load(after.probes)
+                if after.always is not before.always:
+                    self._replace_always(after.always)
+        if (own := getattr(self._local, "made", None)) is not None:
+            own += made
+
     def set_always(self, interventions: Sequence[AnyIntervention]) -> None:
         """Set the interventions of every request from now on.
 
         Raises:
             WeirError: if the engine cannot do them.
         """
-        with self.lock:
-            self._replace_always(self.settled(interventions, everyone=True))
+
+        def edit(contents: RegistryContents) -> RegistryContents:
+            self.refresh()  # names stand for what they do while the state is locked
+            always = self.settled(interventions, everyone=True) if interventions else ()
+            return replace(contents, always=always, tiers=0)
+
+        self.change(edit)
 
     def put_vector(self, name: str, vector: Any) -> str:
         """Register a vector, see `vllm_weir.api.register`."""
-        with self.lock:
-            return self.vectors.put(name, vector)
+        self.refresh()
+        parsed = self.vectors.parse(name, vector)
+
+        def edit(contents: RegistryContents) -> RegistryContents:
+            if name in contents.modules:
+                raise WeirError(f"a module is named {name!r}; choose another name", "name")
+            return replace(contents, vectors={**contents.vectors, name: NamedVector({None: parsed})})
+
+        self.change(edit)
+        return parsed.digest
 
     def remove_vector(self, name: str) -> None:
         """Unregister a vector; raise WeirError if there is none of the name."""
-        with self.lock:
-            self.vectors.remove(name)
+
+        def edit(contents: RegistryContents) -> RegistryContents:
+            if name not in contents.vectors:
+                raise WeirError(f"no vector is registered under {name!r}", "name")
+            return replace(contents, vectors={key: one for key, one in contents.vectors.items() if key != name})
+
+        self.change(edit)
 
     def add_scoring(self, probes: Sequence[AnyProbe | str]) -> None:
         """Let probes that a controller declares score every request, once the engine is known.
@@ -109,12 +164,8 @@ class EngineNames:
                 raise WeirError(f"{probe!r} is a name; give the probe itself, which scores every request", "probes")
             if self._engine.capabilities is None:
                 self._scoring = (*self._scoring, probe)
-            elif self.source is None:
-                self.register_probe(probe, everyone=True)
             else:
-                one = {probe.name: RegisteredProbe(probe, True)}
-                self.check_probe(probe.name, self.probes.with_probes(one))
-                self.source.change(functools.partial(_with_probes, one))
+                self.register_probe(probe, everyone=True)
 
     def add_waiting(self) -> None:
         """Let the probes score every request that waited until the engine is known.
@@ -127,20 +178,23 @@ class EngineNames:
 
     @contextmanager
     def added_scoring(self, probes: Sequence[AnyProbe | str]) -> Iterator[None]:
-        """Do what `add_scoring` does, and undo it if that or what comes in the context fails.
+        """Do what `add_scoring` does; if that or what comes in the context fails, undo it and all that was changed.
 
-        The lock is not held meanwhile: what comes in the context may change `source`.
+        What is undone are the changes of this thread; what others have set for every request meanwhile
+        stays. The lock is not held: what comes in the context may change `source`.
         """
-        self.refresh()
-        names = [probe.name for probe in probes if not isinstance(probe, str)]
-        before, waiting = {one: self.probes.registered.get(one) for one in names}, self._scoring
+        made: list[tuple[RegistryContents, RegistryContents]] = []
+        waiting, self._local.made = self._scoring, made
         try:
             self.add_scoring(probes)
             yield
         except BaseException:
-            self.change_probes(before)
-            self._scoring = waiting
+            self._local.made, self._scoring = None, waiting
+            if made:
+                self.change(functools.partial(_undone, made))
             raise
+        finally:
+            self._local.made = None
 
     def register_probe(self, probe: AnyProbe, everyone: bool = False) -> None:
         """Register a probe under its name, replacing any other; see `vllm_weir.api.register_probe`.
@@ -152,19 +206,23 @@ class EngineNames:
         Raises:
             WeirError: if the engine cannot serve it, or what gates interventions of every request.
         """
-        with self.lock:
-            if everyone and probe.positions.kind == "modality":
-                raise WeirError(
-                    f"not every prompt has {probe.positions.modality}; choose positions by their place, or let "
-                    "requests name the probe",
-                    "probe.positions",
-                )
-            probes = self.probes.with_probes(self.probes.registered)
+        if everyone and probe.positions.kind == "modality":
+            raise WeirError(
+                f"not every prompt has {probe.positions.modality}; choose positions by their place, or let "
+                "requests name the probe",
+                "probe.positions",
+            )
+
+        def edit(contents: RegistryContents) -> RegistryContents:
+            self.refresh()
+            probes = self.probes.with_probes(contents.probes)
             probes.put(RegisteredProbe(probe.at("probe").with_arrays(self.vectors.find), everyone))
             if self._engine.capabilities is not None and self._engine.refusal is None:
                 self.check_probe(probe.name, probes)
-                self.settled(self.always, everyone=True, probes=probes)
-            self.probes.put(probes.registered[probe.name])
+                self.settled(contents.always, everyone=True, probes=probes)
+            return replace(contents, probes=probes.registered)
+
+        self.change(edit)
 
     def check_probe(self, name: str, probes: ProbeRegistry) -> None:
         """Raise WeirError unless the engine can serve a probe of a registry."""
@@ -200,20 +258,13 @@ class EngineNames:
         dropped = [name for name, one in changes.items() if one is None]
         if not changes:
             return
-        if self.source is None:
-            with self.lock:
-                for name in dropped:
-                    refuse_gating(name, self.always)
-                self.probes.load(_changed(self.probes.registered, changes))
-        else:
 
-            def edit(contents: RegistryContents) -> RegistryContents:
-                for name in dropped:
-                    refuse_gating(name, contents.always)
-                return replace(contents, probes=_changed(contents.probes, changes))
+        def edit(contents: RegistryContents) -> RegistryContents:
+            for name in dropped:
+                refuse_gating(name, contents.always)
+            return replace(contents, probes=_changed(contents.probes, changes))
 
-            self.source.change(edit)
-            self.refresh()
+        self.change(edit)
         self._scoring = tuple(probe for probe in self._scoring if probe.name not in dropped)
 
     def settled(
@@ -250,14 +301,28 @@ class EngineNames:
         return tuple(one.with_arrays(find) for one in settled)
 
 
-def _with_probes(probes: Mapping[str, RegisteredProbe], contents: RegistryContents) -> RegistryContents:
-    return replace(contents, probes={**contents.probes, **probes})
+def _undone(made: Sequence[tuple[RegistryContents, RegistryContents]], contents: RegistryContents) -> RegistryContents:
+    """Return contents without some changes, which are given as (before, after), the earliest first.
+
+    A probe that gates what others have set for every request stays.
+    """
+    gating = {one.when.probe for one in contents.always if one.when is not None}
+    for before, after in reversed(made):
+        if [one.to_json() for one in contents.always] == [one.to_json() for one in after.always]:
+            contents = replace(contents, always=before.always, tiers=before.tiers)
+            gating = {one.when.probe for one in contents.always if one.when is not None}
+        dropped = {name: before.probes.get(name) for name in after.probes if name not in gating}
+        moved = {name: before.vectors.get(name) for name in {**before.vectors, **after.vectors}}
+        contents = replace(
+            contents,
+            probes=_changed(contents.probes, {n: one for n, one in dropped.items() if one is not after.probes[n]}),
+            vectors=_changed(contents.vectors, {n: v for n, v in moved.items() if v is not after.vectors.get(n)}),
+        )
+    return contents
 
 
-def _changed(
-    probes: Mapping[str, RegisteredProbe], changes: Mapping[str, RegisteredProbe | None]
-) -> dict[str, RegisteredProbe]:
-    return {name: one for name, one in {**probes, **changes}.items() if one is not None}
+def _changed(named: Mapping[str, T], changes: Mapping[str, T | None]) -> dict[str, T]:
+    return {name: one for name, one in {**named, **changes}.items() if one is not None}
 
 
 def refuse_gating(name: str, always: Sequence[Intervention]) -> None:

@@ -28,6 +28,8 @@ class KnownEngine:
 
     Attributes:
         capabilities: what the workers serve; None until they have reported.
+        first_weights: fingerprint of the weights that the engine was started with, "" if they could
+            not be read; None while its workers were told nothing that may replace them.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class KnownEngine:
     ) -> None:
         self.refusal, self.vocabulary, self.traits = refusal, vocabulary, traits
         self.capabilities: EngineCapabilities | None = None
+        self.first_weights: str | None = None
         self._settings, self._chunked = settings, chunked
         self._sizes: TableSizes | None = None
 
@@ -68,16 +71,20 @@ class KnownEngine:
         prompt_ids: Sequence[int] | None,
         prompt_len: int,
         max_tokens: int,
+        longest_item: int = 0,
     ) -> EngineRequest | None:
         """Return what travels to the engine with a request, see `make_engine_request`.
+
+        `longest_item`: the most positions of an image or the like in its prompt.
 
         Raises:
             WeirError: if the engine can never hold what the request needs.
         """
         capabilities = self.require_capabilities()
         sizes = self._sizes or self._settings.table_sizes(capabilities.d_model)
+        step_tokens = max(1, longest_item if self.traits.media_whole else 0) if self._chunked else prompt_len
         return make_engine_request(
-            admitted, reader_endpoint, prompt_ids, prompt_len, max_tokens, capabilities, self._chunked, sizes
+            admitted, reader_endpoint, prompt_ids, prompt_len, max_tokens, capabilities, step_tokens, sizes
         )
 
     def check_holds(self, admitted: AdmittedRequest) -> None:

@@ -20,6 +20,7 @@ from vllm_weir.frontend.pacing import entry_of
 from vllm_weir.frontend.receive.release import HeldSequences, holding
 from vllm_weir.frontend.sinks.manager import check_sinks
 from vllm_weir.frontend.tracker import Tracker
+from vllm_weir.frontend.weights import loaded_weights
 from vllm_weir.guard.outputs import VIEW as _VIEW
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.guard.request_extras import extras_in, extras_of, replace_extras
@@ -233,8 +234,12 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     refusal = status.refusal or refusal_of(config)
     model = config.model_config
     vocabulary = Vocabulary(model.get_vocab_size(), engine.output_processor.tokenizer)
+    both_ways = bool(model.is_mm_prefix_lm)
     traits = replace(
-        traits_of(config), kv_connector=unknown_connector(config), media_both_ways=bool(model.is_mm_prefix_lm)
+        traits_of(config),
+        kv_connector=unknown_connector(config),
+        media_both_ways=both_ways,
+        media_whole=both_ways or config.scheduler_config.disable_chunked_mm_input,
     )
     frontend = EngineFrontend(
         settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len, traits
@@ -286,6 +291,7 @@ def collective_rpc(original: Callable[..., Any], _status: PatchStatus) -> Callab
     """Wrap ``LLMEngine.collective_rpc``: what workers were told to do may have replaced weights."""
 
     def wrapper(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        _note_weights(self, method)
         results = original(self, method, *args, **kwargs)
         if (frontend := _knowing_weights(self, method)) is not None:
             frontend.learn_weights(original(self, "weir_report"))
@@ -306,12 +312,28 @@ def async_collective_rpc(original: Callable[..., Any], _status: PatchStatus) -> 
     return wrapper
 
 
-def _knowing_weights(engine: Any, method: Any) -> EngineFrontend | None:
-    """Return an engine's frontend if it knows values of weights that a call may have replaced."""
+def _frontend_called(engine: Any, method: Any) -> EngineFrontend | None:
+    """Return an engine's frontend if its workers are told to do what may replace weights."""
     if isinstance(method, str) and method.startswith("weir_"):
         return None
-    frontend: EngineFrontend | None = getattr(getattr(engine, "output_processor", None), FRONTEND, None)
+    return getattr(getattr(engine, "output_processor", None), FRONTEND, None)
+
+
+def _knowing_weights(engine: Any, method: Any) -> EngineFrontend | None:
+    """Return an engine's frontend if it knows values of weights that a call may have replaced."""
+    frontend = _frontend_called(engine, method)
     return frontend if frontend is not None and frontend.engine.knows_weights else None
+
+
+def _note_weights(engine: Any, method: Any) -> None:
+    """Note which weights the engine was started with, before the first call that may replace them."""
+    frontend = _frontend_called(engine, method)
+    if frontend is None or frontend.engine.capabilities is None or frontend.engine.first_weights is not None:
+        return
+    try:
+        frontend.engine.first_weights = loaded_weights(engine)
+    except WeirError:
+        frontend.engine.first_weights = ""  # unlike any that is read later
 
 
 def _check_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

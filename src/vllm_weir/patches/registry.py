@@ -200,6 +200,8 @@ PATCHES: tuple[Patch, ...] = (
          "waiting requests can be aborted", "scheduler:finish_requests", ("request_ids", "finished_status")),
     Patch(f"{_V1}.core.sched.scheduler", "Scheduler.schedule", CORE,
          "waiting requests enter; a step never records more rows than the ring holds", "scheduler:schedule"),
+    Patch(f"{_V1}.core.sched.scheduler", "Scheduler._try_schedule_encoder_inputs", CORE,
+         "images whose positions attend to later ones are not split", None, ("request", "num_computed_tokens")),
     Patch(f"{_V1}.core.sched.scheduler", "Scheduler._handle_invalid_blocks", CORE,
          "requests whose KV was not loaded are planned anew", None),
     Patch(_CONNECTOR, "KVConnectorBase_V1.get_num_new_matched_tokens", CORE,

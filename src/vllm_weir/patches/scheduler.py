@@ -16,8 +16,10 @@ from vllm_weir.core.step_budget import StepBudget
 from vllm_weir.core.waiting_queue import WaitingQueue
 from vllm_weir.guard.request_extras import extras_of
 from vllm_weir.patches.kv_connectors import ConnectorGuard
+from vllm_weir.patches.media import item_at, longest_item, tokens_before_cut
 from vllm_weir.schema.engine_request import EngineRequest, TableNeeds
 from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.positions import ENDLESS
 
 if TYPE_CHECKING:
     from vllm_weir.patches.registry import PatchStatus
@@ -136,6 +138,9 @@ class _SchedulerState:
             config.scheduler_config.max_num_seqs,
             config.scheduler_config.long_prefill_token_threshold,
         )
+        self.most_whole = _most_whole(scheduler)
+        if self.most_whole:
+            _keep_items_whole(scheduler, self.most_whole)
         self.waiting = WaitingQueue(settings.table_sizes(d_model))
         self.connectors = None if scheduler.connector is None else _guard_connectors(scheduler)
         self._by_priority = config.scheduler_config.policy == "priority"
@@ -251,7 +256,7 @@ def schedule(original: Callable[..., Any], _status: PatchStatus) -> Callable[...
             return original(self, *args, **kwargs)
         for request in state.waiting.release(self.requests):
             state.schedule(self, request)
-        with _bounded(self, state.budget):
+        with _bounded(self, state.budget, state.most_whole):
             output = original(self, *args, **kwargs)
         if len(state.waiting):
             setattr(output, WAITING, len(state.waiting))
@@ -263,16 +268,16 @@ def schedule(original: Callable[..., Any], _status: PatchStatus) -> Callable[...
 
 
 @contextlib.contextmanager
-def _bounded(scheduler: Any, budget: StepBudget) -> Iterator[None]:
+def _bounded(scheduler: Any, budget: StepBudget, most_whole: int) -> Iterator[None]:
     """While this holds, a step of vLLM's has as many tokens as have room for what they record.
 
-    Where prompts are not split, one that is longer than that, because of what requests behind it
-    record, would wait for ever, and they with it. It gets a step of its own, for which admission has
-    found room.
+    Where prompts, or images, are not split, one that is longer than that, because of what requests
+    behind it record, would wait for ever, and they with it. It gets a step of its own, for which
+    admission has found room.
     """
     limit = scheduler.max_num_scheduled_tokens
     tokens = budget.tokens(scheduler.requests, limit)
-    alone = _whole_prompt(tokens, scheduler)
+    alone = _unsplit(tokens, scheduler, most_whole)
     scheduler.max_num_scheduled_tokens = alone or tokens
     try:
         with _one_request(scheduler) if alone else contextlib.nullcontext():
@@ -281,12 +286,44 @@ def _bounded(scheduler: Any, budget: StepBudget) -> Iterator[None]:
         scheduler.max_num_scheduled_tokens = limit
 
 
-def _whole_prompt(tokens: int, scheduler: Any) -> int:
-    """Return the length of the next prompt if it must be computed in one step and ``tokens`` are too few, else 0."""
-    if scheduler.scheduler_config.enable_chunked_prefill or scheduler.running or not scheduler.waiting:
+def _unsplit(tokens: int, scheduler: Any, most_whole: int) -> int:
+    """Return how many tokens of the next request must be computed in one step if `tokens` are too few, else 0."""
+    if scheduler.running:
+        needs = [item_at(request, request.num_computed_tokens, most_whole) for request in scheduler.running]
+        return needs[0] if min(needs) > tokens else 0
+    if not scheduler.waiting:
         return 0
-    length = scheduler.waiting.peek_request().num_tokens
+    request = scheduler.waiting.peek_request()
+    if not scheduler.scheduler_config.enable_chunked_prefill:
+        length = request.num_tokens
+    else:
+        length = longest_item(request, most_whole)
     return length if tokens < length <= scheduler.max_num_scheduled_tokens else 0
+
+
+def _most_whole(scheduler: Any) -> int:
+    """Return how many positions an image may have that is to be computed in one step; 0 if images may be split.
+
+    They must not where its positions attend to later ones. vLLM sees to that on a GPU alone, and cuts
+    an image all the same if a step has too few tokens left when it is at the image's start. What is
+    longer than a step is always cut.
+    """
+    config = scheduler.vllm_config
+    if not (config.model_config.is_mm_prefix_lm or config.scheduler_config.disable_chunked_mm_input):
+        return 0
+    return min(scheduler.max_num_scheduled_tokens, config.scheduler_config.long_prefill_token_threshold or ENDLESS)
+
+
+def _keep_items_whole(scheduler: Any, most: int) -> None:
+    """End steps before an image, or the like, of up to `most` positions that does not fit into them."""
+    original = scheduler._try_schedule_encoder_inputs
+
+    @functools.wraps(original)
+    def wrapper(request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        inputs, num_new_tokens, *rest = original(request, num_computed_tokens, *args, **kwargs)
+        return inputs, tokens_before_cut(request, num_computed_tokens, num_new_tokens, most), *rest
+
+    scheduler._try_schedule_encoder_inputs = wrapper
 
 
 @contextlib.contextmanager

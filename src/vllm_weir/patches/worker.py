@@ -17,6 +17,7 @@ from vllm_weir.patches.kv_connectors import RELOADED
 from vllm_weir.patches.scheduler import WAITING, engine_request_of
 from vllm_weir.patches.speculation import drafts_of, patch_sample_tokens, traits_of
 from vllm_weir.patches.unembedding import unembedding_of
+from vllm_weir.patches.weights import weights_now
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.util.frozen_heap import frozen_heap
 from vllm_weir.worker.model_info import ModelInfo
@@ -126,6 +127,7 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
     patch_inputs(runtime)
     worker.weir_report = functools.partial(_report, status, runtime)
     worker.weir_usage = runtime.usage
+    worker.weir_weights = functools.partial(weights_now, runner)
     worker.weir_load_sae, worker.weir_unload_sae = runtime.saes.load, runtime.saes.unload
     kept = runtime.kept_rows
     worker.weir_keep_rows, worker.weir_fit_rows, worker.weir_drop_rows = kept.begin, kept.fit, kept.end
@@ -164,13 +166,25 @@ def _patch_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids  # from V1; V2 reports them as new requests
         if reloaded := vars(scheduler_output).get(RELOADED):
             resumed = resumed.union(reloaded)
-        runtime.requests.follow(new, scheduler_output.finished_req_ids, resumed)
+        runtime.requests.follow(new, scheduler_output.finished_req_ids, resumed, _known_tokens(scheduler_output))
         runtime.begin_step(*_starts(scheduler_output))
         output = execute_model(scheduler_output, *args, **kwargs)
         runtime.sender.end_step()
         return output
 
     runner.execute_model = wrapper
+
+
+def _known_tokens(scheduler_output: Any) -> dict[str, int]:
+    """Return how many tokens requests have that go on after a preemption."""
+    cached = scheduler_output.scheduled_cached_reqs
+    every = getattr(cached, "all_token_ids", {})  # of runner V1; not in every version
+    known = {name: len(every[name]) for name in cached.resumed_req_ids if name in every}
+    for request in scheduler_output.scheduled_new_reqs:
+        tokens = getattr(request, "prefill_token_ids", None)  # of runner V2
+        if tokens is not None and len(tokens) > len(request.prompt_token_ids or tokens):
+            known[request.req_id] = len(tokens)
+    return known
 
 
 def _starts(scheduler_output: Any) -> Iterator[tuple[list[str], list[int]]]:

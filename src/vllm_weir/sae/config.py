@@ -82,6 +82,11 @@ class SAEConfig:
         return self.architecture in TRANSCODERS
 
     @property
+    def saved_architecture(self) -> str:
+        """The architecture in files: as in SAELens, BatchTopK, whose threshold is one number, is saved as JumpReLU."""
+        return "jumprelu" if self.architecture == "batchtopk" else self.architecture
+
+    @property
     def encodes_rows(self) -> bool:
         """Whether one product with the row does not tell a feature's activation, so that rows are encoded whole."""
         return self.architecture == "topk" or self.normalize_activations in ROW_NORMALISATIONS

@@ -15,9 +15,12 @@ BLOCK = 1 << 24
 
 
 def digest_of(sae: SAE) -> str:
-    """Return the digest of what an autoencoder computes, hexadecimal; its name and metadata do not count."""
+    """Return the digest of what an autoencoder computes, hexadecimal; saved and loaded again it has the same.
+
+    Its name and metadata do not count.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    config = asdict(replace(sae.config, name="", metadata={}))
+    config = asdict(replace(sae.config, architecture=sae.config.saved_architecture, name="", metadata={}))
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name in sorted(sae.tensors):
         tensor = sae.tensors[name].detach()

@@ -114,8 +114,6 @@ def parse_cfg(cfg: Mapping[str, Any], given: Given, name: str) -> ParsedFile:
 
 def to_cfg(config: SAEConfig, dtype: str, d_in: int, d_sae: int, d_out: int) -> dict[str, Any]:
     """Return the content of a ``cfg.json`` of version 6."""
-    # SAELens saves a BatchTopK SAE, whose threshold is one number, as a JumpReLU SAE, too.
-    architecture = "jumprelu" if config.architecture == "batchtopk" else config.architecture
     metadata = {key: value for key, value in config.metadata.items() if key != "hook_layer"}
     metadata |= {
         "hook_name": hook_name(config.site),
@@ -125,7 +123,7 @@ def to_cfg(config: SAEConfig, dtype: str, d_in: int, d_sae: int, d_out: int) -> 
     }
     metadata.pop("hf_hook_name", None)
     cfg: dict[str, Any] = {
-        "architecture": architecture,
+        "architecture": config.saved_architecture,
         "d_in": d_in,
         "d_sae": d_sae,
         "dtype": dtype,
@@ -139,7 +137,7 @@ def to_cfg(config: SAEConfig, dtype: str, d_in: int, d_sae: int, d_out: int) -> 
         assert config.out_site is not None
         cfg["d_out"] = d_out
         metadata["hook_name_out"] = hook_name(config.out_site)
-    if architecture == "topk":
+    if config.architecture == "topk":
         cfg |= {"k": config.k, "rescale_acts_by_decoder_norm": config.rescale_acts_by_decoder_norm}
     return cfg
 

@@ -17,12 +17,14 @@ class EngineTraits:
         kv_connector: the KV connector, if it is one of which Weir does not know how it tells a
             steered request's keys and values from a plain one's; "" if there is none.
         media_both_ways: whether positions of an image attend to later ones of the same image.
+        media_whole: whether all positions of an image, or the like, are computed in one step.
     """
 
     draft_tokens: int = 0
     drafts_ahead: bool = False
     kv_connector: str = ""
     media_both_ways: bool = False
+    media_whole: bool = False
 
     @property
     def speculative(self) -> bool:

@@ -19,17 +19,20 @@ class Media:
 
     Attributes:
         ranges: (modality, the ranges of its positions, ascending and apart), sorted by modality.
+        longest: the most positions that one item has, with those of tokens within it.
     """
 
     ranges: tuple[tuple[str, tuple[Range, ...]], ...] = ()
+    longest: int = 0
 
     @classmethod
-    def of(cls, items: Iterable[tuple[str, Iterable[Range]]]) -> Media:
+    def of(cls, items: Iterable[tuple[str, Iterable[Range]]], longest: int = 0) -> Media:
         """Collect items of a prompt, (modality, ranges) each; adjacent ranges become one."""
         by_modality: dict[str, list[Range]] = {}
         for modality, ranges in items:
             by_modality.setdefault(modality, []).extend(ranges)
-        return cls(tuple((modality, _joined(ranges)) for modality, ranges in sorted(by_modality.items())))
+        ranges_of = tuple((modality, _joined(ranges)) for modality, ranges in sorted(by_modality.items()))
+        return cls(ranges_of, longest)
 
     def __bool__(self) -> bool:
         return bool(self.ranges)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from vllm_weir.worker.functions import WorkerFunctions
 from vllm_weir.worker.kept_rows import KeptRows
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.planner import Planner
-from vllm_weir.worker.request_failures import RequestFailures
+from vllm_weir.worker.request_failures import NO_MEMORY, RequestFailures
 from vllm_weir.worker.saes import WorkerSAEs
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys
@@ -28,10 +28,7 @@ from vllm_weir.worker.transfer.buffer_server import BufferServer
 from vllm_weir.worker.transfer.request_codecs import RequestCodecs
 
 logger = logging.getLogger(__name__)
-NO_MEMORY = (
-    "the device has no memory left for what the request needs there; send it again once other requests have ended, or "
-    "start the engine with a lower gpu_memory_utilization"
-)
+NOTHING: Mapping[str, int] = {}
 
 
 class LiveRequests:
@@ -79,6 +76,7 @@ class LiveRequests:
         new: Iterable[tuple[str, EngineRequest, int, Sequence[int] | None, int]],
         finished: Iterable[str],
         resumed: Iterable[str] = (),
+        known: Mapping[str, int] = NOTHING,
     ) -> None:
         """Note which requests join, leave, and resume before the next step.
 
@@ -87,10 +85,13 @@ class LiveRequests:
                 from the prefix cache).
             finished: ids of requests that leave; unknown ones are ignored.
             resumed: ids of requests that go on after a preemption without having left.
+            known: request -> its tokens, of requests that go on after a preemption, having left or not.
         """
         for request_id in finished:
             self._active_taps.leave(request_id)
             self._release(request_id)
+        for request_id, tokens in known.items():
+            self._planner.forget_from(request_id, tokens)
         self._planner.resume(resumed)
         joining = [(spec, *request) for request in new if (spec := self._read(*request)) is not None]
         replaced = self._module_path.replaced() if joining else ""

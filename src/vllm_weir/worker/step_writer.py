@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from vllm_weir.schema.taps import NO_GRAPH
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.step_plan import StepPlan
-from vllm_weir.worker.request_failures import RequestFailures
+from vllm_weir.worker.request_failures import NO_MEMORY, RequestFailures
 from vllm_weir.worker.scoring.scorer import Scorer
 from vllm_weir.worker.step_sender import StepSender
 from vllm_weir.worker.tap.calls import Batch, TapCalls
@@ -23,6 +23,9 @@ from vllm_weir.worker.tap.device_tables import PlanWriter, TableWriter
 from vllm_weir.worker.tap.op import TapSwitch, TapTensors
 from vllm_weir.worker.tap.reductions import TapReducer
 from vllm_weir.worker.transfer.step_rows import StepRows
+
+if TYPE_CHECKING:
+    from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
 
 logger = logging.getLogger(__name__)
 
@@ -96,15 +99,29 @@ class StepWriter:
                 raise WeirError("a step in whose taps something is called was to be replayed from a CUDA graph")
             streamed_copy = None if plan is None or graph else self._step_rows.streamed_copy_for(plan)
             first_row = 0 if plan is None or streamed_copy is not None else self._step_rows.claim(plan.rows)
-        except (WeirError, ValueError) as e:
+            if plan is not None:
+                self._failures.note(plan.failures)
+                self._begin(plan, first_row, streamed_copy, graph, input_ids, positions)
+        except (WeirError, ValueError, torch.OutOfMemoryError) as e:
             logger.exception("Weir cannot plan this step")
-            self._failures.fail_step(request_ids, num_computed, str(e))
-            plan = None
+            self._failures.fail_step(
+                request_ids, num_computed, NO_MEMORY if isinstance(e, torch.OutOfMemoryError) else str(e)
+            )
+            self._sender.step, self._switch.launch, plan = None, None, None
         if plan is None:
             self._plan_writer.silence()
             self._scorer.silence()
-            return
-        self._failures.note(plan.failures)
+
+    def _begin(
+        self,
+        plan: StepPlan,
+        first_row: int,
+        streamed_copy: StreamedCopy | None,
+        graph: bool,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor | None,
+    ) -> None:
+        """Write a step's plan, whose rows begin at `first_row` of the ring, to where the taps read it."""
         self._table_writer.flush()
         self._write_ranks()
         acting_tokens = None

@@ -25,7 +25,7 @@ PROBE = weir.Probe("one", V, 0.0, "resid_post", 0, positions="prompt")
 def of(**asked):
     params = weir.params(capture=asked.pop("capture", ()), **asked)
     admitted = admit(params.extra_args, FACTS)
-    request = make_engine_request(admitted, "reply", list(range(P)), P, 8, FACTS, True, SIZES)
+    request = make_engine_request(admitted, "reply", list(range(P)), P, 8, FACTS, 1, SIZES)
     return ExternalKV.of(request, list(range(P)))
 
 

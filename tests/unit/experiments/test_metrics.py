@@ -22,11 +22,27 @@ from vllm_weir.experiments.metrics import (
     qualified_name,
 )
 
-IDS = {" Mary": [5], " John": [6], " Johnson": [6, 9]}
+
+class Tokenizer:
+    """Knows two words, with the space before them; the unknown token, 3, stands for any other."""
+
+    unk_token, bos_token = "<unk>", "<s>"
+
+    def __init__(self) -> None:
+        self.names = {" Mary": 5, " John": 6, "<unk>": 3}
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [6, 9] if text == " Johnson" else [self.names.get(text, 3)]
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return self.names[token]
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return {number: name for name, number in self.names.items()}[token]
 
 
-def encode(text: str) -> list[int]:
-    return IDS[text]
+TOKENIZER = Tokenizer()
 
 
 def output(**more: Any) -> Any:
@@ -43,7 +59,7 @@ def output(**more: Any) -> Any:
     ],
 )
 def test_tokens_of_each_pair(a: Any, b: Any, pairs: int, tokens: Any) -> None:
-    assert logit_diff(a, b).bind(encode, pairs) == BoundLogitDiff(tokens)
+    assert logit_diff(a, b).bind(TOKENIZER, pairs) == BoundLogitDiff(tokens)
 
 
 @pytest.mark.parametrize(
@@ -55,18 +71,28 @@ def test_tokens_of_each_pair(a: Any, b: Any, pairs: int, tokens: Any) -> None:
         (5, [1, 2, 3], "metric.b", "3 tokens for 2 pairs"),
         (5, [1, 2.5], "metric.b[1]", "text or id"),
         (None, 5, "metric.a", "text or id"),
+        ("Mary", 5, "metric.a", "'Mary' is no token of the model: it becomes '<unk>' .3.; did you mean ' Mary'"),
+        (5, "zebra", "metric.b", "'zebra' is no token of the model: it becomes '<unk>' .3.; give a text of one token"),
+        (5, [" Mary", "zebra"], "metric.b[1]", "no token of the model"),
+        ([5, 6], [6, " John"], "metric.b", "a and b of pair 1 are the same token, 6"),
+        (" Mary", 5, "metric.b", "same token"),
+        ("happy", "sad", "metric.a", "no token of the model"),
     ],
 )
 def test_refused_tokens(a: Any, b: Any, field: str, says: str) -> None:
     with refused(field, says):
-        logit_diff(a, b).bind(encode, 2)
+        logit_diff(a, b).bind(TOKENIZER, 2)
 
 
 def test_ids_beyond_the_vocabulary() -> None:
     for a, b, field in ((7, 5, "metric.a"), (5, [6, 9], "metric.b")):
         with refused(field, "the vocabulary has 7"):
-            bind_metric(logit_diff(a, b), None, encode, 2, vocab_size=7)
-    assert bind_metric(logit_diff(6, 0), None, encode, 2, vocab_size=7) == BoundLogitDiff(((6, 0), (6, 0)))
+            bind_metric(logit_diff(a, b), None, TOKENIZER, 2, vocab_size=7)
+    assert bind_metric(logit_diff(6, 0), None, TOKENIZER, 2, vocab_size=7) == BoundLogitDiff(((6, 0), (6, 0)))
+
+
+def test_the_unknown_token_can_be_named() -> None:
+    assert logit_diff("<unk>", 5).bind(TOKENIZER, 1) == logit_diff(3, 5).bind(TOKENIZER, 1)
 
 
 def test_texts_need_a_tokenizer() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -71,6 +73,22 @@ def test_prompts_that_the_engine_cannot_take(prompt, message):
 def test_texts_need_a_tokenizer():
     with refused("y", "there is no tokenizer; give token ids"):
         encode([[1], "a"], lambda: None, None, ["x", "y"])
+
+
+def test_unknown_words_get_one_warning():
+    class Unknown(Tokenizer):
+        """Does not know words of five letters."""
+
+        unk_token = "<5>"
+        convert_tokens_to_ids, convert_ids_to_tokens = {"<5>": 5}.get, {5: "<5>"}.get
+
+    fields = ["clean[0]", "clean[1]", "corrupt[0]", "corrupt[1]"]
+    with pytest.warns(UserWarning, match="2 of 4 texts hold words .* '<5>' .5., first in 'zebra a'") as warned:
+        encode(["a", "zebra a", "<5>horse", [{"role": "user", "content": "tiger"}]], Unknown, 9, fields)
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode(["a", "b", "four", [5]], Unknown, 9, fields)
 
 
 CHAT = [{"role": "user", "content": "tell me"}]

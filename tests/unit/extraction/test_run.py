@@ -100,21 +100,20 @@ def test_another_run_into_the_same_place_is_refused(
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == before
 
 
-def test_other_weights_under_the_same_path_are_refused(source: Path, tmp_path: Path) -> None:
-    model, out = tmp_path / "model", str(tmp_path / "out")
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"a step")
-    options: dict[str, Any] = {"start_engine": FakeEngine, "layers": [0, 1]}
-    extract(source, str(model), out, limit=9, **options)
-    extract(source, str(model), out, limit=11, **options)
+def test_an_engine_with_other_weights_is_refused(source: Path, tmp_path: Path) -> None:
+    class Trained(FakeEngine):
+        weights = "those of the next step"
+
+    out = str(tmp_path / "out")
+    extract(source, "fake", out, limit=9, layers=[0, 1], start_engine=FakeEngine)
+    extract(source, "fake", out, limit=11, layers=[0, 1], start_engine=FakeEngine)
+    with pytest.raises(WeirError, match=r"^model: .*was begun with other weights of \"fake\""):
+        extract(source, "fake", out, layers=[0, 1], start_engine=Trained)
     run = tmp_path / "out" / "extract.json"
     described = json.loads(run.read_text())
-    (model / "model.safetensors").write_bytes(b"a next")
-    with pytest.raises(WeirError, match=r"^model: .*was begun with other weights"):
-        extract(source, str(model), out, **options)
-    del described["weights"]  # as earlier versions wrote it
+    del described["loaded_weights"]  # as earlier versions wrote it
     run.write_text(json.dumps(described))
-    assert extract(source, str(model), out, **options).held == 11
+    assert extract(source, "fake", out, layers=[0, 1], start_engine=Trained).held == 11
 
 
 AS_WRITTEN = {"cudagraph_capture_sizes": (1, 2), "lora_extra": {1: "a"}}
@@ -427,4 +426,5 @@ def test_bytes_of_a_tokens_rows(hook: str, dtype: str, expected: int, monkeypatc
     monkeypatch.setattr("vllm.LLM", lambda **_: llm)
     frontend = SimpleNamespace(engine=SimpleNamespace(require_capabilities=lambda: facts))
     monkeypatch.setattr("vllm_weir.frontend.lookup.frontend_of", lambda _: frontend)
+    monkeypatch.setattr("vllm_weir.frontend.weights.loaded_weights", lambda _: "some")
     assert VllmEngine(RunSpec("m", hook, dtype=dtype)).row_bytes == expected

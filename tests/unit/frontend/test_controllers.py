@@ -182,6 +182,77 @@ def test_a_controller_that_cannot_be_added_leaves_no_probes(frontend, change):
         assert not frontend.manager.report()
 
 
+def test_a_failing_open_undoes_what_it_set(frontend, change):
+    """And nothing else: neither what was there before, nor what others have set meanwhile."""
+    actions = FrontendActions(frontend)
+    actions.set_vector("dial", ONES)
+    actions.set_global(Add(ONES, 1))
+
+    class Fails(Watch):
+        then = None
+
+        def open(self, engine):
+            self.actions.set_global(Add(3 * ONES, 2, when=When("mood", above=0)))
+            self.actions.set_vector("dial", 2 * ONES)
+            self.actions.set_vector("own", ONES)
+            self.actions.set_global(Add("own", 3, when=When("mood", above=0)))
+            if self.then is not None:
+                beside = threading.Thread(target=self.then, daemon=True)
+                beside.start()
+                beside.join(20)
+            raise OSError("no such place")
+
+    def left():
+        frontend.names.refresh()
+        names = frontend.names
+        digest = names.vectors.names()["dial"]["digest"]
+        assert digest == actions.set_vector("dial", ONES) and list(names.vectors.names()) == ["dial"]
+        assert not names.probes.registered and not frontend.manager.report()
+        return [one.layers for one in names.always]
+
+    with pytest.raises(WeirError, match="cannot be opened: OSError: no such place"):
+        add_object(frontend, "a", Fails([mood()]), {})
+    assert left() == [(1,)]
+    fails = Fails([mood()])
+    fails.then = lambda: actions.set_global(Add(ONES, 0))
+    with pytest.raises(WeirError, match="cannot be opened: OSError: no such place"):
+        add_object(frontend, "a", fails, {})
+    assert left() == [(0,)]
+    fails.then = lambda: actions.set_global(Add(ONES, 1, when=When("mood", above=1)))
+    with pytest.raises(WeirError, match="cannot be opened: OSError: no such place"):
+        add_object(frontend, "a", fails, {})
+    assert list(frontend.names.probes.registered) == ["mood"], "it gates what another has set for everyone"
+    actions.clear_global()
+
+
+def test_probes_of_every_request_are_checked_alike(frontend, change):
+    """Whether the names are of one process or shared: by their positions, and vectors by name are looked up."""
+    with refused("probe.positions", "not every prompt has image"):
+        frontend.names.add_scoring([mood(positions={"modality": "image"})])
+    frontend.names.put_vector("dial", 2 * ONES)
+    frontend.names.add_scoring([Probe("mood", "dial", layer=0)])
+    frontend.names.remove_vector("dial")
+    change(lambda contents: replace(contents, tiers=0))
+    frontend.names.refresh()
+    (one,) = frontend.names.probes.everyone
+    assert np.array_equal(one.probe.weight.array.reshape(-1), 2 * ONES)
+    frontend.names.set_always([Add(ONES, 2, when=When("mood", above=0))])
+    with pytest.raises(WeirError, match="block"):
+        frontend.names.add_scoring([Probe("mood", ONES, layer=3)])  # after what it gates
+    frontend.names.refresh()
+    assert [one.probe.layer for one in frontend.names.probes.everyone] == [0]
+
+
+def test_names_given_in_python_are_shared(frontend, tmp_path):
+    """What `weir.register`, `register_probe` and `set_global` change is of all processes of a server."""
+    share(frontend, tmp_path)
+    frontend.names.put_vector("dial", ONES)
+    frontend.names.register_probe(mood())
+    frontend.names.set_always([Add("dial", 2)])
+    contents = SharedState(tmp_path).read()
+    assert list(contents.vectors) == ["dial"] and list(contents.probes) == ["mood"] and len(contents.always) == 1
+
+
 def test_open_may_set_what_the_controller_s_probes_gate(frontend, tmp_path):
     """Another thread may set something meanwhile, too: neither waits for the other's lock."""
     share(frontend, tmp_path)
@@ -291,7 +362,7 @@ def asked(*interventions, probes=()):
 
 
 def sent(found):
-    return make_engine_request(found, "reply", tuple(range(6)), 6, 5, FACTS, True, TableSizes(64, 64, 1024))
+    return make_engine_request(found, "reply", tuple(range(6)), 6, 5, FACTS, 1, TableSizes(64, 64, 1024))
 
 
 def test_a_request_under_a_sync_controller(frontend):

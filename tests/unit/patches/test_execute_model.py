@@ -14,7 +14,12 @@ def scheduled(new=(), cached=(), finished=(), resumed=(), **more):
     ids, computed = [r for r, _ in cached], [n for _, n in cached]
     return SimpleNamespace(
         scheduled_new_reqs=[request for request, _ in new],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=ids, num_computed_tokens=computed, resumed_req_ids=set(resumed)),
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=ids,
+            num_computed_tokens=computed,
+            resumed_req_ids=set(resumed),
+            all_token_ids={name: [0] * 5 for name in resumed},
+        ),
         finished_req_ids=set(finished),
         **more,
     )
@@ -48,10 +53,12 @@ def test_who_joins_leaves_and_resumes_is_told_before_the_taps_are_turned_on(monk
         resumed=["back"],
         **{RELOADED: ["again"]},
     )
+    output.scheduled_new_reqs[0].prefill_token_ids = [1, 2, 3, 4]  # of runner V2: it has generated one before
+    output.scheduled_new_reqs[1].prefill_token_ids = [4]
     assert runner.execute_model(output) is calls.execute.return_value
-    new, finished, resumed = runtime.requests.follow.call_args.args
+    new, finished, resumed, known = runtime.requests.follow.call_args.args
     assert [(name, *rest) for name, _, *rest in new] == [("steered", 3, None, 2)]
-    assert finished == {"gone"} and set(resumed) == {"back", "again"}
+    assert finished == {"gone"} and set(resumed) == {"back", "again"} and known == {"back": 5, "steered": 4}
     assert runtime.begin_step.call_args.args == ((["old"], [7]), (["steered", "plain"], [2, 0]))
     names = [name for name, *_ in calls.mock_calls]
     order = ["runtime.requests.follow", "runtime.begin_step", "execute", "runtime.sender.end_step"]

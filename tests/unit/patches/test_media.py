@@ -27,7 +27,7 @@ def test_ranges_are_those_that_vllm_fills():
         feature("audio", 20, 2),
     ]
     media = media_of(SimpleNamespace(mm_features=some))
-    assert media.ranges == (("audio", ((20, 22),)), ("image", ((3, 5), (6, 8), (9, 12))))
+    assert media.ranges == (("audio", ((20, 22),)), ("image", ((3, 5), (6, 8), (9, 12)))) and media.longest == 6
     for one in some:
         inclusive = [(first, last + 1) for first, last in one.mm_position.extract_embeds_range()]
         assert set(inclusive) <= set(dict(media.ranges)[one.modality])

@@ -25,6 +25,7 @@ from tests.support.sae_reference import (
 )
 from tests.unit.refusals import refused
 from vllm_weir.errors import MissingFile, StoreError, WeirError
+from vllm_weir.sae.digest import digest_of
 
 EXACT = 1e-5
 
@@ -112,7 +113,7 @@ def test_what_is_saved_is_loaded(tmp_path, architecture):
         sae.save(tmp_path / "file" / "below")
     assert (back.site, back.out_site, back.head) == (sae.site, sae.out_site, sae.head)
     assert back.architecture == ("jumprelu" if architecture == "batchtopk" else architecture)
-    assert back.config.metadata["model_name"] == "tiny"
+    assert back.config.metadata["model_name"] == "tiny" and digest_of(back) == digest_of(sae)
     assert torch.equal(back.encode(rows()), sae.encode(rows()))
     assert torch.equal(back.reconstruct(rows()), sae.reconstruct(rows()))
     sae.to(dtype=torch.float16).save(tmp_path / "half")

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_weir as weir
+from tests.unit.frontends import frontend_of
 from tests.unit.refusals import pairs, refused
 from tests.unit.request_strategies import served
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.admission.vector_registry import VectorRegistry
 from vllm_weir.schema.compat.vllm_lens import lens_capture, lens_interventions
 from vllm_weir.schema.intervention_kinds import KINDS, parse_intervention
 from vllm_weir.schema.vectors import Vector, digest_of
@@ -212,7 +212,7 @@ def test_too_many_selectors_are_refused_by_name():
         {"weir": {"v": 1, "interventions": [weir.Add(GOOD, 1, positions=k).to_json() for k in range(64)]}}, FACTS
     )
     with refused("interventions"):
-        make_engine_request(admitted, "reply", None, 100, 5, FACTS, True, TableSizes(100, 1000, 1000))
+        make_engine_request(admitted, "reply", None, 100, 5, FACTS, 1, TableSizes(100, 1000, 1000))
 
 
 def test_lens_forms_mean_the_same():
@@ -339,20 +339,20 @@ def test_tiers_refuse_by_name(field, tiers):
 
 
 def test_the_shelf_keeps_content():
-    registry = VectorRegistry()
-    digest = registry.put("a", GOOD)
-    assert digest == digest_of(GOOD.numpy()) and registry.names() == {"a": {"digest": digest, "shape": [D]}}
-    assert np.array_equal(registry.find("a", "x"), GOOD.numpy()) and np.array_equal(
-        registry.find(digest, "x"), GOOD.numpy()
+    names = frontend_of(None).names
+    digest = names.put_vector("a", GOOD)
+    assert digest == digest_of(GOOD.numpy()) and names.vectors.names() == {"a": {"digest": digest, "shape": [D]}}
+    assert np.array_equal(names.vectors.find("a", "x"), GOOD.numpy()) and np.array_equal(
+        names.vectors.find(digest, "x"), GOOD.numpy()
     )
-    assert registry.put("b", "a") == digest
-    assert registry.put("a", 2 * GOOD) != digest and registry.find("b", "x")[0] == 1.0
-    registry.remove("a")
+    assert names.put_vector("b", "a") == digest
+    assert names.put_vector("a", 2 * GOOD) != digest and names.vectors.find("b", "x")[0] == 1.0
+    names.remove_vector("a")
     for call, field in (
-        (lambda: registry.remove("a"), "name"),
-        (lambda: registry.find("a", "x"), "x"),
-        (lambda: registry.put("", GOOD), "name"),
-        (lambda: registry.put("n", [float("nan")]), "vector"),
+        (lambda: names.remove_vector("a"), "name"),
+        (lambda: names.vectors.find("a", "x"), "x"),
+        (lambda: names.put_vector("", GOOD), "name"),
+        (lambda: names.put_vector("n", [float("nan")]), "vector"),
     ):
         with refused(field):
             call()

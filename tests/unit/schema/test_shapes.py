@@ -16,7 +16,6 @@ from tests.unit.schema.test_lowering import FACTS, LAYERS, Bench, D, admitted
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.cache import MAX_KEY_BYTES, admission_key
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.admission.vector_registry import VectorRegistry
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import KEEP_NORM
 from vllm_weir.schema.intervention_kinds import parse_intervention
@@ -142,9 +141,9 @@ def test_a_desk_checks_every_request_s_count():
 def test_vectors_by_layer_do_what_single_ones_do(kind, hook):
     make = lambda v, **more: KINDS[kind](v, hook=hook, **more)
     want = does(*(make(v, layers=n) for n, v in ((0, A), (1, B), (2, C))))
-    registry = VectorRegistry()
+    names = frontend_of(None).names
     for name, value in {"stack": ROWS.numpy(), "deep": ROWS.numpy()[:, None], "a": A, "b": B[None]}.items():
-        registry.put(name, value)
+        names.put_vector(name, value)
     forms = [
         make({0: A, 1: B, 2: C}),
         make({2: C[None], "0": A.tolist(), np.int64(1): B.numpy()}),
@@ -157,10 +156,10 @@ def test_vectors_by_layer_do_what_single_ones_do(kind, hook):
         make("deep", layers=range(3), per_layer=True),
     ]
     for form in forms:
-        assert does(form, lookup=registry.find) == want, form
+        assert does(form, lookup=names.vectors.find) == want, form
         sent = RequestSpec.parse(json.dumps(RequestSpec((), (form,)).to_json())).interventions
-        assert does(*sent, lookup=registry.find) == want, form
-        assert does(form.with_arrays(registry.find)) == want
+        assert does(*sent, lookup=names.vectors.find) == want, form
+        assert does(form.with_arrays(names.vectors.find)) == want
 
 
 def test_layers_that_do_the_same_are_one_move():

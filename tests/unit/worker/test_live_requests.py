@@ -155,3 +155,25 @@ def test_what_cannot_be_read_fails_its_own_request(bench):
     assert not bench.got["b"].failures and len(bench.got["b"].rows) == 3
     bench.runtime.requests.follow([], ["a", "b"])
     assert held(bench) == {}
+
+
+@pytest.mark.parametrize("where", ["tap.device_tables", "scoring.scorer"])
+def test_a_step_for_which_the_device_has_no_memory_fails_its_requests(bench, monkeypatch, where):
+    """And what had to be written then is written before the next step."""
+    instruction = Instruction(CONST, DIGEST, a=1.0)
+    move = ResolvedIntervention("resid_post", (1,), Positions.parse("all"), 0, (instruction,))
+    asked, rows = Asked((move,), (), (), {DIGEST: VECTOR}), torch.zeros(len(IDS), D)
+    bench.join("a", asked, IDS)
+    moves = bench.runtime.writer._scorer._table.moves
+    if where == "scoring.scorer":
+        moves.append(np.arange(1))
+    with monkeypatch.context() as full:
+        full.setattr(f"vllm_weir.worker.{where}.upload", no_memory)
+        plain = bench.step({"a": (0, rows)}, {"a": IDS})
+    (reason,) = bench.got["a"].failures
+    assert "the device has no memory left" in reason
+    bench.leave("a")
+    bench.join("b", asked, IDS)
+    steered = bench.step({"b": (0, rows)}, {"b": IDS})
+    assert not bench.got["b"].failures and not moves
+    assert (steered - plain).abs().amax(1).min() > 0, "the vector is on the device"

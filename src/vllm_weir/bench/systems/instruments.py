@@ -140,9 +140,7 @@ def sweep(llm: Any, plan: BenchPlan, clean: list[int], corrupt: list[int]) -> li
     import vllm_weir as weir
 
     layers = list(range(plan.workloads.cells // len(clean)))
-    found = weir.sweep(
-        llm, clean, corrupt, layers=layers, metric=weir.logit_diff(clean[0], clean[1]), progress=False
-    ).grid.array
+    found = weir.sweep(llm, clean, corrupt, layers=layers, metric=weir.logit_diff(0, 1), progress=False).grid.array
     values = found.reshape(-1).tolist()
     if not all(map(math.isfinite, values)):
         raise ValueError("a cell of the sweep has no number")

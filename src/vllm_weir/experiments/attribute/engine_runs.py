@@ -13,6 +13,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.experiments.attribute.question import LogitsMetric
 from vllm_weir.experiments.attribute.twin import RowPatch, Twin
 from vllm_weir.frontend.lookup import engine_of, frontend_of, has_frontend
+from vllm_weir.frontend.weights import loaded_weights
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.interventions import Replace
@@ -39,7 +40,7 @@ class EngineRuns:
             also = "; patches are run with LLM.generate" if has_frontend(engine) else ""
             wanted = "a vllm.LLM" if field == "llm" else "a vllm.LLM, the path of a checkpoint or a transformers model"
             raise WeirError(f"expected {wanted}, got {type(llm).__name__}{also}", field)
-        frontend_of(llm)
+        self._frontend = frontend_of(llm)
         self.llm, self.model = llm, engine.vllm_config.model_config
 
     @property
@@ -48,7 +49,18 @@ class EngineRuns:
         return None if self.model.skip_tokenizer_init else self.llm.get_tokenizer()
 
     def load_twin(self, device: Any) -> Twin:
-        """Load the engine's checkpoint into transformers."""
+        """Load the engine's checkpoint into transformers.
+
+        Raises:
+            WeirError: if it cannot, or the engine has been given other weights since it was started.
+        """
+        first = self._frontend.engine.first_weights
+        if first is not None and first != loaded_weights(self.llm):
+            raise WeirError(
+                f"the engine has other weights than those that it loaded from {self.model.model!r} at its start; give "
+                "the checkpoint of those that it has: weir.attribute(path, ..., llm=llm)",
+                "model",
+            )
         options = {"trust_remote_code": self.model.trust_remote_code, "revision": self.model.revision}
         return Twin.load(self.model.model, device, **{name: value for name, value in options.items() if value})
 

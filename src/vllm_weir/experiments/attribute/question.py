@@ -60,10 +60,11 @@ class PromptPair:
             WeirError: if their lengths differ, or the model or the engine does not take them.
         """
         mode = parse_mode(mode)
-        one, other = (
-            _token_ids(prompt, tokenizer, vocab_size, longest, field)
-            for prompt, field in ((clean, "clean"), (corrupt, "corrupt"))
-        )
+        fields = ("clean", "corrupt")
+        given = [parse_prompt(prompt, field) for prompt, field in zip((clean, corrupt), fields, strict=True)]
+        encoded = encode(given, lambda: tokenizer, longest, fields)
+        check_tokens(encoded, vocab_size, fields)
+        one, other = map(tuple, encoded)
         if len(one) != len(other):
             raise WeirError(
                 f"the clean prompt has {len(one)} tokens and the corrupt one {len(other)}, so their positions do not "
@@ -173,8 +174,7 @@ def parse_metric(metric: Any, tokenizer: Any, vocab_size: int) -> tuple[LogitsMe
         WeirError: if it is none of these.
     """
     if isinstance(metric, LogitDiff):
-        encode = None if tokenizer is None else (lambda text: tokenizer.encode(text, add_special_tokens=False))
-        bound = metric.bind(encode, 1, vocab_size=vocab_size)
+        bound = metric.bind(tokenizer, 1, vocab_size=vocab_size)
         a, b = bound.tokens[0]
         return (lambda logits: logits[a] - logits[b]), bound.name
     if isinstance(metric, OnLogits):
@@ -194,9 +194,3 @@ def parse_count(value: Any, field: str) -> int:
     if not is_int(value) or value < 0:
         raise WeirError(f"expected an int that is not negative, got {brief(value)}", field)
     return int(value)
-
-
-def _token_ids(prompt: Any, tokenizer: Any, vocab_size: int, longest: int | None, field: str) -> tuple[int, ...]:
-    (ids,) = encode([parse_prompt(prompt, field)], lambda: tokenizer, longest, [field])
-    check_tokens([ids], vocab_size, [field])
-    return tuple(ids)

@@ -11,7 +11,7 @@ import vllm
 
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.fit.engine import FitEngine, Question
-from vllm_weir.experiments.metrics import bind_metric
+from vllm_weir.experiments.metrics import bind_metric, check_engine
 from vllm_weir.fitting.layer import Direction
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.interventions import Ablate, Add
@@ -68,9 +68,10 @@ def metric_readout(engine: FitEngine, metric: Any, sampling: Any) -> Readout:
     """Read a metric of the output, as `weir.sweep` takes them.
 
     Raises:
-        WeirError: if it is no metric.
+        WeirError: if it is no metric, or the engine does not return what it reads.
     """
-    bound = bind_metric(metric, sampling, engine.encode_text, 1, vocab_size=engine.vocab_size)
+    bound = bind_metric(metric, sampling, engine.tokenizer(), 1, vocab_size=engine.model.get_vocab_size())
+    check_engine(bound, engine.model, engine.capabilities.traits.speculative)
     chosen = sampling if sampling is not None else vllm.SamplingParams(**bound.sampling(0))
     return Readout(bound.name, chosen, None, lambda out: bound.score(out, 0))
 

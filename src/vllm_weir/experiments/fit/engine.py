@@ -52,7 +52,7 @@ class FitEngine:
         capture: what is captured of each prompt.
         longest: tokens of a prompt.
         positions: the selector.
-        vocab_size: tokens of the model.
+        model: vLLM's ``ModelConfig``.
 
     Raises:
         WeirError: naming the field, if the engine cannot give these rows.
@@ -74,16 +74,12 @@ class FitEngine:
             raise _own(e) from None
         self.hook, self.positions = asked.hook, asked.positions
         _check_rows(self.capabilities, self.hook, self.layers)
-        self.longest = llm.model_config.max_model_len - 1
-        self.vocab_size: int = llm.model_config.get_vocab_size()
+        self.model = llm.model_config
+        self.longest = self.model.max_model_len - 1
 
     def tokenizer(self) -> Any:
         """Return the engine's tokenizer; None if it has none."""
-        return None if self._llm.model_config.skip_tokenizer_init else self._llm.get_tokenizer()
-
-    def encode_text(self, text: str) -> list[int]:
-        """Return the tokens of a text, without special tokens."""
-        return self.tokenizer().encode(text, add_special_tokens=False)
+        return None if self.model.skip_tokenizer_init else self._llm.get_tokenizer()
 
     def open_rows(self, prompts: int) -> FitRows:
         """Return where rows of so many prompts will be; close it.

@@ -86,10 +86,11 @@ def fit(
     wants_check = parse_flag(check, "check", "fit") or metric is not None
     engine = FitEngine(llm, hook, layers, positions)
     readout = None if metric is None else causal.metric_readout(engine, metric, sampling)
-    tokens = [
-        encode(prompts, engine.tokenizer, engine.longest, [f"{name}[{i}]" for i in range(len(prompts))])
-        for prompts, name in zip(texts, ("positive", "negative"), strict=True)
+    names = [
+        f"{name}[{i}]" for name, side in zip(("positive", "negative"), texts, strict=True) for i in range(len(side))
     ]
+    encoded = encode(texts[0] + texts[1], engine.tokenizer, engine.longest, names)
+    tokens = [encoded[: counts[0]], encoded[counts[0] :]]
     task = FitTask(method, *counts, int(folds), int(seed), float(C))
     with progress_bar(not parse_flag(progress, "progress", "fit")) as bar:
         rows, found = _fitted(engine, tokens, task, bar)

@@ -106,15 +106,13 @@ def _check_model(config: ModelConfig, hooks: list[str], picked: dict[str, Any], 
 
 
 def _path(to: str | None, to_heads: str | None, freeze: str | None) -> tuple[Any, Any]:
-    """Return the receiver of a path, None for no path, and what is held still on it."""
-    from vllm_weir.experiments.sweep.path import FREEZABLE
+    """Return the receiver of a path, None for no path, and what is held still on it, None for the default."""
     from vllm_weir.schema.hooks import parse_site
 
-    for name, value in (("to_heads", to_heads), ("freeze", freeze)):
-        if to is None and value is not None:
-            raise WeirError("it is for a path; give its receiver, --to, or leave it out", name)
+    if to is None and to_heads is not None:
+        raise WeirError("it is for a path; give its receiver, --to, or leave it out", "to_heads")
     receiver = None if to is None else (*parse_site(to), parse_ints(to_heads, "ints", "to_heads"))
-    return receiver, FREEZABLE if freeze is None else freeze.split(",")
+    return receiver, None if freeze is None else freeze.split(",")
 
 
 def _prompts(

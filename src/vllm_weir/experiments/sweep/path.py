@@ -58,6 +58,15 @@ class Receiver:
         return f"{self.site}" if self.heads is None else f"{self.site} heads {', '.join(map(str, self.heads))}"
 
 
+def parse_path(to: Any, freeze: Any) -> tuple[Receiver | None, tuple[str, ...]]:
+    """Return the end of a path, None for no path, and what is held still on it; raise WeirError naming the argument."""
+    if to is not None:
+        return Receiver.parse(to), parse_freeze(FREEZABLE if freeze is None else freeze)
+    if freeze is not None:
+        raise WeirError("it is what a path holds still; give the path's receiver (to), or leave it out", "freeze")
+    return None, ()
+
+
 def parse_freeze(freeze: Any, field: str = "freeze") -> tuple[str, ...]:
     """Parse the hook points that are held still between sender and receiver."""
     names = [freeze] if isinstance(freeze, str) else list(freeze)

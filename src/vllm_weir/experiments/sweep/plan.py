@@ -64,7 +64,7 @@ class SweepPlan:
         to: end of the path; None to patch without one.
         freeze: see `frozen_sites`.
         num_layers: blocks of the model.
-        about: further JSON data that tell this plan from others: the model, the metric.
+        about: further JSON data that tell this plan from others: the model's configuration, the metric.
     """
 
     pairs: tuple[Pair, ...]
@@ -145,9 +145,10 @@ class SweepPlan:
         """Return the sites that are held still while rows are put in at `site`."""
         return () if self.to is None else frozen_sites(site, self.to.site, self.freeze, self.num_layers)
 
-    def digest(self) -> str:
-        """Return a hash of the plan, by which a checkpoint knows it."""
+    def digest(self, weights: str) -> str:
+        """Return a hash of the plan and the fingerprint of the weights, by which a checkpoint knows it."""
         data = {
+            "weights": weights,
             "pairs": self.pairs, "hooks": self.hooks, "layers": self.layers, "labels": self.labels,
             "places": self.places, "heads": self.heads, "mode": self.mode, "freeze": self.freeze,
             "to": None if self.to is None else self.to.to_json(), "blocks": self.num_layers, "about": self.about,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.experiments.metrics import BoundMetric, OnLogits, bind_metric, qualified_name
+from vllm_weir.experiments.metrics import BoundMetric, bind_metric, check_engine
 from vllm_weir.experiments.mode import DENOISE, parse_mode
 from vllm_weir.experiments.prompts import Prompt, check_tokens, encode, named, parse_one_or_more
-from vllm_weir.experiments.sweep.path import Receiver, parse_freeze, precedes
+from vllm_weir.experiments.sweep.path import Receiver, parse_path, precedes
 from vllm_weir.experiments.sweep.places import parse_entries, place_entries
 from vllm_weir.experiments.sweep.plan import Pair, SweepPlan, token_labels
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
@@ -18,7 +19,9 @@ from vllm_weir.frontend.lookup import engine_of, frontend_of
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only
 from vllm_weir.schema.row_parts import RowPart
-from vllm_weir.util.model_files import fingerprint
+
+WHENCE = ("_name_or_path", "transformers_version")
+"""Fields of a model's configuration that say where it came from."""
 
 
 @dataclass(frozen=True)
@@ -46,30 +49,24 @@ class EngineFacts:
         self.tokenizer: Any = None if self.model.skip_tokenizer_init else llm.get_tokenizer()
 
     def identity(self) -> dict[str, Any]:
-        """Return, as JSON data, what numbers depend on: the model as it runs, and what every request undergoes."""
-        model, overrides = self.model, self.model.hf_overrides
+        """Return, as JSON data, what numbers depend on beside weights: the model as it runs, and what all undergo."""
+        model = self.model
+        config = {name: value for name, value in model.hf_config.to_dict().items() if name not in WHENCE}
         self._frontend.names.refresh()
         return {
-            "model": model.model,
-            "weights": fingerprint(model.model),
+            "config": json.loads(json.dumps(config, default=str)),
             "dtype": str(model.dtype),
-            "revision": model.revision,
             "quantization": str(model.quantization),
-            "hf_overrides": qualified_name(overrides) if callable(overrides) else repr(overrides),
             "logprobs_mode": str(model.logprobs_mode),
             "always": [one.to_json() for one in self._frontend.names.always],
         }
 
-    def encode(self, prompts: Sequence[Prompt], field: str) -> list[tuple[int, ...]]:
+    def encode(self, prompts: Sequence[Prompt], fields: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the token ids of prompts, with the tokenizer's special tokens if they are texts."""
-        fields, size = named(prompts, field), self.model.get_vocab_size()
+        size = self.model.get_vocab_size()
         encoded = encode(prompts, lambda: self.tokenizer, self.model.max_model_len - 1, fields)
         check_tokens(encoded, size, fields)
         return list(map(tuple, encoded))
-
-    def encode_token(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     @property
     def special_ids(self) -> Sequence[int]:
@@ -89,9 +86,7 @@ def check_arguments(hooks: Any, layers: Any, positions: Any, mode: Any, to: Any,
     _parse_hooks(hooks)
     parse_layers(layers, "layers")
     parse_entries(positions)
-    if to is not None:
-        Receiver.parse(to)
-        parse_freeze(freeze)
+    parse_path(to, freeze)
 
 
 def prepare(
@@ -100,14 +95,12 @@ def prepare(
 ) -> PreparedSweep:  # fmt: skip
     """Check the arguments of `sweep`, which has their meanings; raise WeirError naming the field."""
     mode = parse_mode(mode)
-    receiver = None if to is None else Receiver.parse(to)
+    receiver, held = parse_path(to, freeze)
     names, entries = _parse_hooks(hooks), parse_entries(positions)
     engine = EngineFacts(llm)
     pairs = _encode_pairs(engine, parse_one_or_more(clean, "clean"), parse_one_or_more(corrupt, "corrupt"))
-    encode_token, vocab_size = None if engine.tokenizer is None else engine.encode_token, engine.model.get_vocab_size()
-    bound = bind_metric(metric, sampling, encode_token, len(pairs), vocab_size=vocab_size)
-    if isinstance(bound, OnLogits) and 0 <= engine.model.max_logprobs < vocab_size:
-        raise WeirError("a metric on all logits needs an engine that gives them: LLM(..., max_logprobs=-1)", "metric")
+    bound = bind_metric(metric, sampling, engine.tokenizer, len(pairs), vocab_size=engine.model.get_vocab_size())
+    check_engine(bound, engine.model, engine.capabilities.traits.speculative)
     bases = [pair.corrupt if mode == DENOISE else pair.clean for pair in pairs]
     sources = [pair.clean if mode == DENOISE else pair.corrupt for pair in pairs]
     places = tuple(place_entries(entries, b, s, engine.special_ids) for b, s in zip(bases, sources, strict=True))
@@ -116,7 +109,7 @@ def prepare(
     labels = tuple(range(len(places[0]))) if entries is None else tuple(entry.label for entry in entries)
     plan = SweepPlan(
         pairs, names, _layers(names, layers, receiver, engine.capabilities), labels, places,
-        _heads(names, heads, engine.capabilities), mode, receiver, () if receiver is None else parse_freeze(freeze),
+        _heads(names, heads, engine.capabilities), mode, receiver, held,
         engine.capabilities.num_layers, [engine.identity(), bound.identity()],
     )  # fmt: skip
     check_served(plan, engine.capabilities)
@@ -127,8 +120,8 @@ def prepare(
 def _encode_pairs(engine: EngineFacts, clean: list[Prompt], corrupt: list[Prompt]) -> tuple[Pair, ...]:
     if len(clean) != len(corrupt):
         raise WeirError(f"{len(corrupt)} prompts for {len(clean)} clean ones; give one for each", "corrupt")
-    sides = engine.encode(clean, "clean"), engine.encode(corrupt, "corrupt")
-    return tuple(Pair(*pair) for pair in zip(*sides, strict=True))
+    encoded = engine.encode(clean + corrupt, named(clean, "clean") + named(corrupt, "corrupt"))
+    return tuple(Pair(*pair) for pair in zip(encoded[: len(clean)], encoded[len(clean) :], strict=True))
 
 
 def _parse_hooks(hooks: Any) -> tuple[str, ...]:

@@ -10,10 +10,11 @@ from typing import Any
 
 from vllm_weir.experiments.sweep.cells import CellRunner
 from vllm_weir.experiments.sweep.checkpoint import Checkpoint, NoCheckpoint
-from vllm_weir.experiments.sweep.path import FREEZABLE
+from vllm_weir.experiments.sweep.plan import SweepPlan
 from vllm_weir.experiments.sweep.prepare import prepare
 from vllm_weir.experiments.sweep.result import Sweep
 from vllm_weir.frontend.request_stream import RequestStream
+from vllm_weir.frontend.weights import loaded_weights
 from vllm_weir.storage.cli import progress_bar
 from vllm_weir.util.frozen_heap import frozen_heap
 
@@ -33,7 +34,7 @@ def sweep(
     metric: Any,
     mode: str = "denoise",
     to: Any = None,
-    freeze: Any = FREEZABLE,
+    freeze: Any = None,
     sampling: Any = None,
     checkpoint: str | PathLike | None = None,
     progress: bool | Callable[[int, int], Any] = True,
@@ -68,10 +69,11 @@ def sweep(
             clean prompt and puts corrupt rows in.
         to: the receiver of a path, (hook, layer) or (hook, layer, heads); it receives at every
             position from the cell's first on.
-        freeze: what is held still on a path: ``"attn_out"``, ``"mlp_out"`` or both. With
-            ``"attn_out"`` alone a path may lead through MLPs, as in Wang et al.
+        freeze: what is held still on a path: ``"attn_out"``, ``"mlp_out"`` or both; None for both.
+            With ``"attn_out"`` alone a path may lead through MLPs, as in Wang et al.
         sampling: ``SamplingParams`` for a function of the output; default: one greedy token.
-        checkpoint: a file to which every number is appended; the same call goes on from there.
+        checkpoint: a file to which every number is appended; the same call goes on from there, on an
+            engine that has the same weights loaded, with as many ranks.
         progress: whether to show a bar; or a function of (numbers done, numbers in all).
 
     Raises:
@@ -83,13 +85,17 @@ def sweep(
     )  # fmt: skip
     plan = prepared.plan
     with (
-        NoCheckpoint() if checkpoint is None else Checkpoint(checkpoint, plan.digest(), plan.keys) as store,
+        _store(llm, plan, checkpoint) as store,
         _reporter(progress, plan.keys) as report,
         frozen_heap(),
     ):
         report(len(store.values))
         CellRunner(RequestStream.to(llm), plan, prepared.metric, store, report).run()
         return Sweep.of(plan, store.values, prepared.metric.name, prepared.position_labels)
+
+
+def _store(llm: Any, plan: SweepPlan, path: str | PathLike | None) -> Checkpoint | NoCheckpoint:
+    return NoCheckpoint() if path is None else Checkpoint(path, plan.digest(loaded_weights(llm)), plan.keys)
 
 
 @contextlib.contextmanager

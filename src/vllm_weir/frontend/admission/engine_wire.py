@@ -28,7 +28,7 @@ def make_engine_request(
     prompt_len: int,
     max_tokens: int,
     capabilities: EngineCapabilities,
-    chunked: bool,
+    step_tokens: int,
     sizes: TableSizes,
 ) -> EngineRequest | None:
     """Return what travels with a request to the scheduler and workers.
@@ -43,7 +43,8 @@ def make_engine_request(
         prompt_len: tokens of the prompt.
         max_tokens: how many tokens it can generate.
         capabilities: what the engine serves.
-        chunked: whether the engine splits long prompts.
+        step_tokens: how many tokens of the prompt one step has to hold: 1 if the engine splits prompts
+            wherever it likes.
         sizes: rows of the engine's device tables.
 
     Raises:
@@ -53,7 +54,7 @@ def make_engine_request(
         return None
     request = EngineRequest(admitted.wire, reader_endpoint, max_row_tokens=0, max_tokens=max_tokens)
     if admitted.spec.site_requests:
-        _bound_rows(request, admitted, prompt_ids, prompt_len, capabilities, chunked)
+        _bound_rows(request, admitted, prompt_ids, prompt_len, capabilities, step_tokens)
     request.calls = admitted.calls
     request.first_position = _first_position(admitted, prompt_len, prompt_ids)
     if admitted.steps:
@@ -67,7 +68,7 @@ def _bound_rows(
     prompt_ids: Sequence[int] | None,
     prompt_len: int,
     capabilities: EngineCapabilities,
-    chunked: bool,
+    step_tokens: int,
 ) -> None:
     """Set how many rows the captures of a request can give.
 
@@ -80,11 +81,10 @@ def _bound_rows(
     max_row_tokens = spec.tokens(prompt_len)
     if max_row_tokens is not None:  # a token whose position is not certain gives rows if any it may have is wanted
         max_row_tokens *= 1 + capabilities.traits.uncertainty
-    # A prompt that may be split can be computed one token at a time, if need be.
-    step_tokens = 1 if chunked else prompt_len
     needed_rows = rows_per_token * (step_tokens if max_row_tokens is None else min(max_row_tokens, step_tokens))
     if last_reduced is not None:
-        needed_rows += rows_per_group * (1 if chunked else -(-prompt_len // GROUP))
+        begun = 1 < step_tokens < prompt_len  # a step may begin within a group
+        needed_rows += rows_per_group * (-(-step_tokens // GROUP) + begun)
     if needed_rows > capabilities.ring_rows:
         raise WeirError(
             f"this capture needs {needed_rows} rows in one step, the buffer holds {capabilities.ring_rows}; "

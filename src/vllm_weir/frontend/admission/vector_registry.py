@@ -88,22 +88,14 @@ class VectorRegistry:
     def load(self, contents: RegistryContents) -> None:
         """Replace everything that is registered."""
         self._by_name, self._modules = dict(contents.vectors), contents.modules
-        self._changed()
-
-    def _changed(self) -> None:
         vectors = (v for named in self._by_name.values() for v in named.directions.values())
         self._by_digest = {v.digest: v for v in vectors}
         self.version += 1
 
-    def put(self, name: str, vector: Any) -> str:
-        """Register a vector ([d], [n, d] or [layers, n, d]) under a name, replacing any other.
-
-        Return its digest.
-        """
-        parsed = self.parse(name, vector)
-        self._by_name[name] = NamedVector({None: parsed})
-        self._changed()
-        return parsed.digest
+    @property
+    def named(self) -> Mapping[str, NamedVector]:
+        """All vectors, by name."""
+        return self._by_name
 
     def parse(self, name: str, vector: Any) -> Vector:
         """Return the content of a vector that is to have a name; raise WeirError for other data."""
@@ -113,13 +105,6 @@ class VectorRegistry:
             raise WeirError(f"{MAX_NAMES} vectors are registered already; unregister some", "name")
         parsed = Vector.parse(vector, "vector", KEPT)
         return Vector(array=self.find(parsed.ref, "vector")) if parsed.array is None else parsed
-
-    def remove(self, name: str) -> None:
-        """Unregister a name; requests admitted with it keep their vectors."""
-        if name not in self._by_name:
-            raise WeirError(f"no vector is registered under {name!r}", "name")
-        del self._by_name[name]
-        self._changed()
 
     def names(self) -> dict[str, dict[str, Any]]:
         """Return name -> {digest, shape}.

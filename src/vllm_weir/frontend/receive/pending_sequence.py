@@ -136,6 +136,15 @@ class PendingSequence:
         self.scores, self.told = ScoreTable(0), ToldValues()
         return True
 
+    def forget_from(self, position: int) -> None:
+        """Forget what was told of a position and all later ones, which come again."""
+        for steered in self.steered:
+            steered[position:] = False
+        self.scores.forget_from(position)
+        for row_view in self.row_views:
+            row_view.forget_from(position)
+        self.early_activations = None
+
     def await_steered(self, index: int, positions: np.ndarray | tuple[int, int], timeout: float) -> None:
         """Wait for word that an intervention was applied at all of `positions`.
 

@@ -103,6 +103,13 @@ class RowSequenceView:
         self._record_ranks(arrivals[:, 0], arrivals[:, 2])
         self._new_positions.append(expand_runs(*arrivals[:, 1:].T))
 
+    def forget_from(self, position: int) -> None:
+        """Forget the rows of a position and all later ones, after which none arrive any more."""
+        left = int(np.searchsorted(self.positions, position))
+        if self._ranks is not None:
+            self._ranks = [np.concatenate(self._ranks)[:left]]
+        self._positions, self.dropped = self.positions[:left], self.dropped[self.dropped < position]
+
     def _record_ranks(self, first: np.ndarray, count: np.ndarray) -> None:
         """Note the ranks that have arrived, int [n]: `count` each, from `first` on."""
         if not len(first):

@@ -181,6 +181,11 @@ class RowStore:
     def _open_layout(self, header: messages.MessageHeader, mapped: MappedBuffer) -> None:
         """Enter the row sequences, extents, intervention groups and series that a message introduces."""
         worker, layout = header.worker, header.layout_updates
+        if layout.restarted:
+            self.read_arrivals()
+        for request_id, position in layout.restarted:
+            if (pending := self.get(request_id)) is not None:
+                pending.forget_from(position)
         for opened in layout.opened:
             self._open_row_sequence(header, opened, mapped)
         for placed in layout.placed:

@@ -40,6 +40,10 @@ class ScoreTable:
         self._values[first:end] = values
         self._known[first:end] = True
 
+    def forget_from(self, position: int) -> None:
+        """Forget the cells of a position and all later ones."""
+        self._known[position:] = False
+
     def row(self, position: int) -> np.ndarray | None:
         """Return the cells of a position, float32 [cells], or None if they have not arrived."""
         known = self._known

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from vllm_weir import messages
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.instructions import ResolvedIntervention
@@ -171,6 +172,16 @@ class Planner:
         )
         self.steady_state.add_request(request_id, endpoint)
         self._restarted += [request_id] * self._traits.speculative
+
+    def forget_from(self, request_id: str, position: int) -> None:
+        """Tell the reader of a request that goes on after a preemption how many tokens it has.
+
+        Rows of drafts behind them may have been told as accepted: the engine drops what was sampled
+        for a request that is preempted meanwhile.
+        """
+        request = self.capturing.get(request_id) or self.steered.get(request_id)
+        if self._traits.speculative and request is not None and not request.endpoint.startswith(messages.KEPT):
+            self.row_seqs.layout_update_for(request.endpoint).restarted.append((request_id, position))
 
     def resume(self, request_ids: Iterable[str]) -> None:
         """Note that requests go on after a preemption: their probes begin anew.

@@ -257,7 +257,12 @@ class RowSequences:
         if allocated is None:
             return False
         start, arena_rows, capacity = allocated
-        self.grant(row_seq.endpoint, start, arena_rows)
+        try:
+            self.grant(row_seq.endpoint, start, arena_rows)
+        except WeirError:
+            for _ in ("worker", "reader"):
+                self.arena.release(start)
+            raise
         self._retire(row_seq)
         row_seq.extents.append((start, rank, capacity))
         self.end_rank[index] = rank + capacity

@@ -169,11 +169,6 @@ class ProbeTable(HostTables):
         probes, gates = len(self.probes) - len(self._free_probes), len(self.gates) - len(self._free_gates)
         return {"probes": probes, "gates": gates, "states": self._extents.used // self.copies}
 
-    def take_moves(self) -> list[np.ndarray]:
-        """Return `moves`, and forget them."""
-        moves, self.moves = self.moves, []
-        return moves
-
     def _write_probe(
         self,
         recipe: ScoringRecipe,

@@ -69,9 +69,10 @@ class Scorer:
             positions: int [>= tokens] on the device, of its tokens; needed where drafts are
                 verified.
         """
-        for move in self._table.take_moves():
-            source = upload(move, self._device)
-            self.tensors.states[: len(move)] = self.tensors.states[source]
+        while self._table.moves:  # one that fails for want of memory is made before the next step
+            move = self._table.moves[0]
+            self.tensors.states[: len(move)] = self.tensors.states[upload(move, self._device)]
+            del self._table.moves[0]
         self._table_writer.flush()
         if self._table.copies > 1 and len(plan.runs):
             assert positions is not None, "drafts are verified"

@@ -138,10 +138,16 @@ class TableWriter:
         self.tensors = {name: torch.from_numpy(getattr(table, name)).clone().to(device) for name in table.changed}
 
     def flush(self) -> None:
-        """Copy the rows that changed since the last flush."""
+        """Copy the rows that changed since the last flush; if that fails, the next one copies them."""
         if not any(self._table.changed.values()):
             return
-        for name, rows in self._table.take_changes().items():
-            target = self.tensors[name]
-            content = getattr(self._table, name)[rows]
-            target.index_copy_(0, upload(rows, target.device), upload(content, target.device))
+        changes = self._table.take_changes()
+        try:
+            for name, rows in changes.items():
+                target = self.tensors[name]
+                content = getattr(self._table, name)[rows]
+                target.index_copy_(0, upload(rows, target.device), upload(content, target.device))
+        except torch.OutOfMemoryError:
+            for name, rows in changes.items():
+                self._table.changed[name].update(rows.tolist())
+            raise

@@ -12,6 +12,9 @@ import threading
 import numpy as np
 import torch
 
+from vllm_weir.errors import WeirError
+from vllm_weir.util.h2d import is_out_of_memory
+
 logger = logging.getLogger(__name__)
 BLOCK = 64 << 20
 """Approximate number of bytes pinned in one go."""
@@ -60,11 +63,15 @@ class HostBuffer:
         return self.bytes.view(dtype).view(self.rows, d_model)
 
     def prepare(self, start: int, rows: int) -> None:
-        """Pin these rows, so that the device can write them, and let a thread pin the next ones."""
+        """Pin these rows, so that the device can write them, and let a thread pin the next ones.
+
+        Raises:
+            WeirError: if the host has no memory for it.
+        """
         first, last = start // self._block_rows, (start + rows - 1) // self._block_rows
         for block in range(first, last + 1):
             if not self._pinned[block]:
-                self._pin(block)
+                self._pin_now(block)
         if self._thread is not None and not all(self._pinned[last : last + AHEAD // 2]):
             self._used_blocks.put(last)
 
@@ -126,6 +133,29 @@ class HostBuffer:
         for block in np.flatnonzero(self._pinned).tolist():
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr() + block * self._block))
             self._pinned[block] = False
+
+    def _pin_now(self, block: int) -> None:
+        """Pin a block, in a thread: CUDA keeps an error for the thread's next call, and the engine's would fail."""
+        errors: list[RuntimeError] = []
+
+        def pin() -> None:
+            torch.cuda.set_device(self._device)
+            try:
+                self._pin(block)
+            except RuntimeError as e:
+                errors.append(e)
+
+        thread = threading.Thread(target=pin, name="weir-pin-now", daemon=True)
+        thread.start()
+        thread.join()
+        if not errors:
+            return
+        if not is_out_of_memory(errors[0]):
+            raise errors[0]
+        raise WeirError(
+            "the host has no memory left that can be pinned for rows; send the request again once others have ended, "
+            "or lower the setting host_bytes"
+        ) from errors[0]
 
     def _pin(self, block: int) -> None:
         with self._lock:

@@ -61,7 +61,7 @@ def test_defaults_and_files(asked: dict[str, Any], tmp_path: Path) -> None:
     out, plot = str(tmp_path / "a.npz"), str(tmp_path / "a.html")
     done = invoke(*PROMPTS, "--heads", "all", "--json", "--out", out, "--plot", plot)
     assert done.exit_code == 0, done.output
-    assert asked["freeze"] == ("attn_out", "mlp_out")
+    assert asked["freeze"] is None
     assert (asked["layers"], asked["positions"], asked["heads"], asked["to"]) == ("all", "all", "all", None)
     found = json.loads(done.stdout)
     assert found["grid"] == [[[0.5], [2.0]]] and found["axes"]["layer"] == [0, 1] and found["files"] == [out, plot]
@@ -106,7 +106,7 @@ def test_a_pair_that_is_none_is_named(asked: dict[str, Any], tmp_path: Path, lin
         ([*PROMPTS, "--positions", '["x"]'], "positions"),
         ([*PROMPTS, "--to", "q.5", "--freeze", "z"], "freeze: z cannot be held still"),
         ([*PROMPTS, "--to-heads", "1"], "to_heads: it is for a path"),
-        ([*PROMPTS, "--freeze", "mlp_out"], "freeze: it is for a path"),
+        ([*PROMPTS, "--freeze", "mlp_out"], "freeze: it is what a path holds still"),
         ([*PROMPTS, "-e", "seed"], "engine: expected key=value"),
     ],
 )

@@ -36,7 +36,7 @@ def attempt(extra_args, capabilities=FACTS):
     """What the engine would receive, or the refusal."""
     try:
         admitted = admit(extra_args, capabilities)
-        return admitted, make_engine_request(admitted, "reply", [1, 2, 3, 4, 5, 6], 6, 8, capabilities, True, SIZES)
+        return admitted, make_engine_request(admitted, "reply", [1, 2, 3, 4, 5, 6], 6, 8, capabilities, 1, SIZES)
     except WeirError as e:
         assert e.field, e
         assert e.message
@@ -231,14 +231,14 @@ def test_the_collection_that_keeps_rows_has_a_name(options):
     assert e.value.field.startswith("capture[0].sink.workers")
 
 
-@pytest.mark.parametrize(("chunked", "length", "fits"), [(True, 10_000, True), (False, 128, True), (False, 129, False)])
-def test_a_step_must_fit_the_ring(chunked, length, fits):
+@pytest.mark.parametrize(("length", "step", "fits"), [(10_000, 1, True), (128, 128, True), (999, 129, False)])
+def test_a_step_must_fit_the_ring(length, step, fits):
     admitted = admit({"weir": {"v": 1, "capture": [{}, {"hook": "resid_pre"}]}}, FACTS)
     if fits:
-        assert make_engine_request(admitted, "", None, length, 8, FACTS, chunked, SIZES).rows_per_token == 8
+        assert make_engine_request(admitted, "", None, length, 8, FACTS, step, SIZES).rows_per_token == 8
     else:
         with pytest.raises(WeirError, match="buffer_bytes"):
-            make_engine_request(admitted, "", None, length, 8, FACTS, chunked, SIZES)
+            make_engine_request(admitted, "", None, length, 8, FACTS, step, SIZES)
 
 
 def test_facts_from_reports():
@@ -318,7 +318,7 @@ def test_directions_of_captures_take_no_room_among_steering_vectors():
     directions = [[float(k == i) for i in range(128)] for k in range(9)]
     spec = RequestSpec((Capture("resid_post", 1, project=directions),), (Add(directions[0], 1), Add([2.0] * 128, 2)))
     admitted = admit({"weir": spec.to_json()}, FACTS)
-    wire = make_engine_request(admitted, "reply", [1, 2, 3], 3, 8, FACTS, True, TableSizes(2, 64, 1024))
+    wire = make_engine_request(admitted, "reply", [1, 2, 3], 3, 8, FACTS, 1, TableSizes(2, 64, 1024))
     assert wire.table_needs.vectors == sorted({d for move in admitted.effective for d in move.vectors})
     assert len(wire.table_needs.vectors) == 2 and len(admitted.rows) == 10
 

@@ -31,7 +31,7 @@ def admitted(*items, dose=True, facts=FACTS, always=()):
 
 def needs(found, **sizes):
     tables = TableSizes(**{"vectors": 64, "programs": 64, "nodes": 1024} | sizes)
-    return make_engine_request(found, "reply", tuple(range(P)), P, G, FACTS, True, tables).table_needs
+    return make_engine_request(found, "reply", tuple(range(P)), P, G, FACTS, 1, tables).table_needs
 
 
 def test_the_default_is_to_measure_nothing():

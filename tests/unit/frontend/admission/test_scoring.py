@@ -69,7 +69,7 @@ def admitted(*args, facts=FACTS, registered=(), always=(), **kwargs):
 
 
 def engine_request(found, sizes=SIZES, prompt_ids=tuple(range(P)), facts=FACTS):
-    return make_engine_request(found, "reply", prompt_ids, P, G, facts, True, sizes)
+    return make_engine_request(found, "reply", prompt_ids, P, G, facts, 1, sizes)
 
 
 def refused(*args, **kwargs):
@@ -392,9 +392,9 @@ def test_a_probe_of_every_request_is_not_about_images(frontend):
 
 
 def test_a_name_means_what_is_registered_when_a_request_comes(frontend):
-    frontend.names.vectors.put("v", np.ones((2, D)))
+    frontend.names.put_vector("v", np.ones((2, D)))
     frontend.names.register_probe(Probe("a", "v", layer=1))
-    frontend.names.vectors.put("v", np.zeros((2, D)))
+    frontend.names.put_vector("v", np.zeros((2, D)))
     request = asked(["a"])
     before = scores(frontend, request)
     assert scores(frontend, request) is before and before.probes[0].outputs == 2

@@ -13,10 +13,11 @@ from tests.support.properties import examples
 from tests.unit.delivery_harness import D, Post
 from tests.unit.request_strategies import sensible_captures, served
 from tests.unit.schema.test_lowering import Bench
-from vllm_weir import Add, Capture, Site
+from vllm_weir import Add, Capture, Site, WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
+from vllm_weir.frontend.receive.score_table import ScoreTable
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.engine_traits import EngineTraits
 from vllm_weir.schema.request import RequestSpec
@@ -117,6 +118,50 @@ def test_every_accepted_row_exactly_once(ahead, near, data):
         post.planner.remove(one.name)
     post.step([], None)
     assert not post.row_seqs.live and not post.planner.capturing
+
+
+@pytest.mark.parametrize("joins_again", [False, True], ids=["V1", "V2"])
+@pytest.mark.parametrize("accepted", [3, 1])
+def test_drafts_that_the_engine_drops_at_a_preemption_are_forgotten(joins_again, accepted):
+    """Their rows were told as accepted, and other tokens may come in their place."""
+    post = Post(LAYERS, 4000, False, traits=EngineTraits(DRAFTS, True))
+    one = Sequence(post, 0, [("resid_post", [0, 1], "all")], 4, 20)
+
+    def step(run, start, count, drafts=0, accepted=0):
+        content = lambda _name, column, position: torch.tensor([float(column), position, run, 1.0])
+        post.step([(one.name, count, start)], content, drafts=[drafts], sampled={one.name: accepted + 1})
+
+    def rows(positions):
+        tokens = one.ids[4 : positions + 1]
+        return one.tracker.view(tokens, False, None, 0).activations()["resid_post", 0]
+
+    step(0, 0, 4)
+    step(0, 4, 4, 3, accepted)
+    assert len(rows(5 + accepted)) == 5 + accepted
+    post.planner.forget_from(one.name, 5)
+    if joins_again:
+        post.planner.remove(one.name)
+        post.planner.add_capture(one.name, "here", one.pending.admitted.spec, 4, one.ids[:4], 20)
+    else:
+        post.planner.resume([one.name])
+    step(1, 0, 5)
+    assert rows(5)[:, 2].tolist() == [1.0] * 5
+    with pytest.raises(WeirError, match=r"1 of 6 rows .*first missing position 5"):
+        rows(6)
+    step(1, 5, 4, 3, 3)
+    assert rows(9)[:, 2].tolist() == [1.0] * 9
+
+
+def test_what_was_told_of_dropped_drafts_is_forgotten():
+    """Where it was steered, and its scores."""
+    post = Post(LAYERS, 4000, False, traits=EngineTraits(DRAFTS, True))
+    pending = Sequence(post, 0, [("resid_post", [0], "all")], 4, 20).pending
+    pending.steered[:] = [np.ones(9, bool), np.ones(3, bool)]
+    pending.scores = ScoreTable(1)
+    pending.scores.record(0, np.ones((9, 1), np.float32))
+    pending.forget_from(5)
+    assert [one.tolist() for one in pending.steered] == [[True] * 5 + [False] * 4, [True] * 3]
+    assert pending.scores.known(np.arange(9)).tolist() == [True] * 5 + [False] * 4
 
 
 def step_of(request_ids, counts, drafts, starts, restarted=()):

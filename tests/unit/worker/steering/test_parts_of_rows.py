@@ -224,7 +224,7 @@ def test_a_request_needs_as_many_rows_as_its_vectors_take():
     wide = dataclasses.replace(found, rows=rows)
 
     def needs(vectors):
-        request = make_engine_request(wide, "r", [1], 1, 8, FACTS, True, TableSizes(vectors, 64, 64))
+        request = make_engine_request(wide, "r", [1], 1, 8, FACTS, 1, TableSizes(vectors, 64, 64))
         return request.table_needs
 
     assert needs(4) == TableNeeds(found.digests, 1, 2, {found.digests[1]: 3})

@@ -7,6 +7,7 @@ import mmap
 import pytest
 import torch
 
+from vllm_weir.errors import WeirError
 from vllm_weir.worker.transfer import pinned_buffer
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
 
@@ -78,6 +79,30 @@ def test_one_buffer_after_the_other_on_the_same_addresses(driver: Driver) -> Non
         )
         buffer.close()
         del buffer
+
+
+def test_memory_that_cannot_be_pinned_fails_the_request_that_needs_it(driver: Driver, monkeypatch) -> None:
+    """And no other: the next one gets its rows once there is memory again. Any other error ends the engine."""
+    pin = driver.cudaHostRegister
+    monkeypatch.setattr(HostBuffer, "_pin_ahead", lambda self: None)
+    buffer = HostBuffer(4 * 16 * mmap.PAGESIZE // ROW, ROW, pin=True)
+
+    def refused(says: str) -> None:
+        def fail(*_: int) -> int:
+            raise RuntimeError(says)
+
+        monkeypatch.setattr(driver, "cudaHostRegister", fail)
+
+    refused("CUDA error: out of memory (2)")
+    with pytest.raises(WeirError, match="no memory left that can be pinned"):
+        buffer.prepare(0, 3)
+    refused("CUDA error: invalid argument (1)")
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        buffer.prepare(0, 3)
+    monkeypatch.setattr(driver, "cudaHostRegister", pin)
+    buffer.prepare(0, 3)
+    assert driver.registered
+    buffer.close()
 
 
 def test_no_device_no_driver(driver: Driver) -> None:
