@@ -232,6 +232,23 @@ def test_lens_forms_mean_the_same():
     assert np.array_equal(first.vector.array, rows[0][[1, 2, 0]].numpy())
 
 
+def test_lens_vectors_have_what_scripts_call_of_pydantics():
+    rows = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(1)).bfloat16()
+    live = weir.SteeringVector(rows, [0, 2], 1.5, True, [4, 0, 2])
+    want = [one.to_json() for one in lens_interventions(live)]
+    theirs = live.to_json() | {"activations": weir.serialize_tensor(rows)}
+    text = live.model_dump_json(indent=2)
+    read = [weir.SteeringVector.model_validate(data) for data in (live, live.model_dump(), theirs, vars(live))]
+    for one in (*read, weir.SteeringVector.model_validate_json(text), live.model_copy(), live.model_copy(deep=True)):
+        assert isinstance(one.activations, torch.Tensor) and one.activations.shape == rows.shape
+        assert [i.to_json() for i in lens_interventions(one)] == want
+    other = live.model_copy(update={"scale": 2.0})
+    assert (other.scale, live.scale) == (2.0, 1.5) and other.activations is live.activations
+    assert live.model_copy(deep=True).activations is not live.activations
+    with refused("apply_steering_vectors[0].layer_indices"):
+        weir.SteeringVector.model_validate(live.model_dump() | {"layer_indices": [0]})
+
+
 def test_lens_positions_of_broadcast_vectors_are_not_lost():
     rows = torch.randn(2, D, generator=torch.Generator().manual_seed(1))
     everywhere = lens_interventions(weir.SteeringVector(rows, [0, 2]))
