@@ -253,6 +253,40 @@ def in_xargs(weir_object):
     return {"vllm_xargs": {"weir": json.dumps(weir_object)}}
 
 
+def test_the_fork_s_gates_and_patches(client, tmp_path):
+    """A patch is in the rows; gates do what the same in Weir's own words does."""
+    read = {"v": 1, "capture": [{"hook": "resid_post", "layers": [3]}], "response": INLINE}
+    plain = rows_of(client, post(client, weir=read)["choices"][0], tmp_path)["resid_post", 3]
+    row = np.linspace(-1, 1, D, dtype=np.float32)
+    table = {"dtype": "float32", "shape": [1, D], "data": base64.b64encode(row.tobytes()).decode()}
+    site = {"layer": 3, "hook": "post_block"}
+    patch = [
+        site | {"dest_position": 1, "source_module": "zeros"},
+        site | {"dest_position": 2, "source_inline": 0, "alpha": 0.5},
+        site | {"dest_position": 0, "source_inline": 0, "mask": {"indices": [5]}},
+    ]
+    got = post(client, patch=patch, patch_vectors=table, weir=read)["choices"][0]
+    rows = rows_of(client, got, tmp_path)["resid_post", 3].float()
+    want = plain[:3].float().clone()
+    want[1], want[2], want[0, 5] = 0, 0.5 * want[2] + 0.5 * torch.from_numpy(row), float(row[5])
+    assert rel_err(rows[:3], want) < 1e-5 and not rows[1].any()
+
+    inline = {"kind": "inline", "packed": {"post_block": table | {"layer_indices": [1]}}}
+    steer = {"kind": "inline", "packed": {"post_block": table | {"layer_indices": [3]}}}
+    probe = {"kind": "linear", "name": "steering.0", "weight": row.tolist(), "layer": 1, "positions": "generated"}
+    when = {"probe": "steering.0", "above": 0.0}
+    add = {"op": "add", "vector": row.tolist(), "layers": [3], "scale": 9.0, "positions": "generated"}
+    for scope, more in (("this_token", {"sharpness": 1.0}), ("rest_of_request", {"latch": True, "delay": 1})):
+        gate = {"when": {"kind": "probe", "probe": inline, "threshold": 0.0}, "scope": scope}
+        theirs = post(client, steering=[gate | {"apply": {"kind": "add", "steer": steer, "strength": 9.0}}])
+        own = {"v": 1, "probes": [probe], "interventions": [add | {"when": when | more}]}
+        ours = post(client, weir=own)["choices"][0]
+        theirs = theirs["choices"][0]
+        assert theirs["text"] == ours["text"]
+        assert theirs["weir"]["receipt"]["gates"] == ours["weir"]["receipt"]["gates"] != [None]
+        assert theirs["weir"]["scores"] == ours["weir"]["scores"]
+
+
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 XARGS_OF_MESSAGES = "vllm_xargs" in AnthropicMessagesRequest.model_fields  # not yet in 0.28
 OTHER_ROUTES = {

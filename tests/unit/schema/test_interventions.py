@@ -324,13 +324,17 @@ def test_tiers_take_ints_and_numbers_without_dimensions(one):
     assert add.layers == (1,) and add.positions.to_json() == [1] and add.scale == 0.5
 
 
+def test_a_hook_of_the_forks_without_layers_asks_for_nothing():
+    vectors = {"post_mlp": {}, "pre_attn": {0: [1.0] * D}}
+    (add,) = weir.from_tiers(vectors, decode_steering_clamps={"post_mlp": {}})
+    assert add.hook == "resid_pre"
+
+
 ROW = [1.0] * D
 POST = {"post_mlp": {1: ROW}}
 WRONG_TIERS = {
     "steering_vectors.nowhere.1.hook": [{"steering_vectors": {"nowhere": {1: ROW}}}],
     "steering_vectors.nowhere": [{"steering_vectors": {"nowhere": {}}}],
-    "steering_vectors.post_mlp": [{"steering_vectors": {"post_mlp": {}}}],
-    "decode_steering_clamps.post_mlp": [{"decode_steering_clamps": {"post_mlp": {}}}],
     "steering_clamps.post_mlp.1": [{"steering_clamps": {"post_mlp": {1: []}}}],
     "prefill_steering_vectors.post_mlp": [{"prefill_steering_vectors": {"post_mlp": ROW}}],
     "decode_steering_vectors.post_mlp.x": [{"decode_steering_vectors": {"post_mlp": {"x": ROW}}}],

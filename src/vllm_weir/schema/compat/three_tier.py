@@ -67,7 +67,7 @@ def from_tiers(
         out += scaled(from_fields(modules[name], f"{module_path}."), scale, "steering_module_ref[1]")
     given = (steering_vectors, prefill_steering_vectors, decode_steering_vectors)
     for (prefix, positions), spec in zip(TIERS.items(), given, strict=True):
-        out += _additions(spec, f"{prefix}steering_vectors", positions)
+        out += additions(spec, f"{prefix}steering_vectors", positions)
     given = (steering_clamps, prefill_steering_clamps, decode_steering_clamps)
     for (prefix, positions), spec in zip(TIERS.items(), given, strict=True):
         out += _clamps(spec, f"{prefix}steering_clamps", positions)
@@ -97,7 +97,7 @@ def from_fields(fields: Mapping[str, Any], path: str = "") -> list[Intervention]
     """
     out: list[Intervention] = []
     for prefix, positions in TIERS.items():
-        out += _additions(fields.get(f"{prefix}vectors"), f"{path}{prefix}vectors", positions)
+        out += additions(fields.get(f"{prefix}vectors"), f"{path}{prefix}vectors", positions)
     for prefix, positions in TIERS.items():
         out += _clamps(fields.get(f"{prefix}clamps"), f"{path}{prefix}clamps", positions)
     return out
@@ -120,8 +120,8 @@ def scaled(interventions: Sequence[Intervention], scale: Any, path: str) -> list
     return out
 
 
-def _additions(spec: Mapping | None, path: str, positions: str) -> Iterator[Add]:
-    """Yield the additions of one tier."""
+def additions(spec: Mapping | None, path: str, positions: str) -> Iterator[Add]:
+    """Yield the additions of one tier, ``{hook: layers}``, at `positions`."""
     for hook, layers, hook_path in _hooks(spec, path):
         if "data" in layers:
             yield from _packed_additions(layers, hook, positions, hook_path)
@@ -190,9 +190,9 @@ def _hooks(spec: object, path: str) -> Iterator[tuple[str, Mapping, str]]:
         hook_path = f"{path}.{brief(hook)}"
         if not isinstance(layers, Mapping):
             raise WeirError("expected {layer: vector}", hook_path)
-        if not layers:
+        if not layers:  # asks for nothing, as in the fork
             normalise_hook(_HOOKS.get(hook, hook), hook_path)
-            raise WeirError("names no layer; give {layer: vector}, or leave the hook out", hook_path)
+            continue
         yield _HOOKS.get(hook, hook) if isinstance(hook, str) else hook, layers, hook_path
 
 
