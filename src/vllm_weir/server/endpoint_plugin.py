@@ -79,7 +79,7 @@ class Endpoints:
         try:
             load_route_modules()
             from vllm_weir.frontend.lookup import has_frontend
-            from vllm_weir.server import saes
+            from vllm_weir.server import modules, saes
             from vllm_weir.server.context import served_name, server_of
             from vllm_weir.server.routes import marks
             from vllm_weir.server.shared.peers import Peers
@@ -98,6 +98,7 @@ class Endpoints:
             server.peers = Peers(server.directory.subdirectory("peers"), answer, str(os.getpid()))
             await server.peers.open()
         await saes.load_given(server)
+        await modules.load_given(server)
         state.weir = server
         state.weir_sweeper = asyncio.create_task(server.sweep())
         logger.info("Weir's routes are on; results by reference are in %s", server.directory and server.directory.path)

@@ -122,6 +122,9 @@ def test_the_command_s_arguments_and_environment():
     assert prepare(["m", "--weir-admin-key", "k", "--port", "1"], environ) == ["m", "--port", "1"]
     assert environ["WEIR_ADMIN_KEY"] == "k" and "weir" in environ["VLLM_PLUGINS"].split(",")
     assert set(environ["VLLM_PLUGINS"].split(",")) == set(all_plugins())
+    modules = ["--steering-modules", "a=/x=y.json", '{"name": "b", "path": "/z"}', "--steering-modules=c=/c", "--port"]
+    assert prepare(["m", *modules, "1"], environ) == ["m", "--port", "1"]
+    assert json.loads(environ["WEIR_SERVE_MODULES"]) == {"a": "/x=y.json", "b": "/z", "c": "/c"}
     environ = {"VLLM_PLUGINS": "a,weir"}
     assert prepare(["m", "--weir-admin-key=k=2"], environ) == ["m"] and environ["WEIR_ADMIN_KEY"] == "k=2"
     assert environ["VLLM_PLUGINS"] == "a,weir"
@@ -138,6 +141,9 @@ def test_the_command_s_arguments_and_environment():
         (["m"], {"WEIR_SERVE_ROWS": "many"}, "WEIR_SERVE_ROWS"),
         (["m"], {"WEIR_ADMIN_KEY": "from-a-file\n"}, "WEIR_ADMIN_KEY"),  # every right key would be a wrong one
         (["m", "--weir-admin-key", " k"], {}, "WEIR_ADMIN_KEY"),
+        (["--steering-modules", "a=/x", "m"], {}, "--steering-modules"),
+        (["m", "--steering-modules", "a=/x", "a=/y"], {}, "--steering-modules"),
+        (["m", "--steering-modules", '{"name": "a"}'], {}, "--steering-modules"),
     ],
 )
 def test_the_command_does_not_start_without_weir(arguments, environ, field):

@@ -19,6 +19,8 @@ TIERS = {"": "all", "prefill_": "prompt", "decode_": "generated"}
 """Prefix of a tier's fields -> the positions at which it acts."""
 _FIELDS = tuple(f"{prefix}{kind}" for kind in ("vectors", "clamps") for prefix in TIERS)
 _HOOKS = {"post_mlp": "resid_post"}
+FORK_HOOKS = {"resid_pre": "pre_attn", "resid_mid": "post_attn", "resid_post": "post_block"}
+"""Hook points that the fork names otherwise -> its names."""
 _LAYER = re.compile(r"^-?\d{1,9}$", re.ASCII)
 _PACKED = ("dtype", "shape", "layer_indices", "data")
 

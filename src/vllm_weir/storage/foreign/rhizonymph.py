@@ -17,6 +17,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
+from vllm_weir.schema.compat.three_tier import FORK_HOOKS
 from vllm_weir.schema.compression import ITEMSIZE, ROW_DTYPES, Compression
 from vllm_weir.schema.hooks import Site, normalise_hook
 from vllm_weir.storage.index import Index, IndexBuilder, text_field
@@ -25,8 +26,6 @@ from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import FileBlock
 
 _HOOKS = {"post_mlp": "resid_post"}
-_WRITTEN_HOOKS = {"resid_pre": "pre_attn", "resid_mid": "post_attn", "resid_post": "post_block"}
-"""Hook points that the fork names otherwise; the others keep their names, which its reader takes."""
 
 
 class _Part(NamedTuple):
@@ -193,7 +192,7 @@ def write_rhizonymph(store: ObjectStore, request: str, acts: Activations) -> Non
     """
     for site in acts.sites:
         rows = acts[site].flatten(1).contiguous()
-        hook = _WRITTEN_HOOKS.get(site.hook, site.hook)
+        hook = FORK_HOOKS.get(site.hook, site.hook)  # its reader takes every name
         described = {
             "request_id": request,
             "layer": site.layer,
