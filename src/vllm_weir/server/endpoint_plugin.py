@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROUTERS = ("activations", "info", "marks", "probes", "saes", "steering", "vectors", "page")
+ROUTERS = ("activations", "fork", "info", "marks", "probes", "saes", "steering", "vectors", "page")
 """Modules of `vllm_weir.server.routes`, each with a function `router`."""
 PREFIXES = (
     "/v1/weir",
     "/v1/activations",
     "/v1/marks",
+    "/v1/patch_source",
+    "/v1/patch_sweep",
     "/v1/probes",
     "/v1/saes",
     "/v1/steering",

@@ -107,7 +107,7 @@ def _modules(routes: APIRouter) -> None:
         summary="Delete a module; requests already admitted with it go on",
     )
     async def unregister(body: bodies.UnregisterModule, state: State) -> Any:
-        return await state.run(lambda: _unregister(state, body.name))
+        return await state.run(lambda: unregister_module(state, body.name))
 
     @routes.get("/v1/steering/modules", responses=declared(401), summary="The names of the modules")
     def modules(state: State) -> bodies.Modules:
@@ -201,7 +201,8 @@ def register_module(state: ServerState, body: bodies.RegisterModule) -> bodies.M
     return _change_modules(state, body.name, edit)
 
 
-def _unregister(state: ServerState, name: str) -> bodies.ModuleChanged | Response:
+def unregister_module(state: ServerState, name: str) -> bodies.ModuleChanged | Response:
+    """Delete a module; the response is a 404 if there is none of the name."""
     registered = state.names.read().modules
     if name not in registered:
         why = f"no module is registered as {brief(name)!r}; registered are {', '.join(registered) or 'none'}"

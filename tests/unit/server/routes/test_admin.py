@@ -30,6 +30,12 @@ V = [0.5, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0]
 OTHER = [1.0] * D
 
 
+def packed(layer, vector):
+    """The fork's form of a vector at a block."""
+    data = base64.b64encode(np.float32(vector).tobytes()).decode()
+    return {"dtype": "float32", "shape": [1, D], "layer_indices": [layer], "data": data}
+
+
 def gguf(directions, architecture=b"controlvector", kind=0, version=3, extra=()):
     """A control vector as llama.cpp and repeng write it."""
     dtype = "<f4" if kind == 0 else "<f2"
@@ -311,6 +317,8 @@ ADMIN_ROUTES = [
     ("POST", "/v1/steering/clear", {}),
     ("POST", "/v1/steering/modules/register", {"name": "m", "vectors": {"resid_post": {"1": V}}}),
     ("POST", "/v1/steering/modules/unregister", {"name": "m"}),
+    ("POST", "/v1/steering/vectors/register", {"name": "s", "kind": "steer", "packed": {"post_block": packed(1, V)}}),
+    ("POST", "/v1/steering/vectors/unregister", {"name": "s", "kind": "steer"}),
     ("PUT", "/v1/vectors/v", V),
     ("DELETE", "/v1/vectors/v", None),
     ("PUT", "/v1/probes/p", {"weight": V, "layer": 1}),
@@ -651,6 +659,51 @@ def test_layers_and_targets_of_the_fork(pair):
     refused(one.get("/v1/steering/layers?target=draft"), 400, "target")
     refused(one.get("/v1/steering/layers?target=x"), 400)
     refused(one.post("/v1/steering/clear", json={"target": "draft"}), 400, "target")
+
+
+def test_what_the_forks_gates_name(pair):
+    """Probes and vectors to add, in the forms of the fork; they are Weir's probes and modules."""
+    (one, two), servers = pair
+    steer = {"name": "s", "kind": "steer", "packed": {"post_block": packed(1, V) | {"scales": [2.0]}}}
+    probe = {"name": "p", "kind": "probe", "packed": {"pre_attn": packed(0, OTHER)}}
+    one.post("/v1/steering/vectors/register", json=steer).raise_for_status()
+    made = one.post("/v1/steering/vectors/register", json=probe).json()
+    assert made == {"status": "ok", "name": "p", "kind": "probe", "vectors": {"probe": ["p"], "steer": ["s"]}}
+    assert two.get("/v1/steering/vectors").json() == {"vectors": made["vectors"], "count": 2}
+    assert lowered(servers[1], {"modules": ["s"]}) == [("resid_post", (1,), "all", [[2 * x for x in V]])]
+    kept = two.get("/v1/probes/p").json()
+    assert (kept["hook"], kept["layer"], kept["positions"]) == ("resid_pre", 0, "generated")
+
+    def gate(name):
+        when = {"kind": "probe", "probe": {"kind": "name", "name": "p"}, "threshold": 1}
+        add = {"kind": "add", "steer": {"kind": "name", "name": name}, "strength": 0.5}
+        return {"when": when, "scope": "this_token", "apply": add}
+
+    names = asyncio.run(servers[1].known_names())
+    body = {"steering": [gate("s")]}
+    (added,) = WeirRequest.parse(None, body, servers[1].limits, names).extra_args["weir"]["interventions"]
+    assert (added["scale"], added["positions"], added["when"]["probe"]) == (1.0, "generated", "p")
+    servers[1].frontend.names.refresh()
+    servers[1].frontend.admit("r", {"weir": {"v": 1, "interventions": [added]}}, [5, 6, 7], 3, 6)
+    two_sites = {"post_block": packed(1, V), "pre_attn": packed(1, V)}
+    for wrong, field in (
+        (probe | {"packed": two_sites}, "body.packed"),
+        (probe | {"packed": {}}, "body.packed"),
+        (probe | {"name": "sites"}, "name"),
+        (steer | {"packed": {}}, "vectors"),
+        (steer | {"packed": {"post_block": {"1": [1.0]}}}, "vectors.post_block.1.vector"),
+        (steer | {"packed": {"nowhere": packed(1, V)}}, "vectors.nowhere.hook"),
+    ):
+        refused(one.post("/v1/steering/vectors/register", json=wrong), 400, field)
+    refused(one.post("/v1/steering/vectors/register", json=steer | {"kind": "x"}), 400)
+    for kind, name in (("probe", "p"), ("steer", "s")):
+        asked = {"name": name, "kind": kind}
+        one.post("/v1/steering/vectors/unregister", json=asked).raise_for_status()
+        refused(two.post("/v1/steering/vectors/unregister", json=asked), 404, "name")
+    assert two.get("/v1/steering/vectors").json() == {"vectors": {"probe": [], "steer": []}, "count": 0}
+    assert one.get("/v1/steering/dynamic").json() == {"workers": [{"controllers": {}}]}
+    refused(one.post("/v1/patch_sweep", json={}), 400, "patch_sweep")
+    refused(one.delete("/v1/patch_source/r"), 404, "run_id")
 
 
 def test_modules_of_files_are_registered_when_the_server_starts(pair, tmp_path):
