@@ -43,6 +43,7 @@ def with_fork(
         origins["modules"] = (NAME,)
     found: dict[str, list[Any]] = {"interventions": [*from_tiers(**{key: fields.get(key) for key in TIERS})]}
     gates, patch, table = (fields.get(key) for key in FORK_LISTS)
+    assert names is not None or (gates is None and patch is None and table is None)
     if names is not None and gates is not None:
         found["probes"], gated = from_gates(gates, names)
         found["interventions"] += gated
