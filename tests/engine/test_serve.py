@@ -287,6 +287,88 @@ def test_the_fork_s_gates_and_patches(client, tmp_path):
         assert theirs["weir"]["scores"] == ours["weir"]["scores"]
 
 
+SWEEP = {
+    "model": "demo",
+    "prompt": "Tom went to the garden. Tom was sad. Tom",
+    "clean_prompt": "Tom went to the garden. Tom was happy. Tom",
+    "source_run": "r",
+    "hooks": ["post_block", "pre_attn"],
+    "layers": [0, 5],
+    "answer_token": " was",
+    "foil_token": " went",
+}
+
+
+def sweep_events(client, **more):
+    answer = client.post("/v1/patch_sweep", json=SWEEP | more | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_the_fork_s_sweep(client):
+    """Of the last block's rows the last position's alone decides; others are what a request of their own says."""
+    start, *cells, summary = sweep_events(client, metric="recovered")
+    n = len(start["positions"])
+    assert start["type"] == "start" and len(cells) == 2 * 2 * n and summary["type"] == "summary"
+    assert summary["hook"] == "post_block" and summary["alignment"]["unaligned_positions"] == []
+    after, before = (np.array(one["grid"]) for one in summary["hook_grids"])
+    assert after.shape == (2, n) and after[1, -1] == pytest.approx(1, abs=1e-3)
+    assert np.abs(after[1, :-1]).max() < 1e-3 and np.abs(before[0]).max() > 1e-3
+    found = {(c["hook"], c["layer"], c["position"]): c["value"] for c in cells}
+    assert all(found["post_block", layer, p] == after[i, p] for i, layer in enumerate((0, 5)) for p in range(n))
+    assert summary["argmax"]["value"] == after.max() and summary["noise_floor"] < 1e-3
+    left = sweep_events(client, metric="recovered", done=cells[: 3 * n])
+    assert len(left) == 2 + n
+    assert left[-1]["hook_grids"] == summary["hook_grids"] or rel_err(
+        torch.tensor(left[-1]["grid"]), torch.tensor(summary["grid"])) < 1e-3  # fmt: skip
+
+
+def test_the_fork_s_sweep_with_one_vector(client):
+    """Zeros at some values, at the tokens of a text; the same as a patch in a request of its own."""
+    asked = {key: SWEEP[key] for key in ("model", "prompt", "answer_token", "foil_token")}
+    asked |= {"source_module": "zeros", "mask": {"indices": [3, 4]}, "hook": "post_block", "metric": "logit_diff"}
+    asked |= {"layers": {"start": 1, "stop": 4, "step": 2}, "positions": [{"span": "garden"}, 1]}
+    got = client.post("/v1/patch_sweep", json=asked)
+    assert got.status_code == 200, got.text
+    got = got.json()
+    assert got["layers"] == [1, 3] and got["positions"][-1] == 1 and got["clean"] is None
+    tokenize = {"model": "demo", "add_special_tokens": False}
+    told = [client.post("/tokenize", json=tokenize | {"prompt": text}).json() for text in (" was", " went")]
+    ids = [one["tokens"][0] for one in told]
+    for i, layer in enumerate(got["layers"]):
+        for j, position in enumerate(got["positions"]):
+            site = {"layer": layer, "hook": "post_block", "dest_position": position, "source_module": "zeros"}
+            more = {"patch": [site | {"mask": {"indices": [3, 4]}}], "max_tokens": 1, "logprobs": 2}
+            one = post(client, prompt=asked["prompt"], logprob_token_ids=ids, return_tokens_as_token_ids=True, **more)
+            said = one["choices"][0]["logprobs"]["top_logprobs"][0]
+            alone = said[f"token_id:{ids[0]}"] - said[f"token_id:{ids[1]}"]
+            assert got["grid"][i][j] == pytest.approx(alone, abs=1e-3)
+
+
+WRONG_SWEEPS = {
+    "clean_prompt": [{"clean_prompt": None, "source_run": None}, {"source_module": "zeros"}],
+    "source_run": [{"clean_prompt": None}],
+    "keep_source": [{"keep_source": True}],
+    "model": [{"model": "adapter"}],
+    "metric": [{"metric": "recovered", "clean_prompt": SWEEP["prompt"]}],
+    "answer_token": [{"answer_token": None}, {"answer_token": " was happy"}, {"answer_token_id": 10**6}],
+    "foil_token": [{"metric": "logit_diff", "foil_token": None}],
+    "positions": [{"layers": []}, {"hooks": ["post_block"], "layers": list(range(16384))}],
+    "positions[0]": [{"positions": [10**6]}, {"positions": [{"span": "zebra"}]}],
+    "hooks": [{"hooks": ["nowhere"]}],
+    "layers": [{"layers": [99]}],
+    "prompt": [{"prompt": "Tom " * 5000, "clean_prompt": "Tom " * 5000, "positions": [0]}],
+}
+
+
+@pytest.mark.parametrize(("field", "more"), [(field, more) for field, each in WRONG_SWEEPS.items() for more in each])
+def test_sweeps_that_are_refused(client, field, more):
+    got = client.post("/v1/patch_sweep", json={k: v for k, v in (SWEEP | more).items() if v is not None})
+    assert got.status_code == 400 and got.json()["error"]["param"] == field, got.text
+
+
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 XARGS_OF_MESSAGES = "vllm_xargs" in AnthropicMessagesRequest.model_fields  # not yet in 0.28
 OTHER_ROUTES = {

@@ -82,7 +82,7 @@ FORK_ROUTES = {
     ("post", "/v1/steering/vectors/register"): SERVED,
     ("post", "/v1/steering/vectors/unregister"): SERVED,
     ("get", "/v1/steering/vectors"): SERVED,
-    ("post", "/v1/patch_sweep"): REFUSED,
+    ("post", "/v1/patch_sweep"): SERVED,
     ("delete", "/v1/patch_source/{run_id}"): REFUSED,
 }
 """Its routes."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.compat.fork_requests import KnownNames, from_gates, from_patch
+from vllm_weir.schema.compat.fork_requests import KnownNames, from_gates, from_patch, parse_table
 from vllm_weir.schema.compat.three_tier import from_tiers
 from vllm_weir.schema.keys import FORK_LISTS
 from vllm_weir.schema.keys import FORK_NAME as NAME
@@ -48,7 +48,7 @@ def with_fork(
         found["probes"], gated = from_gates(gates, names)
         found["interventions"] += gated
     if names is not None and (patch is not None or table is not None):
-        found["interventions"] += from_patch([] if patch is None else patch, table, names)
+        found["interventions"] += from_patch([] if patch is None else patch, parse_table(table), names)
     for key, ours in found.items():
         if ours:
             out[key] = [*(one.to_json() for one in ours), *_as_list(out.get(key))]

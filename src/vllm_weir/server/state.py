@@ -108,6 +108,13 @@ class ServerState:
         await ask_workers(self.engine_client)
         return self.frontend.engine.require_capabilities()
 
+    def tokenizer(self) -> Any:
+        """Return the engine's tokenizer; raise WeirError if it has none."""
+        tokenizer: Any = self.frontend.engine.vocabulary.tokenizer
+        if tokenizer is None:
+            raise WeirError("this server has no tokenizer", "prompt")
+        return tokenizer
+
     async def known_names(self) -> KnownNames:
         """Return what the fork's gates and patches may refer to.
 

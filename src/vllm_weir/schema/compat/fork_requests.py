@@ -125,19 +125,32 @@ def _packed(source: Mapping[str, Any], path: str) -> list[Add]:
     return found
 
 
-def from_patch(entries: Any, table: Any, names: KnownNames) -> list[Intervention]:
+def parse_table(table: Any) -> np.ndarray | None:
+    """Parse ``patch_vectors``: float32 [n, width], or None if there are none."""
+    if table is None:
+        return None
+    _keys(table, ("dtype", "shape", "data"), (), "patch_vectors")
+    content = {"b64": table["data"], "dtype": table["dtype"], "shape": table["shape"]}
+    return Vector.parse(content, "patch_vectors", (2,)).array
+
+
+def from_patch(
+    entries: Any, table: np.ndarray | None, names: KnownNames, row: np.ndarray | None = None
+) -> list[Intervention]:
     """Translate ``patch`` and ``patch_vectors``: rows that are replaced, or mixed with others, at single positions.
 
     Rows of several positions of a site are joined, and a mask becomes a `Clamp` for each value that it lets
     through. Each intervention's `path` is the first entry that it stands for.
 
+    Args:
+        entries: ``patch``.
+        table: of `parse_table`.
+        names: what entries refer to.
+        row: what all entries put in, which then name no source; None if they do.
+
     Raises:
         WeirError: naming the field.
     """
-    if table is not None:
-        _keys(table, ("dtype", "shape", "data"), (), "patch_vectors")
-        content = {"b64": table["data"], "dtype": table["dtype"], "shape": table["shape"]}
-        table = Vector.parse(content, "patch_vectors", (2,)).array
     out: list[Intervention] = []
     joined: dict[tuple[str, int, float], tuple[str, dict[int, np.ndarray]]] = {}
     for k, entry in enumerate(_entries(entries, "patch")):
@@ -146,23 +159,23 @@ def from_patch(entries: Any, table: Any, names: KnownNames) -> list[Intervention
         layer, position = (_index(entry[name], f"{path}.{name}") for name in ("layer", "dest_position"))
         hook = normalise_hook(entry["hook"], f"{path}.hook")
         alpha = number(entry.get("alpha", 1.0), f"{path}.alpha")
-        row, alphas = _source(entry, hook, layer, path, table, names), None
+        values, alphas = row if row is not None else _source(entry, hook, layer, path, table, names), None
         if entry.get("mask") is not None:
-            alphas = alpha * _mask(entry["mask"], len(row), f"{path}.mask", table)
+            alphas = alpha * _mask(entry["mask"], len(values), f"{path}.mask", table)
         first, rows = joined.get((hook, layer, alpha), (path, {}))
         if alphas is not None or any(position in there for _, there in joined.values()):
             out += _replaced(joined)
             joined, first, rows = {}, path, {}
         if alphas is None:
-            joined[hook, layer, alpha] = first, {**rows, position: row}
+            joined[hook, layer, alpha] = first, {**rows, position: values}
             continue
         dims = np.flatnonzero(alphas)
         if len(out) + len(dims) > MAX_INTERVENTIONS:
             raise WeirError(f"masks of more than {MAX_INTERVENTIONS} values in one request", f"{path}.mask")
         for dim in dims.tolist():
-            unit = np.zeros(len(row), np.float32)
+            unit = np.zeros(len(values), np.float32)
             unit[dim] = 1.0
-            more: dict[str, Any] = {"value": float(row[dim]), "strength": float(alphas[dim])}
+            more: dict[str, Any] = {"value": float(values[dim]), "strength": float(alphas[dim])}
             out.append(Clamp(unit, layer, hook=hook, positions=[position], path=path, **more))
     return [*out, *_replaced(joined)]
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
-from vllm_weir.errors import WeirError, brief
+from vllm_weir.errors import brief
 from vllm_weir.schema.compat.fork_requests import one_probe
 from vllm_weir.schema.controllers import PREFIX
 from vllm_weir.server import probes
 from vllm_weir.server.errors import declared, error
+from vllm_weir.server.patch_sweep import NO_RUNS, Sweeper
 from vllm_weir.server.routes import steering
 from vllm_weir.server.routes.auth import require_admin
+from vllm_weir.server.routes.patch_schemas import PatchSweep
 from vllm_weir.server.routes.router import weir_router
 from vllm_weir.server.routes.steering_schemas import PackedVectors, RegisterModule
 from vllm_weir.server.state import ServerState, server_state
@@ -23,10 +26,6 @@ State = Annotated[ServerState, Depends(server_state)]
 ADMIN = [Depends(require_admin)]
 Kind = Literal["probe", "steer"]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
-NO_RUNS = (
-    "no runs of prompts are kept on the server; weir.sweep patches over layers and positions offline, and requests "
-    "to the server take rows in patch_vectors or as interventions"
-)
 
 
 class RegisterVector(BaseModel):
@@ -104,8 +103,16 @@ def router() -> APIRouter:
         return DynamicState(workers=[{"controllers": controllers}])
 
     @routes.post("/v1/patch_sweep", include_in_schema=False)
-    def patch_sweep() -> Response:
-        raise WeirError(NO_RUNS, "patch_sweep")
+    async def patch_sweep(body: PatchSweep, state: State) -> Any:
+        sweeper = Sweeper(state)
+        plan = await sweeper.plan(body)
+        if body.stream:
+            return StreamingResponse(sweeper.stream(plan), media_type="text/event-stream")
+        async with aclosing(sweeper.events(plan)) as events:
+            async for event in events:
+                if event.pop("type") == "summary":
+                    return event
+        raise AssertionError("the last event is the summary")
 
     @routes.delete("/v1/patch_source/{run_id}", include_in_schema=False)
     def patch_source(run_id: str) -> Response:
