@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_weir.errors import WeirError, brief
+from vllm_weir.errors import WeirError
 from vllm_weir.experiments import metrics
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compat.fork_requests import KnownNames, from_patch, parse_table
@@ -26,12 +26,12 @@ from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.server.context import answering, served_name
 from vllm_weir.server.errors import error_body
+from vllm_weir.server.patch_axes import align, positions_of
 from vllm_weir.server.routes.patch_schemas import PatchSweep
 from vllm_weir.server.state import ServerState
 
 MAX_CELLS = 1 << 14
 AT_ONCE = 64
-MAX_SPANS = 64
 NO_RUNS = "no runs are kept on the server; give clean_prompt, whose rows are then read in the same call"
 
 Cell = tuple[str, int, int]
@@ -104,7 +104,7 @@ class Sweeper:
         if body.metric == "logit_diff":
             grade.append(self._token(body.foil_token_id, body.foil_token, "foil_token"))
         ids = tokenizer.encode(body.prompt)
-        positions = _positions(body, ids, tokenizer)
+        positions = positions_of(body, ids, tokenizer)
         sources, skipped, alignment = None, [], None
         if body.clean_prompt is not None:
             clean_ids = tokenizer.encode(body.clean_prompt)
@@ -246,27 +246,6 @@ class Sweeper:
         return out
 
 
-def align(clean: Sequence[int], corrupt: Sequence[int]) -> tuple[dict[int, int], dict[str, Any]]:
-    """Return where each position of the corrupt prompt is in the clean one, and a summary.
-
-    Prompts of one length agree position by position. Of others the first tokens that are the same do, and the
-    last; positions between have no counterpart.
-    """
-    same = len(clean) == len(corrupt)
-    first = len(corrupt) if same else _shared(clean, corrupt)
-    last = 0 if same else _shared(clean[first:][::-1], corrupt[first:][::-1])
-    shift = len(clean) - len(corrupt)
-    sources = {p: p for p in range(first)} | {p: p + shift for p in range(len(corrupt) - last, len(corrupt))}
-    unaligned = [p for p in range(len(corrupt)) if p not in sources]
-    lengths = {"n_clean": len(clean), "n_corrupt": len(corrupt), "prefix_len": first, "suffix_len": last}
-    return sources, {**lengths, "unaligned_positions": unaligned}
-
-
-def _shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many first tokens are the same."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
 def _check_source(body: PatchSweep, given: bool) -> None:
     if given and (body.source_run is not None or body.clean_prompt is not None):
         raise WeirError("give clean_prompt, or a vector in source_module or source_inline", "clean_prompt")
@@ -276,32 +255,6 @@ def _check_source(body: PatchSweep, given: bool) -> None:
         raise WeirError(NO_RUNS, "source_run" if body.source_run is not None else "clean_prompt")
     if body.keep_source:
         raise WeirError(NO_RUNS, "keep_source")
-
-
-def _positions(body: PatchSweep, ids: Sequence[int], tokenizer: Any) -> list[int]:
-    """Return the positions of the grid, each once; spans are those of the tokens that cover their text."""
-    if body.positions == "all_prompt":
-        return list(range(len(ids)))
-    found: dict[int, None] = {}
-    offsets = None
-    if sum(not isinstance(one, int) for one in body.positions) > MAX_SPANS:
-        raise WeirError(f"more than {MAX_SPANS} texts", "positions")
-    for k, one in enumerate(body.positions):
-        if isinstance(one, int):
-            if not 0 <= one < len(ids):
-                raise WeirError(f"the prompt has {len(ids)} tokens", f"positions[{k}]")
-            found[one] = None
-            continue
-        start = -1
-        for _ in range(one.occurrence + 1):
-            start = body.prompt.find(one.span, start + 1) if one.span else -1
-            if start < 0:
-                raise WeirError(f"{brief(one.span)!r} is not so often in the prompt", f"positions[{k}]")
-        if offsets is None:
-            offsets = tokenizer(body.prompt, return_offsets_mapping=True)["offset_mapping"]
-        end = start + len(one.span)
-        found |= {p: None for p, (low, high) in enumerate(offsets) if low < end and high > start}
-    return list(found)
 
 
 def _rows(out: Any, sites: Sequence[Site]) -> dict[Site | None, np.ndarray | None]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tests.unit.refusals import refused
 from vllm_weir.server import patch_sweep
-from vllm_weir.server.patch_sweep import align
+from vllm_weir.server.patch_axes import align, positions_of
 from vllm_weir.server.routes.patch_schemas import PatchSweep
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)
@@ -44,7 +44,7 @@ def test_tokens_that_cover_a_text():
 
     def found(*positions):
         body = PatchSweep(prompt="Tom was happy Tom", layers=[0], positions=list(positions))
-        return patch_sweep._positions(body, range(len(words)), tokenizer)
+        return positions_of(body, range(len(words)), tokenizer)
 
     assert found({"span": "happy"}, 1, 3) == [3, 4, 1]
     assert found({"span": "Tom"}) == [1] and found({"span": "Tom", "occurrence": 1}) == [5]
