@@ -240,12 +240,16 @@ def test_vllm_lenss_own_tests(source, tmp_path, file):
         CONFTEST.format(num_layers=6, layer=values["LAYER_IDX"], prompt=values["PROMPT"], prompts=values["PROMPTS"])
     )
     text = text_of(theirs, file).replace('dtype="auto"', 'dtype="float32"')  # vLLM's auto halves float32
+    if "async def test_" in text:
+        pytest.importorskip("pytest_asyncio")
     if not torch.cuda.is_available():
         text = text.replace('"cuda"', '"cpu"')
     (package / "tests" / file).write_text(text)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {"PYTHONPATH": path, "OTHER_SYSTEMS_MODEL": str(model), "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-o", "addopts=",
+    scopes = (f"asyncio_default_{kind}_loop_scope=module" for kind in ("test", "fixture"))
+    options = ["addopts=", "asyncio_mode=auto", *scopes]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *(f"-o{one}" for one in options),
                "--rootdir", str(tmp_path), str(package / "tests" / file), "-k", f"not ({NOT_APPLYING})"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env, cwd=tmp_path, check=False)
     print(textwrap.indent(done.stdout[-6000:], "| "))
