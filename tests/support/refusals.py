@@ -151,6 +151,9 @@ def refusals(d_model: int, features: int) -> list[Refusal]:
         *(Refusal({"steering": [gate | more]}, field, why=why) for more, field, why in wrong_gates),
         *(Refusal({"patch": [site | more]}, field, why=why) for more, field, why in wrong_patches),
         Refusal({"steering": [gate] * 1025}, "steering", why="more than the limit"),
+        Refusal(
+            {"steering": [gate | {"apply": {"kind": "add", "steer": two}}] * 600}, "steering[512]", why="vectors in"
+        ),
         Refusal({"patch": [site] * 1025}, "patch", why="more than the limit"),
         Refusal({"steering": [gate, 5]}, "steering[1]", why="expected an object", sent=True),
         Refusal({"patch": [site, 5]}, "patch[1]"),

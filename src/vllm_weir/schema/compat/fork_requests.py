@@ -82,6 +82,8 @@ def from_gates(gates: Any, names: KnownNames) -> tuple[list[Probe], list[Add]]:
         for one in _vectors(action["steer"], f"{path}.apply.steer", names):
             more: dict[str, Any] = {"positions": "generated", "when": gated, "path": path}
             added.append(replace(one, scale=one.scale * strength, **more))
+        if len(added) > MAX_INTERVENTIONS:
+            raise WeirError(f"more than {MAX_INTERVENTIONS} vectors in one request", path)
     return probes, added
 
 
