@@ -53,6 +53,12 @@ if TYPE_CHECKING:
     from vllm_weir.extraction.run import extract
     from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
     from vllm_weir.results.activations import Activations
+    from vllm_weir.results.lens_tensors import (
+        decode_activations,
+        deserialize_tensor,
+        serialize_activations,
+        serialize_tensor,
+    )
     from vllm_weir.results.receipt import Receipt
     from vllm_weir.sae.autoencoder import SAE
     from vllm_weir.schema.capture import Capture
@@ -113,8 +119,10 @@ __all__ = [
     "add_controller",
     "attribute",
     "clear_global",
+    "decode_activations",
     "demo_model",
     "demo_sae",
+    "deserialize_tensor",
     "extract",
     "fit",
     "flush",
@@ -138,6 +146,8 @@ __all__ = [
     "register_probe",
     "remove_controller",
     "saes",
+    "serialize_activations",
+    "serialize_tensor",
     "set_global",
     "sinks",
     "sites",
@@ -196,8 +206,10 @@ __getattr__, __dir__ = lazy_names(
         "add_controller": "vllm_weir.api",
         "attribute": "vllm_weir.experiments.attribute.run",
         "clear_global": "vllm_weir.api",
+        "decode_activations": "vllm_weir.results.lens_tensors",
         "demo_model": "vllm_weir.api",
         "demo_sae": "vllm_weir.api",
+        "deserialize_tensor": "vllm_weir.results.lens_tensors",
         "extract": "vllm_weir.extraction.run",
         "fit": "vllm_weir.experiments.fit.run",
         "flush": "vllm_weir.api",
@@ -221,6 +233,8 @@ __getattr__, __dir__ = lazy_names(
         "register_probe": "vllm_weir.api",
         "remove_controller": "vllm_weir.api",
         "saes": "vllm_weir.api",
+        "serialize_activations": "vllm_weir.results.lens_tensors",
+        "serialize_tensor": "vllm_weir.results.lens_tensors",
         "set_global": "vllm_weir.api",
         "sinks": "vllm_weir.api",
         "sites": "vllm_weir.api",

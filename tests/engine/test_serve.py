@@ -117,7 +117,7 @@ def to_archive(**more):
 
 
 @pytest.mark.parametrize(("path", "stream"), [(COMPLETIONS, False), (CHAT, False), (COMPLETIONS, True), (CHAT, True)])
-def test_the_operator_s_sinks(client, tmp_path, path, stream):
+def test_the_operator_s_sinks(weir_server, client, tmp_path, path, stream):
     """They get rows beside those that come back, of the same sites, and keep nothing else alive."""
     weir_object = {"v": 1, "capture": [*CAPTURE, *to_archive()], "response": INLINE}
     answer = (
@@ -126,7 +126,8 @@ def test_the_operator_s_sinks(client, tmp_path, path, stream):
     back, receipt = rows_of(client, answer[-1], tmp_path), answer[-1]["weir"]["receipt"]
     assert len(back) == 3 and len(back["resid_post", 0]) >= G and receipt["sinks"] == {"archive": "written"}
     (file,) = receipt["files"]
-    assert_same(weir.Activations.load(file), back)
+    assert "/" not in file, "where the sink lies is nothing to a client"
+    assert_same(weir.Activations.load(weir_server.folder / "archive" / file), back)
     only = post(client, path, weir={"v": 1, "capture": to_archive()})["choices"][0]["weir"]
     assert set(only) == {"receipt"} and only["receipt"]["sinks"] == {"archive": "written"}
 
@@ -253,6 +254,124 @@ def in_xargs(weir_object):
 
 
 SCORING = {"query": "Tom was", "items": [" happy", " sad"], "label_token_ids": [5, 6]}
+
+
+def test_the_fork_s_gates_and_patches(client, tmp_path):
+    """A patch is in the rows; gates do what the same in Weir's own words does."""
+    read = {"v": 1, "capture": [{"hook": "resid_post", "layers": [3]}], "response": INLINE}
+    plain = rows_of(client, post(client, weir=read)["choices"][0], tmp_path)["resid_post", 3]
+    row = np.linspace(-1, 1, D, dtype=np.float32)
+    table = {"dtype": "float32", "shape": [1, D], "data": base64.b64encode(row.tobytes()).decode()}
+    site = {"layer": 3, "hook": "post_block"}
+    patch = [
+        site | {"dest_position": 1, "source_module": "zeros"},
+        site | {"dest_position": 2, "source_inline": 0, "alpha": 0.5},
+        site | {"dest_position": 0, "source_inline": 0, "mask": {"indices": [5]}},
+    ]
+    got = post(client, patch=patch, patch_vectors=table, weir=read)["choices"][0]
+    rows = rows_of(client, got, tmp_path)["resid_post", 3].float()
+    want = plain[:3].float().clone()
+    want[1], want[2], want[0, 5] = 0, 0.5 * want[2] + 0.5 * torch.from_numpy(row), float(row[5])
+    assert rel_err(rows[:3], want) < 1e-5 and not rows[1].any()
+
+    inline = {"kind": "inline", "packed": {"post_block": table | {"layer_indices": [1]}}}
+    steer = {"kind": "inline", "packed": {"post_block": table | {"layer_indices": [3]}}}
+    probe = {"kind": "linear", "name": "steering.0", "weight": row.tolist(), "layer": 1, "positions": "generated"}
+    when = {"probe": "steering.0", "above": 0.0}
+    add = {"op": "add", "vector": row.tolist(), "layers": [3], "scale": 9.0, "positions": "generated"}
+    for scope, more in (("this_token", {"sharpness": 1.0}), ("rest_of_request", {"latch": True, "delay": 1})):
+        gate = {"when": {"kind": "probe", "probe": inline, "threshold": 0.0}, "scope": scope}
+        theirs = post(client, steering=[gate | {"apply": {"kind": "add", "steer": steer, "strength": 9.0}}])
+        own = {"v": 1, "probes": [probe], "interventions": [add | {"when": when | more}]}
+        ours = post(client, weir=own)["choices"][0]
+        theirs = theirs["choices"][0]
+        assert theirs["text"] == ours["text"]
+        assert theirs["weir"]["receipt"]["gates"] == ours["weir"]["receipt"]["gates"] != [None]
+        assert theirs["weir"]["scores"] == ours["weir"]["scores"]
+
+
+SWEEP = {
+    "model": "demo",
+    "prompt": "Tom went to the garden. Tom was sad. Tom",
+    "clean_prompt": "Tom went to the garden. Tom was happy. Tom",
+    "source_run": "r",
+    "hooks": ["post_block", "pre_attn"],
+    "layers": [0, 5],
+    "answer_token": " was",
+    "foil_token": " went",
+}
+
+
+def sweep_events(client, **more):
+    answer = client.post("/v1/patch_sweep", json=SWEEP | more | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_the_fork_s_sweep(client):
+    """Of the last block's rows the last position's alone decides; others are what a request of their own says."""
+    start, *cells, summary = sweep_events(client, metric="recovered")
+    n = len(start["positions"])
+    assert start["type"] == "start" and len(cells) == 2 * 2 * n and summary["type"] == "summary"
+    assert summary["hook"] == "post_block" and summary["alignment"]["unaligned_positions"] == []
+    after, before = (np.array(one["grid"]) for one in summary["hook_grids"])
+    assert after.shape == (2, n) and after[1, -1] == pytest.approx(1, abs=1e-3)
+    assert np.abs(after[1, :-1]).max() < 1e-3 and np.abs(before[0]).max() > 1e-3
+    found = {(c["hook"], c["layer"], c["position"]): c["value"] for c in cells}
+    assert all(found["post_block", layer, p] == after[i, p] for i, layer in enumerate((0, 5)) for p in range(n))
+    assert summary["argmax"]["value"] == after.max() and summary["noise_floor"] < 1e-3
+    left = sweep_events(client, metric="recovered", done=cells[: 3 * n])
+    assert len(left) == 2 + n
+    assert left[-1]["hook_grids"] == summary["hook_grids"] or rel_err(
+        torch.tensor(left[-1]["grid"]), torch.tensor(summary["grid"])) < 1e-3  # fmt: skip
+
+
+def test_the_fork_s_sweep_with_one_vector(client):
+    """Zeros at some values, at the tokens of a text; the same as a patch in a request of its own."""
+    asked = {key: SWEEP[key] for key in ("model", "prompt", "answer_token", "foil_token")}
+    asked |= {"source_module": "zeros", "mask": {"indices": [3, 4]}, "hook": "post_block", "metric": "logit_diff"}
+    asked |= {"layers": {"start": 1, "stop": 4, "step": 2}, "positions": [{"span": "garden"}, 1]}
+    got = client.post("/v1/patch_sweep", json=asked)
+    assert got.status_code == 200, got.text
+    got = got.json()
+    assert got["layers"] == [1, 3] and got["positions"][-1] == 1 and got["clean"] is None
+    tokenize = {"model": "demo", "add_special_tokens": False}
+    told = [client.post("/tokenize", json=tokenize | {"prompt": text}).json() for text in (" was", " went")]
+    ids = [one["tokens"][0] for one in told]
+    for i, layer in enumerate(got["layers"]):
+        for j, position in enumerate(got["positions"]):
+            site = {"layer": layer, "hook": "post_block", "dest_position": position, "source_module": "zeros"}
+            more = {"patch": [site | {"mask": {"indices": [3, 4]}}], "max_tokens": 1, "logprobs": 2}
+            one = post(client, prompt=asked["prompt"], logprob_token_ids=ids, return_tokens_as_token_ids=True, **more)
+            said = one["choices"][0]["logprobs"]["top_logprobs"][0]
+            alone = said[f"token_id:{ids[0]}"] - said[f"token_id:{ids[1]}"]
+            assert got["grid"][i][j] == pytest.approx(alone, abs=1e-3)
+
+
+WRONG_SWEEPS = {
+    "clean_prompt": [{"clean_prompt": None, "source_run": None}, {"source_module": "zeros"}],
+    "source_run": [{"clean_prompt": None}],
+    "keep_source": [{"keep_source": True}],
+    "model": [{"model": "adapter"}],
+    "metric": [{"metric": "recovered", "clean_prompt": SWEEP["prompt"]}],
+    "answer_token": [{"answer_token": None}, {"answer_token": " was happy"}, {"answer_token_id": 10**6}],
+    "foil_token": [{"metric": "logit_diff", "foil_token": None}],
+    "positions": [{"layers": []}, {"hooks": ["post_block"], "layers": list(range(16384))}],
+    "positions[0]": [{"positions": [10**6]}, {"positions": [{"span": "zebra"}]}],
+    "hooks": [{"hooks": ["nowhere"]}],
+    "layers": [{"layers": [99]}],
+    "prompt": [{"prompt": "Tom " * 5000, "clean_prompt": "Tom " * 5000, "positions": [0]}],
+}
+
+
+@pytest.mark.parametrize(("field", "more"), [(field, more) for field, each in WRONG_SWEEPS.items() for more in each])
+def test_sweeps_that_are_refused(client, field, more):
+    got = client.post("/v1/patch_sweep", json={k: v for k, v in (SWEEP | more).items() if v is not None})
+    assert got.status_code == 400 and got.json()["error"]["param"] == field, got.text
+
+
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 XARGS_OF_MESSAGES = "vllm_xargs" in AnthropicMessagesRequest.model_fields  # not yet in 0.28
 OTHER_ROUTES = {
@@ -319,7 +438,7 @@ def test_large_bodies_keys_and_marks_of_nobody(client):
     got = client.post("/v1/marks", json=nobody)
     assert got.status_code == 404 and got.json()["error"]["param"] == "id"
     for path in ("/v1/vectors/a", "/v1/probes/a", "/v1/saes/a"):
-        assert client.delete(path, headers={"X-Weir-Admin-Key": "no"}).status_code == 403
+        assert client.delete(path, headers={"X-Weir-Admin-Key": "no"}).status_code == 401
     post(client)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any, NamedTuple
 
@@ -42,6 +43,48 @@ def refusals(d_model: int, features: int) -> list[Refusal]:
     as_text = json.dumps(CAPTURE)
     twice = '{"v": 1, "capture": [{"hook": "resid_post"}], "capture": []}'
     none_such = "is registered under 'nobody'"
+
+    table = {"dtype": "float32", "shape": [1, d_model], "layer_indices": [2]}
+    table["data"] = base64.b64encode(bytes(4 * d_model)).decode()
+    source = {"kind": "inline", "packed": {"post_block": table}}
+    two = {"kind": "inline", "packed": {"post_block": table, "pre_attn": table}}
+    gate = {"when": {"kind": "always"}, "scope": "this_token", "apply": {"kind": "add", "steer": source}}
+    found = {"kind": "probe", "probe": source, "threshold": 1.0}
+    wrong_gates: list[tuple[dict, str, str]] = [
+        ({"more": 1}, "steering[0].more", ""),
+        ({"scope": "next_step"}, "steering[0].scope", "delay"),
+        ({"scope": "rest_of_conversation"}, "steering[0].scope", "rest_of_request"),
+        ({"scope": "ever"}, "steering[0].scope", "this_token"),
+        ({"when": {"kind": "never"}}, "steering[0].when.kind", "always"),
+        ({"when": {"kind": "always", "threshold": 1}}, "steering[0].when.threshold", ""),
+        ({"when": found | {"sharpness": 0}}, "steering[0].when.sharpness", ""),
+        ({"when": {"kind": "probe", "probe": source}}, "steering[0].when.threshold", "missing"),
+        ({"when": found | {"threshold": "high"}}, "steering[0].when.above", ""),
+        ({"when": found | {"probe": two}}, "steering[0].when.probe.packed", "one vector"),
+        ({"when": found | {"probe": {"kind": "name", "name": 5}}}, "steering[0].when.probe", ""),
+        ({"apply": {"kind": "attenuate", "strength": 0.5}}, "steering[0].apply.kind", "smaller scale"),
+        ({"apply": {"kind": "clamp"}}, "steering[0].apply.kind", "gated clamps"),
+        ({"apply": {"kind": "add", "steer": {"kind": "inline"}}}, "steering[0].apply.steer.packed", "at least"),
+        ({"apply": {"kind": "add", "steer": {"kind": "name", "name": "x"}}}, "steering[0].apply.steer.name", "module"),
+        ({"apply": {"kind": "add", "steer": source, "strength": "1"}}, "steering[0].apply.strength", ""),
+    ]
+    site = {"layer": 2, "hook": "post_block", "dest_position": 1, "source_module": "zeros"}
+    wrong_patches: list[tuple[dict, str, str]] = [
+        ({"more": 1}, "patch[0].more", ""),
+        ({"layer": True}, "patch[0].layer", "int"),
+        ({"hook": "nowhere"}, "patch[0].hook", ""),
+        ({"dest_position": -1}, "patch[0].dest_position", "int"),
+        ({"alpha": "1"}, "patch[0].alpha", ""),
+        ({"source_module": None}, "patch[0].source_module", "none"),
+        ({"source_inline": 0}, "patch[0].source_module", "give one"),
+        ({"source_module": None, "source_inline": 0}, "patch[0].source_inline", "0 rows"),
+        ({"source_module": None, "source_run": "r", "source_position": 0}, "patch[0].source_run", "capture the rows"),
+        ({"source_module": "gone"}, "patch[0].source_module", "module"),
+        ({"mask": {}}, "patch[0].mask", "indices or inline"),
+        ({"mask": {"indices": [d_model]}}, "patch[0].mask.indices[0]", "values"),
+        ({"mask": {"indices": [True]}}, "patch[0].mask.indices[0]", "int"),
+        ({"mask": {"inline": 0}}, "patch[0].mask.inline", "0 rows"),
+    ]
 
     def weir(**more: Any) -> dict[str, Any]:
         return {"weir": {"v": 1, **more}}
@@ -100,7 +143,23 @@ def refusals(d_model: int, features: int) -> list[Refusal]:
         Refusal({"steering_name": 1}, "steering_name"),
         Refusal({"steering_vectors": 1}, "steering_vectors"),
         Refusal({"steering_vectors": {"\ud800": {"1": add["vector"]}}}, r"steering_vectors.\ud800.1.hook", sent=True),
-        Refusal({"steering_vectors": {"resid_post": {}}}, "steering_vectors.resid_post"),
+        Refusal({"steering_vectors": {"nowhere": {}}}, "steering_vectors.nowhere"),
+        Refusal({"capture_wait": True}, "capture_wait", why="leave it out"),
+        Refusal({"conversation_id": "c", "steering_name": "m"}, "conversation_id", why="no state"),
+        Refusal({"extra_body": {"patch": [site]}}, "extra_body.patch", why="extra_body is"),
+        Refusal({"vllm_xargs": {"steering": [gate]}}, "vllm_xargs.steering", why="belongs"),
+        *(Refusal({"steering": [gate | more]}, field, why=why) for more, field, why in wrong_gates),
+        *(Refusal({"patch": [site | more]}, field, why=why) for more, field, why in wrong_patches),
+        Refusal({"steering": [gate] * 1025}, "steering", why="more than the limit"),
+        Refusal(
+            {"steering": [gate | {"apply": {"kind": "add", "steer": two}}] * 600}, "steering[512]", why="vectors in"
+        ),
+        Refusal({"patch": [site] * 1025}, "patch", why="more than the limit"),
+        Refusal({"steering": [gate, 5]}, "steering[1]", why="expected an object", sent=True),
+        Refusal({"patch": [site, 5]}, "patch[1]"),
+        Refusal({"patch": table}, "patch", why="expected a list"),
+        Refusal({"patch": [site], "patch_vectors": [{}]}, "patch_vectors"),
+        Refusal({"patch_vectors": {"dtype": "float32", "shape": [1, 2], "data": "!"}}, "patch_vectors.b64"),
         Refusal(
             {"decode_steering_clamps": {"resid_post": {"1": add["vector"]}}},
             "decode_steering_clamps.resid_post.1[0]",
@@ -149,6 +208,13 @@ def refusals(d_model: int, features: int) -> list[Refusal]:
         Refusal(steer(add | {"positions": {"token_ids": [9999]}}), "interventions[0].positions.token_ids", sent=True),
         Refusal(steer(add | {"vector": [1.0]}), "interventions[0].vector"),
         Refusal(steer(add | {"vector": {"ref": "nobody"}}), "interventions[0].vector", why=none_such, sent=True),
+        Refusal({"patch": [site | {"layer": 99}]}, "patch[0].layers", sent=True),
+        Refusal({"patch": [site | {"dest_position": 300}]}, "patch[0].positions", sent=True),
+        Refusal(
+            {"steering": [gate | {"when": found | {"probe": {"kind": "name", "name": "x"}}}]},
+            "steering[0].when.probe",
+            sent=True,
+        ),
         Refusal(steer({"op": "pickle"}), "interventions[0].op"),
         Refusal(
             steer({"op": "add", "vector": [[1.0] * d_model] * 2}),

@@ -13,6 +13,8 @@ from vllm_weir.guard import refuse
 from vllm_weir.schema.json_text import fits_header
 from vllm_weir.server.endpoint_plugin import load_route_modules
 from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
+from vllm_weir.server.modules import OPTION as MODULES_OPTION
+from vllm_weir.server.modules import put_options as put_modules
 from vllm_weir.server.saes import OPTION as SAE_OPTION
 from vllm_weir.server.saes import check_given, put_options
 from vllm_weir.server.shared.directory import clear
@@ -24,6 +26,7 @@ HELP = f"""Weir's own options, the others are vLLM's:
   {OPTION} PATH, or {ADMIN_KEY} in the environment: the key for what changes all requests
   {SAE_OPTION} NAME=PATH, repeatable: a sparse autoencoder to load; NAME=PATH@HOOK.LAYER if its files do not say where
   it belongs
+  {MODULES_OPTION} NAME=FILE ...: modules to register, JSON files with the fields of /v1/steering/modules/register
 """
 GROUPS = (
     "vllm.general_plugins",
@@ -73,6 +76,8 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
         )
     rest, saes = _take(SAE_OPTION, rest, "name=path")
     put_options(saes, environ)
+    rest, modules = _take(MODULES_OPTION, rest, "name=file", several=True)
+    put_modules(modules, environ)
     for file in files:
         environ[ADMIN_KEY] = _key_in(file)
     if not fits_header(environ.get(ADMIN_KEY, "")):
@@ -121,17 +126,22 @@ def all_plugins() -> list[str]:
     return list(names | {"weir": None})
 
 
-def _take(option: str, arguments: list[str], expected: str) -> tuple[list[str], list[str]]:
-    """Return the arguments without an option, and the values that it had."""
+def _take(option: str, arguments: list[str], expected: str, several: bool = False) -> tuple[list[str], list[str]]:
+    """Return the arguments without an option, and the values that it had; it may take `several` at once."""
     rest: list[str] = []
     values: list[str] = []
+    taking = False
     remaining = iter(arguments)
     for argument in remaining:
         if argument == option:
             values.append(next(remaining, ""))
+            taking = several
+        elif taking and not argument.startswith("-"):
+            values.append(argument)
         elif argument.startswith(f"{option}="):
             values.append(argument.removeprefix(f"{option}="))
         else:
+            taking = False
             rest.append(argument)
     if not all(value.strip() for value in values):
         raise WeirError(f"expected {expected}, got nothing", option)

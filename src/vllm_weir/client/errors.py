@@ -24,7 +24,7 @@ class ServiceError(WeirError):
 
 
 class AuthError(ServiceError):
-    """A key is missing (401) or not accepted (403)."""
+    """A key is missing or wrong (401), or the server has no admin key (403)."""
 
 
 class NotFound(ServiceError):

@@ -100,7 +100,8 @@ class Consumer:
 
     Attributes:
         captures: what it gets of every request of an engine whose settings name it, unless these
-            say otherwise. A consumer without captures gets only what requests send to it by name.
+            say otherwise; may be set by ``__init__``, but not by `open`. A consumer without captures gets
+            only what requests send to it by name.
         required: whether a request fails when this consumer fails.
 
     Args:

@@ -279,10 +279,11 @@ def _token_ids(value: Any, tokenizer: Any, pairs: int, field_name: str) -> list[
     values = list(value) if several else [value] * pairs
     if len(values) != pairs:
         raise WeirError(f"{len(values)} tokens for {pairs} pairs of prompts; give one for all, or one each", field_name)
-    return [_token_id(v, tokenizer, f"{field_name}[{i}]" if several else field_name) for i, v in enumerate(values)]
+    return [token_id(v, tokenizer, f"{field_name}[{i}]" if several else field_name) for i, v in enumerate(values)]
 
 
-def _token_id(value: Any, tokenizer: Any, field_name: str) -> int:
+def token_id(value: Any, tokenizer: Any, field_name: str) -> int:
+    """Return the id of a token that is given by its text or id; raise WeirError if a text is not one known token."""
     value = plain(value)
     if is_int(value):
         if value < 0:

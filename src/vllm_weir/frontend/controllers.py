@@ -26,7 +26,7 @@ def check_controllers(definitions: Mapping[str, SinkDefinition]) -> None:
         path = f"settings.controllers.{name}"
         found = controllers.find(definition.consumer, path)
         if issubclass(found, AsyncController):
-            captures_for(name, definition, found.captures, path)
+            captures_for(name, definition, found, path)
         elif definition != SinkDefinition(definition.consumer, definition.options):
             raise WeirError("a sync controller has no queue and no captures; give its options alone", path)
 

@@ -131,7 +131,7 @@ class EngineFrontend:
 
     def serve(self, max_rows: int) -> None:
         """Expect requests from clients of a server, with at most `max_rows` rows on an output."""
-        self._max_rows = max_rows
+        self._max_rows, self.manager.served = max_rows, True
 
     @property
     def served(self) -> bool:

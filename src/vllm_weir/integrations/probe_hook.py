@@ -135,8 +135,8 @@ class LLM(vllm.LLM):
             ``{layer: [prompt tokens, d_model]}``.
         include_decode: Set ``output.hidden_states`` (alias ``hidden``):
             ``{layer: [output tokens, d_model]}``; output token j was sampled from row j.
-        last_prefill_token: Keep only the prompt's last row, [1, d_model].
-        last_decode_token: Keep only the last output token's row, [1, d_model].
+        last_prefill_token: Keep only the prompt's last row, [1, d_model]; implies `include_prefill`.
+        last_decode_token: Keep only the last output token's row, [1, d_model]; implies `include_decode`.
         engine_args: vLLM's further arguments; ``enforce_eager`` is not needed.
 
     Several instances may live in one process. With ``n > 1`` each ``output.outputs[i]`` carries its

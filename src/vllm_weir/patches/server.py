@@ -17,7 +17,7 @@ from vllm_weir.guard.refuse import pooling as pooling  # the table of patches re
 from vllm_weir.guard.refuse import without_room as without_room  # the table of patches refers to it here
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.patches.authentication import NO_KEY, lacks_key
-from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LORA_KEY, WIRE_KEY, asks, slip
+from vllm_weir.schema.keys import FORK_LISTS, KEYS, LENS_CAPTURE_KEY, LORA_KEY, WIRE_KEY, asks, fork_fields, slip
 from vllm_weir.server.context import SERVER, current_response, server_of
 from vllm_weir.server.request import WeirRequest
 from vllm_weir.server.response import ResponseBuilder
@@ -61,7 +61,8 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
             if lora is not None and (problem := await _use_lora(self.models, request, lora)) is not None:
                 return problem
             server = server_of(self.engine_client)
-            weir_request = WeirRequest.parse(request.vllm_xargs, body, server.limits)
+            names = await server.known_names() if not fork_fields(body).keys().isdisjoint(FORK_LISTS) else None
+            weir_request = WeirRequest.parse(request.vllm_xargs, body, server.limits, names)
             if weir_request is None:
                 return await _plain(server, original(self, request, *args, **kwargs))
             if request.use_beam_search:

@@ -26,6 +26,13 @@ FORK_NAME = "steering_name"
 FORK_TIERS = tuple(f"{tier}steering_{kind}" for kind in ("vectors", "clamps") for tier in ("", "prefill_", "decode_"))
 FORK_FIELDS = (FORK_NAME, *FORK_TIERS)
 """Fields of a request's body in the fork RhizoNymph/vllm."""
+FORK_LISTS = ("steering", "patch", "patch_vectors")
+"""More of them, whose names are too short, or too common, to look for misspelt ones."""
+FORK_REFUSED = {
+    "capture_wait": "an answer comes when its rows, or its sinks, are done; leave it out",
+    "conversation_id": "no state is kept between the requests of a conversation; leave it out",
+}
+"""Those that no request may carry, and why; a ``conversation_id`` only beside others, as not only the fork has it."""
 LORA_KEY = "lora_request"
 """Field of a request's body that Weir adds to vLLM's."""
 PROJECTED_KEYS = ("positions", "token_ids", "sites", "positions_of", "token_ids_of")
@@ -121,7 +128,17 @@ def asks(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> boo
 
 def fork_fields(body: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the fork's fields that a request has."""
-    return {key: body[key] for key in FORK_FIELDS if body.get(key) is not None} if body else {}
+    if not body:
+        return {}
+    found = {key: body[key] for key in FORK_LISTS if _is_the_forks(body.get(key))}
+    return found | {key: body[key] for key in FORK_FIELDS if body.get(key) is not None}
+
+
+def _is_the_forks(value: Any) -> bool:
+    """Return whether a field of `FORK_LISTS` is meant; whatever else has a common name is somebody else's."""
+    if isinstance(value, list):
+        return bool(value) and isinstance(value[0], Mapping)
+    return isinstance(value, Mapping) and "shape" in value
 
 
 def places(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -148,13 +165,17 @@ def _misplaced(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[We
     for key in LENS_KEYS:
         if body.get(key) is not None:
             yield WeirError('belongs in "vllm_xargs" or "extra_args"', key)
+    if body.get("capture_wait") is True:
+        yield WeirError(FORK_REFUSED["capture_wait"], "capture_wait")
+    if body.get("conversation_id") is not None and fork_fields(body):
+        yield WeirError(FORK_REFUSED["conversation_id"], "conversation_id")
     extra_args, extra_body = body.get("extra_args"), body.get("extra_body")
     for name, place in (("vllm_xargs", xargs), ("extra_args", extra_args)):
         for key in fork_fields(place if isinstance(place, Mapping) else None):
             yield WeirError("belongs in the body itself", f"{name}.{key}")
     if isinstance(extra_body, Mapping):
-        for key in (*KEYS, *FORK_FIELDS):
-            if extra_body.get(key) is not None:
+        for key in (*KEYS, *FORK_FIELDS, *FORK_LISTS):
+            if extra_body.get(key) is not None and (key not in FORK_LISTS or key in fork_fields(extra_body)):
                 yield WeirError(
                     "extra_body is an argument of OpenAI's client and no field of the body; put the key in the body "
                     "itself",

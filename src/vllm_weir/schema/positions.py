@@ -20,6 +20,8 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.scalars import is_int, plain
 
 KEYWORDS = ("all", "prompt", "generated", "last_prompt", "sampled")
+_FORK_KEYWORDS = {"all_prompt": "prompt", "all_generated": "generated"}
+"""Keywords of the fork RhizoNymph/vllm -> those that are meant."""
 BY_TOKEN = ("token_ids", "not_token_ids", "special")
 """Selectors that look at the token at a position."""
 MODALITIES = ("image", "audio", "video")
@@ -100,8 +102,9 @@ class Positions:
             return cls(text)
         match = _SLICE.fullmatch(text)
         if match is None or len(text) > 64:
+            meant = f"did you mean {_FORK_KEYWORDS[text]!r}? " if text in _FORK_KEYWORDS else ""
             raise WeirError(
-                f"unknown selector {text[:80]!r}; use one of {', '.join(KEYWORDS)} or 'start:stop:step'", field
+                f"unknown selector {text[:80]!r}; {meant}use one of {', '.join(KEYWORDS)} or 'start:stop:step'", field
             )
         start, stop, step = (None if part is None else int(part) for part in match.groups())
         if step is not None and step < 1:

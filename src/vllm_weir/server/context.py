@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,6 +19,8 @@ from vllm_weir.server.state import ServerState
 
 current_response: ContextVar[ResponseBuilder | None] = ContextVar("weir_reply", default=None)
 """The builder of the response to the request that a task serves; None for a plain request."""
+
+_rows_used: ContextVar[bool] = ContextVar("weir_rows_used", default=False)
 
 SERVER = "_weir_server"
 """The attribute of an engine client that holds its `ServerState`."""
@@ -36,6 +40,16 @@ def served_name(engine_client: Any) -> str:
     return engine_client.vllm_config.model_config.served_model_name
 
 
+@contextmanager
+def answering() -> Iterator[None]:
+    """While this lasts, requests begin whose rows the server itself uses, so that no response has to carry them."""
+    token = _rows_used.set(True)
+    try:
+        yield
+    finally:
+        _rows_used.reset(token)
+
+
 def check_answered(params: Any, scores_taken: bool = False) -> None:
     """Refuse a request for rows, or what is read off them, on a route whose responses cannot carry them.
 
@@ -44,7 +58,7 @@ def check_answered(params: Any, scores_taken: bool = False) -> None:
         scores_taken: whether a controller of the engine gets the scores.
     """
     extra = getattr(params, "extra_args", None)
-    if current_response.get() is not None or not extra or not asks(extra, None):
+    if current_response.get() is not None or _rows_used.get() or not extra or not asks(extra, None):
         return
     try:
         refuse_lens(extra)

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROUTERS = ("activations", "info", "marks", "probes", "saes", "steering", "vectors", "page")
+ROUTERS = ("activations", "fork", "info", "marks", "probes", "saes", "steering", "vectors", "page")
 """Modules of `vllm_weir.server.routes`, each with a function `router`."""
 PREFIXES = (
     "/v1/weir",
     "/v1/activations",
     "/v1/marks",
+    "/v1/patch_source",
+    "/v1/patch_sweep",
     "/v1/probes",
     "/v1/saes",
     "/v1/steering",
@@ -79,7 +81,7 @@ class Endpoints:
         try:
             load_route_modules()
             from vllm_weir.frontend.lookup import has_frontend
-            from vllm_weir.server import saes
+            from vllm_weir.server import modules, saes
             from vllm_weir.server.context import served_name, server_of
             from vllm_weir.server.routes import marks
             from vllm_weir.server.shared.peers import Peers
@@ -98,6 +100,7 @@ class Endpoints:
             server.peers = Peers(server.directory.subdirectory("peers"), answer, str(os.getpid()))
             await server.peers.open()
         await saes.load_given(server)
+        await modules.load_given(server)
         state.weir = server
         state.weir_sweeper = asyncio.create_task(server.sweep())
         logger.info("Weir's routes are on; results by reference are in %s", server.directory and server.directory.path)

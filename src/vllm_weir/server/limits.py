@@ -15,6 +15,8 @@ PREFIX = "WEIR_SERVE_"
 ADMIN_KEY = "WEIR_ADMIN_KEY"
 SAES = "WEIR_SERVE_SAES"
 """Which sparse autoencoders the server loads; `weir serve` sets it."""
+MODULES = "WEIR_SERVE_MODULES"
+"""Which modules the server registers when it starts; `weir serve` sets it."""
 
 
 class ServerLimits(BaseModel):
@@ -56,7 +58,11 @@ class ServerLimits(BaseModel):
     @classmethod
     def load(cls, environ: Mapping[str, str] = os.environ) -> ServerLimits:
         """Return the limits that the environment sets; raise WeirError naming a wrong variable."""
-        warn_of_unknown(environ, PREFIX, [*map(str.upper, cls.model_fields), SAES.removeprefix(PREFIX)])
+        warn_of_unknown(
+            environ,
+            PREFIX,
+            [*map(str.upper, cls.model_fields), SAES.removeprefix(PREFIX), MODULES.removeprefix(PREFIX)],
+        )
         variables = {name: PREFIX + name.upper() for name in cls.model_fields}
         values = {name: environ[variable] for name, variable in variables.items() if variable in environ}
         try:

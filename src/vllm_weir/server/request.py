@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.compat.fork_requests import KnownNames
 from vllm_weir.schema.compat.vllm_lens import refuse_lens
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, PROJECTED_KEYS, WIRE_KEY, fork_fields, misplaced, places
@@ -15,7 +16,7 @@ from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.rhizonymph import with_fork
 
 RESPONSE = "response"
-_ENTRY = re.compile(r"^(modules|interventions)\[(\d+)\](.*)$", re.ASCII | re.DOTALL)
+_ENTRY = re.compile(r"^(modules|interventions|probes)\[(\d+)\](.*)$", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,19 @@ class WeirRequest:
 
     @classmethod
     def parse(
-        cls, xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None, limits: ServerLimits
+        cls,
+        xargs: Mapping[str, Any] | None,
+        body: Mapping[str, Any] | None,
+        limits: ServerLimits,
+        names: KnownNames | None = None,
     ) -> WeirRequest | None:
         """Return what is asked in ``vllm_xargs`` and in unknown top-level keys, None if nothing is.
+
+        Args:
+            xargs: The request's ``vllm_xargs``.
+            body: The fields that vLLM does not know.
+            limits: What clients may ask for.
+            names: What `FORK_LISTS` refer to; None only for a body without them.
 
         Raises:
             WeirError: Naming the field.
@@ -67,7 +78,7 @@ class WeirRequest:
             extra_args[WIRE_KEY], inline, stream = _weir_object(extra_args[WIRE_KEY], limits)
         origins: Mapping[str, tuple[str, ...]] = {}
         if fork:
-            extra_args[WIRE_KEY], origins = with_fork(extra_args.get(WIRE_KEY), fork)
+            extra_args[WIRE_KEY], origins = with_fork(extra_args.get(WIRE_KEY), fork, names)
         if LENS_CAPTURE_KEY in extra_args:
             extra_args[LENS_CAPTURE_KEY] = _lens_layers(extra_args[LENS_CAPTURE_KEY])
         return cls(

@@ -70,7 +70,9 @@ def _report(verified: Verified, quiet: bool) -> None:
 def convert(
     source: Annotated[str, typer.Argument(help="Folder, file, or fsspec URL.")],
     target: Annotated[str, typer.Argument(help="Folder or fsspec URL; continued if it exists.")],
-    to: Annotated[str, typer.Option(help="Layout: sharded, packed, per_request, npz.")] = "sharded",
+    to: Annotated[
+        str, typer.Option(help="Layout: sharded, packed, per_request, npz; fork: for RhizoNymph/vllm.")
+    ] = "sharded",
     compress: Annotated[
         str | None, typer.Option(help="none, rp8, full8, topk8, fp16, fp8, or JSON. [as it is]")
     ] = None,

@@ -17,9 +17,11 @@ from vllm_weir.schema.compression import EXACT_DTYPES, Compression, header_shape
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.batch import Batch, header_text
 from vllm_weir.storage.dataset import ActivationDataset
+from vllm_weir.storage.foreign.rhizonymph import write_rhizonymph
 from vllm_weir.storage.index import Index
 from vllm_weir.storage.layouts.base import Writer
 from vllm_weir.storage.loading import load, open_writer
+from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.provenance import SOURCE
 
 _Rows = tuple[np.ndarray, np.ndarray]
@@ -46,7 +48,8 @@ def convert(
     Args:
         source: What `load` takes, or a dataset.
         target: As `url` of `open_writer`.
-        layout: As for `open_writer`.
+        layout: As for `open_writer`; or ``"fork"``, files for the reader of RhizoNymph/vllm, into a
+            place where nothing is yet.
         compress: Compression of the target; None copies the records bit for bit. Integers are always
             copied as they are.
         again: Allow compressing rows that are already compressed with loss.
@@ -67,6 +70,8 @@ def convert(
         _check_lossless(dataset, wanted)
     copied = 0
     index = dataset.index
+    if layout == "fork":
+        return _write_fork(dataset, target, wanted, progress, **options)
     notes = {SOURCE: {"layout": index.layout, "notes": index.notes}} if index.notes else {}
     rows_done, total = 0, dataset.count()
     request_rows = np.bincount(index.run_request, index.run_rows, len(dataset)).astype(np.int64)
@@ -83,6 +88,25 @@ def convert(
             if progress is not None:
                 progress(rows_done, total)
     return copied
+
+
+def _write_fork(
+    dataset: ActivationDataset, target: str | PathLike, wanted: Compression | None,
+    progress: Callable[[int, int], Any] | None, storage_options: dict[str, Any] | None = None, fsync: bool = False,
+) -> int:  # fmt: skip
+    """Write the fork's files, of which a request's are not known to be complete, so that it starts anew."""
+    if wanted is not None and wanted.method != "none":
+        raise WeirError("the fork's files hold plain rows; leave compress out", "compress")
+    store = ObjectStore(target, storage_options, fsync=fsync)
+    if store.is_file() or store.names(deep=True):
+        raise WeirError(f"{store.url} is not empty; files for the fork are written into a new place", "target")
+    rows_done, total = 0, dataset.count()
+    for request in dataset.requests:
+        acts = dataset[request]
+        write_rhizonymph(store, request, acts)
+        rows_done += sum(acts.count(site) for site in acts.sites)
+        _report(progress, total, 0, rows_done)
+    return len(dataset)
 
 
 def _check_lossless(dataset: ActivationDataset, wanted: Compression) -> None:

@@ -101,7 +101,8 @@ class StepWriter:
             first_row = 0 if plan is None or streamed_copy is not None else self._step_rows.claim(plan.rows)
             if plan is not None:
                 self._failures.note(plan.failures)
-                self._begin(plan, first_row, streamed_copy, graph, input_ids, positions)
+                requests = request_ids, num_tokens, num_computed
+                self._begin(plan, requests, first_row, streamed_copy, graph, input_ids, positions)
         except (WeirError, ValueError, torch.OutOfMemoryError) as e:
             logger.exception("Weir cannot plan this step")
             self._failures.fail_step(
@@ -115,13 +116,17 @@ class StepWriter:
     def _begin(
         self,
         plan: StepPlan,
+        requests: tuple[Sequence[str], Sequence[int], Sequence[int]],
         first_row: int,
         streamed_copy: StreamedCopy | None,
         graph: bool,
         input_ids: torch.Tensor,
         positions: torch.Tensor | None,
     ) -> None:
-        """Write a step's plan, whose rows begin at `first_row` of the ring, to where the taps read it."""
+        """Write a step's plan, whose rows begin at `first_row` of the ring, to where the taps read it.
+
+        `requests` are the first three arguments of `plan_step`.
+        """
         self._table_writer.flush()
         self._write_ranks()
         acting_tokens = None
@@ -137,7 +142,7 @@ class StepWriter:
                 self._switch.launch = functools.partial(_launch_listed, acting_tokens)
             self._plan_writer.write(plan, first_row, input_ids, positions)
         if self._calls_in_taps:
-            batch = Batch.of(self._programs_of(plan), request_ids, num_tokens, num_computed)
+            batch = Batch.of(self._programs_of(plan), *requests)
             self._switch.launch = self._calls.around(self._switch.launch, batch)
         self._scorer.begin(plan, positions)
         self._sender.step = first_row, plan, streamed_copy is not None

@@ -232,6 +232,23 @@ def test_lens_forms_mean_the_same():
     assert np.array_equal(first.vector.array, rows[0][[1, 2, 0]].numpy())
 
 
+def test_lens_vectors_have_what_scripts_call_of_pydantics():
+    rows = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(1)).bfloat16()
+    live = weir.SteeringVector(rows, [0, 2], 1.5, True, [4, 0, 2])
+    want = [one.to_json() for one in lens_interventions(live)]
+    theirs = live.to_json() | {"activations": weir.serialize_tensor(rows)}
+    text = live.model_dump_json(indent=2)
+    read = [weir.SteeringVector.model_validate(data) for data in (live, live.model_dump(), theirs, vars(live))]
+    for one in (*read, weir.SteeringVector.model_validate_json(text), live.model_copy(), live.model_copy(deep=True)):
+        assert isinstance(one.activations, torch.Tensor) and one.activations.shape == rows.shape
+        assert [i.to_json() for i in lens_interventions(one)] == want
+    other = live.model_copy(update={"scale": 2.0})
+    assert (other.scale, live.scale) == (2.0, 1.5) and other.activations is live.activations
+    assert live.model_copy(deep=True).activations is not live.activations
+    with refused("apply_steering_vectors[0].layer_indices"):
+        weir.SteeringVector.model_validate(live.model_dump() | {"layer_indices": [0]})
+
+
 def test_lens_positions_of_broadcast_vectors_are_not_lost():
     rows = torch.randn(2, D, generator=torch.Generator().manual_seed(1))
     everywhere = lens_interventions(weir.SteeringVector(rows, [0, 2]))
@@ -307,13 +324,17 @@ def test_tiers_take_ints_and_numbers_without_dimensions(one):
     assert add.layers == (1,) and add.positions.to_json() == [1] and add.scale == 0.5
 
 
+def test_a_hook_of_the_forks_without_layers_asks_for_nothing():
+    vectors = {"post_mlp": {}, "pre_attn": {0: [1.0] * D}}
+    (add,) = weir.from_tiers(vectors, decode_steering_clamps={"post_mlp": {}})
+    assert add.hook == "resid_pre"
+
+
 ROW = [1.0] * D
 POST = {"post_mlp": {1: ROW}}
 WRONG_TIERS = {
     "steering_vectors.nowhere.1.hook": [{"steering_vectors": {"nowhere": {1: ROW}}}],
     "steering_vectors.nowhere": [{"steering_vectors": {"nowhere": {}}}],
-    "steering_vectors.post_mlp": [{"steering_vectors": {"post_mlp": {}}}],
-    "decode_steering_clamps.post_mlp": [{"decode_steering_clamps": {"post_mlp": {}}}],
     "steering_clamps.post_mlp.1": [{"steering_clamps": {"post_mlp": {1: []}}}],
     "prefill_steering_vectors.post_mlp": [{"prefill_steering_vectors": {"post_mlp": ROW}}],
     "decode_steering_vectors.post_mlp.x": [{"decode_steering_vectors": {"post_mlp": {"x": ROW}}}],

@@ -177,6 +177,12 @@ def test_long_lists_are_refused():
         Positions.parse(range(10**9))
 
 
+@pytest.mark.parametrize(("theirs", "meant"), [("all_prompt", "prompt"), ("all_generated", "generated")])
+def test_the_forks_keywords_are_refused_with_those_that_are_meant(theirs, meant):
+    with refused("positions", f"did you mean '{meant}'"):
+        Positions.parse(theirs)
+
+
 @pytest.mark.parametrize(
     ("selector", "P", "count"),
     [

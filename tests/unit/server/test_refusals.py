@@ -17,6 +17,7 @@ from tests.support.sae_reference import weights
 from tests.unit.admin_app import ADMIN, D, Server, Workers, app_of, serving
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.reachable import Vocabulary
+from vllm_weir.schema.compat.fork_requests import KnownNames
 from vllm_weir.server.context import current_response
 from vllm_weir.server.request import WeirRequest
 
@@ -75,12 +76,13 @@ def answer(server: Server, asked: dict[str, Any]) -> tuple[str, str, OpenAIServi
 @pytest.mark.parametrize("one", REFUSALS, ids=[f"{k}-{one.field[:30]}" for k, one in enumerate(REFUSALS)])
 def test_each_is_refused_at_its_door_by_its_field(server, one):
     body = {name: value for name, value in one.asked.items() if name != "vllm_xargs"}
+    names = KnownNames(server.frontend.names.vectors.module, D)
     if one.door == PARSE:
         with pytest.raises(WeirError) as caught:
-            WeirRequest.parse(one.asked.get("vllm_xargs"), body, server.limits)
+            WeirRequest.parse(one.asked.get("vllm_xargs"), body, server.limits, names)
         assert caught.value.field == one.field
     else:
-        WeirRequest.parse(one.asked.get("vllm_xargs"), body, server.limits)
+        WeirRequest.parse(one.asked.get("vllm_xargs"), body, server.limits, names)
     message, field, serving = answer(server, one.asked)
     assert field == one.field and message.startswith(f"{one.field}: ") and one.why in message
     assert serving.entered == (one.door == ADMISSION)

@@ -10,12 +10,14 @@ import pytest
 import torch
 import zstandard
 
+import vllm_weir as weir
+from tests.unit.refusals import refused
 from vllm_weir.cli.serve import all_plugins, prepare
 from vllm_weir.errors import WeirError
+from vllm_weir.results.lens_tensors import serialize_tensor as encode
 from vllm_weir.schema.compat import vllm_lens
 from vllm_weir.schema.compat.vllm_lens import lens_interventions
 from vllm_weir.schema.keys import asks
-from vllm_weir.server.lens_response import encode
 from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.request import WeirRequest
 
@@ -76,6 +78,7 @@ def lens_json(tensor, **more):
 def test_lens_tensors_travel_both_ways(dtype):
     tensor = torch.randn(2, 8).to(dtype)
     form = encode(tensor)
+    assert torch.equal(weir.deserialize_tensor(form), tensor)
     raw = zstandard.ZstdDecompressor().decompress(base64.b64decode(form["data"]))
     back = torch.from_numpy(np.frombuffer(raw, form["dtype"]).reshape(form["shape"]).copy())
     back = back.view(torch.bfloat16) if form["original_dtype"] == "torch.bfloat16" else back
@@ -84,6 +87,23 @@ def test_lens_tensors_travel_both_ways(dtype):
     assert [m.layers for m in moves] == [(0,), (1,)] or [list(m.layers) for m in moves] == [[0], [1]]
     for move, row in zip(moves, tensor, strict=True):
         assert np.array_equal(np.ravel(move.vector.array), row.float().numpy())
+
+
+def test_damaged_lens_tensors_are_refused_and_old_ones_read():
+    form = encode(torch.randn(2, 8))
+    assert weir.decode_activations({}) == weir.decode_activations({"activations": None}) == {}
+    (back,) = weir.decode_activations({"activations": weir.serialize_activations({"x": torch.ones(3)})}).values()
+    assert torch.equal(back, torch.ones(3))
+    old = {"data": base64.b64encode(np.ones((1, 2), np.float32)).decode(), "dtype": "float32", "shape": [1, 2]}
+    low = weir.deserialize_tensor(old | {"original_dtype": "torch.float16"})
+    assert weir.deserialize_tensor(old).tolist() == low.tolist() == [[1.0, 1.0]] and low.dtype == torch.float16
+    bomb = base64.b64encode(zstandard.ZstdCompressor().compress(bytes(1 << 20))).decode()
+    for damage in ({"shape": [2, 9]}, {"shape": [-2, -8]}, {"data": "!!"}, {"data": bomb}, {"dtype": "O"},
+                   {"shape": None}, {"original_dtype": "torch.load"}, {"shape": [1 << 70]}):  # fmt: skip
+        with refused("activations"):
+            weir.deserialize_tensor(form | damage)
+    with refused("activations"):
+        weir.deserialize_tensor(None)
 
 
 def test_a_bomb_is_not_inflated(monkeypatch):
@@ -103,6 +123,9 @@ def test_the_command_s_arguments_and_environment(tmp_path):
     assert prepare(["m", "--weir-admin-key-file", str(file), "--port", "1"], environ) == ["m", "--port", "1"]
     assert environ["WEIR_ADMIN_KEY"] == "k" and "weir" in environ["VLLM_PLUGINS"].split(",")
     assert set(environ["VLLM_PLUGINS"].split(",")) == set(all_plugins())
+    modules = ["--steering-modules", "a=/x=y.json", '{"name": "b", "path": "/z"}', "--steering-modules=c=/c", "--port"]
+    assert prepare(["m", *modules, "1"], environ) == ["m", "--port", "1"]
+    assert json.loads(environ["WEIR_SERVE_MODULES"]) == {"a": "/x=y.json", "b": "/z", "c": "/c"}
     environ = {"VLLM_PLUGINS": "a,weir"}
     file.write_text("k=2")
     assert prepare(["m", f"--weir-admin-key-file={file}"], environ) == ["m"] and environ["WEIR_ADMIN_KEY"] == "k=2"
@@ -125,6 +148,9 @@ def test_the_command_s_arguments_and_environment(tmp_path):
         (["m"], {"WEIR_SERVE_ROWS": "many"}, "WEIR_SERVE_ROWS"),
         (["m"], {"WEIR_ADMIN_KEY": "from-a-file\n"}, "WEIR_ADMIN_KEY"),  # every right key would be a wrong one
         (["m"], {"WEIR_ADMIN_KEY": " k"}, "WEIR_ADMIN_KEY"),
+        (["--steering-modules", "a=/x", "m"], {}, "--steering-modules"),
+        (["m", "--steering-modules", "a=/x", "a=/y"], {}, "--steering-modules"),
+        (["m", "--steering-modules", '{"name": "a"}'], {}, "--steering-modules"),
     ],
 )
 def test_the_command_does_not_start_without_weir(arguments, environ, field):

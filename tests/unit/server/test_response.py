@@ -21,10 +21,10 @@ from vllm_weir.client.response_fields import activations_of
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.pacing import Pacing
 from vllm_weir.results.activations import Activations
+from vllm_weir.results.lens_tensors import serialize_tensor as encode
 from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server import response as module
-from vllm_weir.server.lens_response import encode
 from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.request import WeirRequest
 from vllm_weir.server.response import ResponseBuilder

@@ -35,7 +35,7 @@ class _TokenIds:
     """What is looked up once in an engine's tokenizer; arguments as of `Vocabulary`."""
 
     def __init__(self, size: int, tokenizer: Tokenizer | None) -> None:
-        self._size, self._tokenizer = size, tokenizer
+        self._size, self.tokenizer = size, tokenizer
 
     @functools.cached_property
     def size(self) -> int:
@@ -43,15 +43,15 @@ class _TokenIds:
 
         The tokenizer's may be larger than the model's: placeholders of images are not embedded.
         """
-        tokenizer_size = self._tokenizer.max_token_id + 1 if self._tokenizer is not None else 0
+        tokenizer_size = self.tokenizer.max_token_id + 1 if self.tokenizer is not None else 0
         return max(self._size, tokenizer_size) if self._size else 0
 
     @functools.cached_property
     def special(self) -> tuple[int, ...] | None:
         """`Vocabulary.special_ids`."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return None
-        return tuple(sorted({i for i in self._tokenizer.all_special_ids if isinstance(i, int) and i >= 0}))
+        return tuple(sorted({i for i in self.tokenizer.all_special_ids if isinstance(i, int) and i >= 0}))
 
 
 class Vocabulary:
@@ -83,6 +83,11 @@ class Vocabulary:
     def size(self) -> int:
         """One more than the largest token id; 0 if that is not known."""
         return self._ids.size
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The engine's; None if it has none."""
+        return self._ids.tokenizer
 
     @property
     def special_ids(self) -> tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -52,10 +53,14 @@ class Ticket:
             ``"failed: <why>"``.
         files: what was written.
         missing: site -> rows that the worker had no room for, so that the sink did not get them.
+
+    Args:
+        served: whether it is read by clients of a server, who must not learn where a sink lies: then files have
+            their last names only, and a failure's reason is left to the log.
     """
 
-    def __init__(self, sink: str, required: bool, state: str = "queued") -> None:
-        self.sink, self.required, self.state = sink, required, state
+    def __init__(self, sink: str, required: bool, state: str = "queued", served: bool = False) -> None:
+        self.sink, self.required, self.state, self._served = sink, required, state, served
         self.files: tuple[str, ...] = ()
         self.missing: dict[Site, int] = {}
         self._closed = threading.Event()
@@ -63,12 +68,14 @@ class Ticket:
 
     def close(self, state: str, files: tuple[str, ...] = ()) -> None:
         """Set the state, final but for `revise`, and wake whoever waits for it."""
-        self.files, self.state = files, state
+        self.files = tuple(os.path.basename(file.rstrip("/")) for file in files) if self._served else files
+        self.revise(state)
         self._closed.set()
 
     def revise(self, state: str) -> None:
         """Correct the final state: rows that were taken were not published, or were after all."""
-        self.state = state
+        hidden = self._served and state.startswith("failed: ")
+        self.state = "failed: the server's log has the reason" if hidden else state
 
     def settle(self, timeout: float) -> None:
         """Wait until the sink has taken the rows; not for rows that are held until they are marked.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 - its exit hook must run after ours, so be registered before
 import json
+import logging
 import threading
 import time
 import weakref
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_weir import consumers
 from vllm_weir.config.mi_patch_env import NAME as ACT
-from vllm_weir.consumers.base import EngineInfo, Finished
+from vllm_weir.consumers.base import Consumer, EngineInfo, Finished
 from vllm_weir.controllers.async_controller import AsyncController
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
@@ -24,12 +25,13 @@ from vllm_weir.frontend.sinks.mark_buffer import MarkBuffer
 from vllm_weir.frontend.sinks.runner import SinkRunner
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.controllers import PREFIX
-from vllm_weir.schema.request import ResolvedSpec
+from vllm_weir.schema.request import ResolvedSpec, parse_captures
 from vllm_weir.schema.sinks import Sink, SinkDefinition
 
 if TYPE_CHECKING:
     from vllm_weir.frontend.outputs.view import OutputView
 
+logger = logging.getLogger(__name__)
 MAX_OWN_SINKS = 16
 """Sinks set up by requests that are open at once."""
 MAX_ID_LENGTH = 4000
@@ -49,6 +51,7 @@ class SinkManager:
     Attributes:
         everyone: captures of every request, for the settings' sinks.
         marks: rows that wait to be marked.
+        served: whether clients of a server read what becomes of rows, see `Ticket`.
         close: hands the sinks what is queued and closes them; runs by itself when the manager is
             collected.
 
@@ -60,7 +63,12 @@ class SinkManager:
         self, definitions: Mapping[str, SinkDefinition], marked_bytes: int, marked_seconds: float, patience: float
     ) -> None:
         self.definitions = dict(definitions)
-        self.everyone = tuple(c for name, d in definitions.items() for c in _captures(name, d))
+        self._consumers = {name: _made(name, definition) for name, definition in definitions.items()}
+        """Made early: which captures a consumer declares may depend on its options."""
+        self.everyone = tuple(
+            c for name, d in definitions.items() for c in captures_for(name, d, self._consumers[name], _path(name))
+        )
+        self.served = False
         self._controllers: dict[str, tuple[SinkDefinition, AsyncController]] = {}
         self._removed: dict[str, SinkRunner] = {}
         """Closed runners of controllers, for sequences that were to go there."""
@@ -85,11 +93,11 @@ class SinkManager:
             self.everyone = tuple(_fitting(capture, engine.d_model) for capture in self.everyone)
             for name, definition in self.definitions.items():
                 if name not in self._runners:
-                    self._runners[name] = SinkRunner(name, definition, engine, f"settings.sinks.{name}")
+                    self._runners[name] = _opened(name, definition, engine, _path(name), self._consumers[name])
             for name, (definition, controller) in self._controllers.items():
                 if name not in self._runners:
                     path = f"settings.controllers.{name.removeprefix(PREFIX)}"
-                    self._runners[name] = SinkRunner(name, definition, engine, path, controller)
+                    self._runners[name] = _opened(name, definition, engine, path, controller)
 
     def add_controller(self, name: str, definition: SinkDefinition, controller: AsyncController, path: str) -> None:
         """Send finished sequences with scores to a controller from now on, and rows that it captures.
@@ -103,10 +111,10 @@ class SinkManager:
         Raises:
             WeirError: if the controller cannot be opened.
         """
-        captures = captures_for(name, definition, controller.captures, path)
+        captures = captures_for(name, definition, controller, path)
         with self._lock:
             if self._engine is not None:
-                self._runners[name] = SinkRunner(name, definition, self._engine, path, controller)
+                self._runners[name] = _opened(name, definition, self._engine, path, controller)
             self._controllers = {**self._controllers, name: (definition, controller)}
             self.everyone = (*self.everyone, *captures)
 
@@ -181,12 +189,13 @@ class SinkManager:
             try:
                 runner = self._runner(view.part.sink)
             except WeirError as e:  # raising would stop the outputs of all requests
-                tickets.append(Ticket(label, True))
+                logger.error("the sink %s failed at request %s: %s", label, request.name, e)
+                tickets.append(Ticket(label, True, served=self.served))
                 tickets[-1].close(f"failed: {e}")
                 release()
                 continue
             marked = view.part.keep == "marked"
-            ticket = Ticket(label, runner.required, "held" if marked else "queued")
+            ticket = Ticket(label, runner.required, "held" if marked else "queued", self.served)
             of_group = replace(request, capture=view.part.notes)
             if marked and groups_of_sink[view.part.sink] > 1:  # a consumer gets each name once
                 of_group = replace(of_group, name=f"{request.name}.marked", part="marked")
@@ -309,33 +318,52 @@ class _UnmarkedDelivery:
 def check_sinks(definitions: Mapping[str, SinkDefinition]) -> None:
     """Raise WeirError for sinks of the settings that are wrong whatever the engine."""
     for name, definition in definitions.items():
-        _captures(name, definition)
+        captures_for(name, definition, consumers.find(definition.consumer, _path(name)), _path(name))
 
 
-def _captures(name: str, definition: SinkDefinition) -> list[Capture]:
-    """Return the captures of every request for a sink of the settings."""
-    path = f"settings.sinks.{name}"
-    return captures_for(name, definition, consumers.find(definition.consumer, path).captures, path)
+def _path(name: str) -> str:
+    """Return the setting that names a sink."""
+    return f"settings.sinks.{name}"
 
 
-def captures_for(name: str, definition: SinkDefinition, declared: Sequence[Any], path: str) -> list[Capture]:
+def _made(name: str, definition: SinkDefinition) -> Consumer:
+    return consumers.make(definition.consumer, json.loads(definition.options), _path(name))
+
+
+def _opened(name: str, definition: SinkDefinition, engine: EngineInfo, path: str, consumer: Consumer) -> SinkRunner:
+    """Open a consumer; raise WeirError if it cannot be, or declares other captures than before."""
+    before = captures_for(name, definition, consumer, path)
+    runner = SinkRunner(name, definition, engine, path, consumer)
+    if captures_for(name, definition, consumer, path) != before:
+        runner.close()
+        raise WeirError(
+            "it set its captures in open, when requests may run already; set them in __init__ or on the class",
+            f"{path}.{definition.consumer}",
+        )
+    return runner
+
+
+def captures_for(
+    name: str, definition: SinkDefinition, consumer: Consumer | type[Consumer], path: str
+) -> list[Capture]:
     """Return the captures of every request for a sink or a controller.
 
     Args:
         name: of the sink.
         definition: may say what it gets.
-        declared: what it gets otherwise.
+        consumer: declares what it gets otherwise. Its class alone does not know what ``__init__`` adds.
         path: the field that set it up, for errors.
 
     Raises:
         WeirError: if one is invalid.
     """
-    given: Sequence[Any] = declared
+    given: Any = consumer.captures
     if definition.captures is not None:
         given = [json.loads(text) for text in definition.captures]
+    elif isinstance(given, property):
+        given = ()
     captures = []
-    for k, item in enumerate(given):
-        capture = Capture.from_json(item.to_json() if isinstance(item, Capture) else item, f"{path}.capture[{k}]")
+    for k, capture in enumerate(parse_captures(given, f"{path}.capture")):
         if not capture.sink.memory or capture.keep != "always":
             raise WeirError("the captures of a sink always go to it; leave sink and keep out", f"{path}.capture[{k}]")
         captures.append(replace(capture, sink=Sink(name), keep=definition.keep))

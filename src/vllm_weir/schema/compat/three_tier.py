@@ -20,6 +20,8 @@ TIERS = {"": "all", "prefill_": "prompt", "decode_": "generated"}
 """Prefix of a tier's fields -> the positions at which it acts."""
 _FIELDS = tuple(f"{prefix}{kind}" for kind in ("vectors", "clamps") for prefix in TIERS)
 _HOOKS = {"post_mlp": "resid_post"}
+FORK_HOOKS = {"resid_pre": "pre_attn", "resid_mid": "post_attn", "resid_post": "post_block"}
+"""Hook points that the fork names otherwise -> its names."""
 _LAYER = re.compile(r"^-?\d{1,9}$", re.ASCII)
 _PACKED = ("dtype", "shape", "layer_indices", "data")
 
@@ -73,7 +75,7 @@ def from_tiers(
 
 def _in_tiers(vectors: Sequence[Any], clamps: Sequence[Any], path: str, name: str = "") -> Iterator[Intervention]:
     """Yield the additions of all tiers, then their clamps; `path` and `name` stand around a tier's prefix in errors."""
-    for make, kind, specs in ((_additions, "vectors", vectors), (_clamps, "clamps", clamps)):
+    for make, kind, specs in ((additions, "vectors", vectors), (_clamps, "clamps", clamps)):
         for (prefix, positions), spec in zip(TIERS.items(), specs, strict=True):
             yield from make(spec, f"{path}{prefix}{name}{kind}", positions)
 
@@ -120,8 +122,8 @@ def scaled(interventions: Sequence[Intervention], scale: Any, path: str) -> list
     return out
 
 
-def _additions(spec: Mapping | None, path: str, positions: str) -> Iterator[Add]:
-    """Yield the additions of one tier."""
+def additions(spec: Mapping | None, path: str, positions: str) -> Iterator[Add]:
+    """Yield the additions of one tier, ``{hook: layers}``, at `positions`."""
     for hook, layers, hook_path in _hooks(spec, path):
         if "data" in layers:
             yield from _packed_additions(layers, hook, positions, hook_path)
@@ -190,9 +192,9 @@ def _hooks(spec: object, path: str) -> Iterator[tuple[str, Mapping, str]]:
         hook_path = f"{path}.{brief(hook)}"
         if not isinstance(layers, Mapping):
             raise WeirError("expected {layer: vector}", hook_path)
-        if not layers:
+        if not layers:  # asks for nothing, as in the fork
             normalise_hook(_HOOKS.get(hook, hook), hook_path)
-            raise WeirError("names no layer; give {layer: vector}, or leave the hook out", hook_path)
+            continue
         yield _HOOKS.get(hook, hook) if isinstance(hook, str) else hook, layers, hook_path
 
 

@@ -7,7 +7,8 @@ import binascii
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.fields import refuse_unknown_keys
 from vllm_weir.schema.intervention_base import Intervention, at_most
 from vllm_weir.schema.interventions import Add
-from vllm_weir.schema.json_text import loads
+from vllm_weir.schema.json_text import dumps, loads
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_REFUSED, LENS_STEER_KEY
 from vllm_weir.schema.positions import MAX_LIST, Positions, check_listed
 from vllm_weir.schema.vectors import MAX_ELEMENTS, Vector, number
@@ -83,6 +84,38 @@ class SteeringVector:
     def model_dump(self, **_options: Any) -> dict[str, Any]:
         """Return `to_json()`, for scripts of vllm-lens. Pydantic's options have no effect."""
         return self.to_json()
+
+    def model_dump_json(self, **_options: Any) -> str:
+        """Return `to_json()` as text; Pydantic's options have no effect."""
+        return dumps(self.to_json(), LENS_STEER_KEY)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> SteeringVector:
+        """Return a copy with the fields of `update` changed; `deep` copies what it holds, too."""
+        return replace(deepcopy(self) if deep else self, **(update or {}))
+
+    @classmethod
+    def model_validate(cls, obj: Any, **_options: Any) -> SteeringVector:
+        """Return the vector of `model_dump`'s, or vllm-lens's, data or object; Pydantic's options have no effect.
+
+        Numbers that are not in a tensor yet come as one of float32.
+
+        Raises:
+            WeirError: naming the field, as for a request that carries it.
+        """
+        import torch
+
+        lens_interventions([obj])
+        fields = {name: obj[name] for name in _FIELDS if name in obj} if isinstance(obj, Mapping) else {}
+        fields = fields or {name: getattr(obj, name) for name in _FIELDS if hasattr(obj, name)}
+        if not isinstance(fields["activations"], torch.Tensor):
+            content = _lens_tensor(fields["activations"], "activations")
+            fields["activations"] = torch.tensor(Vector.parse(content, "activations", (2, 3)).array)
+        return cls(**fields)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes, **_options: Any) -> SteeringVector:
+        """Return `model_validate` of JSON text."""
+        return cls.model_validate(loads(json_data, LENS_STEER_KEY))
 
 
 def lens_interventions(value: object) -> tuple[Intervention, ...]:

@@ -10,14 +10,14 @@ from fastapi import HTTPException, Request
 from vllm_weir.server.state import server_state
 
 HEADER = "X-Weir-Admin-Key"
+_CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
 def require_admin(request: Request) -> None:
     """Refuse a request without the admin key (a FastAPI dependency).
 
     Raises:
-        HTTPException: 403 if the server has no admin key or the request's is wrong, 401 if it has
-            none.
+        HTTPException: 403 if the server has no admin key, 401 if the request has none or a wrong one.
     """
     admin_key = server_state(request).admin_key
     if not admin_key:
@@ -27,12 +27,10 @@ def require_admin(request: Request) -> None:
     if scheme.lower() == "bearer" and token:
         candidates.append(token.strip(" \t"))
     if not candidates:
-        raise HTTPException(
-            401, f"this route needs the admin key in the header {HEADER}", {"WWW-Authenticate": "Bearer"}
-        )
+        raise HTTPException(401, f"this route needs the admin key in the header {HEADER}", _CHALLENGE)
     # Headers are bytes that Starlette decodes as Latin-1; the key is from the environment.
     if not any(hmac.compare_digest(key.encode("latin-1"), os.fsencode(admin_key)) for key in candidates):
         why = "the admin key is wrong"
         if HEADER not in request.headers:
             why = f"the admin key is missing: there is no header {HEADER}, and Authorization has another key"
-        raise HTTPException(403, why)
+        raise HTTPException(401, why, _CHALLENGE)

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.vector_registry import RegistryContents, VectorRegistry
-from vllm_weir.schema.compat.three_tier import TIERS, from_fields
+from vllm_weir.schema.compat.three_tier import FORK_HOOKS, TIERS, from_fields
 from vllm_weir.schema.hooks import READ_ONLY_HOOKS
 from vllm_weir.schema.intervention_base import MAX_INTERVENTIONS, Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
@@ -77,10 +77,9 @@ def _steering(routes: APIRouter) -> None:
         return bodies.SteeringState(active_layers=active, interventions=interventions)
 
     @routes.get("/v1/steering/layers", responses=declared(400, 401), summary="The hook points that can be steered")
-    async def get_layers(state: State, target: Target = None) -> bodies.Layers | bodies.LayersOfModels:
+    async def get_layers(state: State, target: Target = None) -> bodies.Layers:
         _main_only(target)
-        layers = _layers(await state.capabilities())
-        return bodies.Layers(layers=layers) if target else bodies.LayersOfModels(layers={"main": layers})
+        return bodies.Layers(layers=_layers(await state.capabilities()))
 
 
 def _modules(routes: APIRouter) -> None:
@@ -98,7 +97,7 @@ def _modules(routes: APIRouter) -> None:
                 "kind" if body.kind != "additive" else "sae_manifest",
             )
         await state.capabilities()
-        return await state.change(lambda: _register(state, body))
+        return await state.change(lambda: register_module(state, body))
 
     @routes.post(
         "/v1/steering/modules/unregister",
@@ -108,7 +107,7 @@ def _modules(routes: APIRouter) -> None:
         summary="Delete a module; requests already admitted with it go on",
     )
     async def unregister(body: bodies.UnregisterModule, state: State) -> Any:
-        return await state.change(lambda: _unregister(state, body.name))
+        return await state.change(lambda: unregister_module(state, body.name))
 
     @routes.get("/v1/steering/modules", responses=declared(401), summary="The names of the modules")
     def modules(state: State) -> bodies.Modules:
@@ -141,13 +140,14 @@ def _parse_fields(body: bodies.Fields) -> tuple[list[Intervention], tuple[AnyInt
 def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
     tiers, own = _parse_fields(body)
     layers: set[int] = set()
-    hooks: set[str] = set()
+    fields = (getattr(body, f"{p}{kind}") for p in TIERS for kind in ("vectors", "clamps"))
+    hooks = {hook for given in fields for hook, of_layers in (given or {}).items() if of_layers}  # as they were sent
 
     def edit(contents: RegistryContents) -> RegistryContents:
         from_tiers, from_list = _resolve_names(state, contents, tiers, own or ())
         capabilities = state.frontend.engine.require_capabilities()
+        hooks.update(one.hook for one in from_list)
         for one in (*from_tiers, *from_list):
-            hooks.add(one.hook)
             layers.update(one.resolve_layers(capabilities.num_layers))
         before = () if body.replace else contents.always
         replaced = {_replacement_key(one) for one in from_tiers}
@@ -185,7 +185,8 @@ def _replacement_key(one: Intervention) -> tuple[Any, ...]:
     return type(one), one.hook, one.layers, one.positions
 
 
-def _register(state: ServerState, body: bodies.RegisterModule) -> bodies.ModuleChanged:
+def register_module(state: ServerState, body: bodies.RegisterModule) -> bodies.ModuleChanged:
+    """Keep a module under its name, replacing an earlier one; raise WeirError if the engine cannot carry it out."""
     tiers, own = _parse_fields(body)
 
     def edit(contents: RegistryContents) -> RegistryContents:
@@ -200,7 +201,8 @@ def _register(state: ServerState, body: bodies.RegisterModule) -> bodies.ModuleC
     return _change_modules(state, body.name, edit)
 
 
-def _unregister(state: ServerState, name: str) -> bodies.ModuleChanged | Response:
+def unregister_module(state: ServerState, name: str) -> bodies.ModuleChanged | Response:
+    """Delete a module; the response is a 404 if there is none of the name."""
     registered = state.names.read().modules
     if name not in registered:
         why = f"no module is registered as {brief(name)!r}; registered are {', '.join(registered) or 'none'}"
@@ -237,8 +239,13 @@ def _active_layers(always: Sequence[Intervention]) -> dict[str, dict[str, bodies
             decode_norm=norms.get("generated"),
             clamps=clamps.get((layer, hook), 0),
         )
-        out.setdefault(str(layer), {})[hook] = active
+        out.setdefault(str(layer), {}).update(dict.fromkeys(_names_of(hook), active))
     return out
+
+
+def _names_of(hook: str) -> tuple[str, ...]:
+    """Return a hook point's name and the fork's, by which its clients look for it."""
+    return (hook, FORK_HOOKS[hook]) if hook in FORK_HOOKS else (hook,)
 
 
 def _with_digests(one: Intervention) -> dict[str, Any]:
@@ -250,5 +257,5 @@ def _layers(capabilities: EngineCapabilities) -> dict[str, bodies.LayerPoints]:
     out: dict[str, bodies.LayerPoints] = {}
     for site, refusal in sorted(capabilities.sites.items(), key=lambda entry: entry[0].layer):
         if not refusal and site.hook not in READ_ONLY_HOOKS:
-            out.setdefault(str(site.layer), bodies.LayerPoints(hook_points=[])).hook_points.append(site.hook)
+            out.setdefault(str(site.layer), bodies.LayerPoints(hook_points=[])).hook_points.extend(_names_of(site.hook))
     return out

@@ -145,7 +145,7 @@ class Done(BaseModel):
 
 
 class SteeringSet(Done):
-    """The hook points and blocks that the request named."""
+    """The hook points, as the request named them, and blocks."""
 
     hook_points: list[str]
     layers_updated: list[int]
@@ -168,7 +168,7 @@ class SteeringState(BaseModel):
     """The steering of every request.
 
     `active_layers` has what was set by tier, by block and hook point; `interventions` has all, in
-    order, in wire form.
+    order, in wire form. What the fork names otherwise stands under both names.
     """
 
     active_layers: dict[str, dict[str, ActiveHook]]
@@ -176,7 +176,7 @@ class SteeringState(BaseModel):
 
 
 class LayerPoints(BaseModel):
-    """The hook points of a block; `embed` and `final_norm` are listed with block 0."""
+    """The hook points of a block, with the fork's names for them; `embed` and `final_norm` are listed with block 0."""
 
     hook_points: list[str]
 
@@ -185,12 +185,6 @@ class Layers(BaseModel):
     """Hook points by block."""
 
     layers: dict[str, LayerPoints]
-
-
-class LayersOfModels(BaseModel):
-    """Hook points by model and block."""
-
-    layers: dict[str, dict[str, LayerPoints]]
 
 
 class ModuleChanged(Done):

@@ -1,4 +1,4 @@
-"""Reading captures of the fork RhizoNymph/vllm: ``.bin`` files of raw rows, described in JSON.
+"""Captures of the fork RhizoNymph/vllm, read and written: ``.bin`` files of raw rows, described in JSON.
 
 Its layouts are ``per_file`` (a pair of files for each layer and hook of a request), ``packed`` (a
 pair for each request, with ``entries``) and ``sharded`` (``shard-*``, with many requests). Its
@@ -13,11 +13,15 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from vllm_weir.errors import WeirError
+from vllm_weir.results.activations import Activations
+from vllm_weir.schema.compat.three_tier import FORK_HOOKS
 from vllm_weir.schema.compression import ITEMSIZE, ROW_DTYPES, Compression
 from vllm_weir.schema.hooks import Site, normalise_hook
 from vllm_weir.storage.index import Index, IndexBuilder, text_field
+from vllm_weir.storage.layouts.buffered import safe_name
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import FileBlock
 
@@ -179,3 +183,24 @@ def _part(data: str, entry: dict[str, Any], seq: int, offset: int) -> _Part | _U
 def is_rhizonymph(names: dict[str, int]) -> bool:
     """Return whether the files of a folder include such pairs."""
     return any(n.endswith(".json") and n.removesuffix(".json") + ".bin" in names for n in names)
+
+
+def write_rhizonymph(store: ObjectStore, request: str, acts: Activations) -> None:
+    """Write a request's rows as the fork's ``per_file``, for its reader: a pair of files for each site.
+
+    Rows are written decoded, and flat if they have several dimensions. The format has no token ids.
+    """
+    for site in acts.sites:
+        rows = acts[site].flatten(1).contiguous()
+        hook = FORK_HOOKS.get(site.hook, site.hook)  # its reader takes every name
+        described = {
+            "request_id": request,
+            "layer": site.layer,
+            "hook": hook,
+            "shape": list(rows.shape),
+            "dtype": str(rows.dtype).removeprefix("torch."),
+            "positions": acts.positions_of(*site).tolist(),
+        }
+        name = f"{safe_name(request)}/{site.layer}_{hook}"
+        store.put(f"{name}.bin", rows.view(torch.uint8).numpy().tobytes())
+        store.put(f"{name}.json", json.dumps(described).encode())

@@ -553,6 +553,52 @@ def test_sinks_that_cannot_be_set_up(field, definition):
         board(x=definition)
 
 
+class Declaring(Recorder):
+    """Says which captures it wants when it is made, as a property, or too late; see `late`."""
+
+    def __init__(self, layer=2, how="init"):
+        super().__init__()
+        self.layer, self.how = layer, how
+        self.wanted = [Capture("resid_post", layer)] if how == "init" else ()
+
+    @property
+    def captures(self):
+        return self.wanted if self.how != "property" else {"hook": "resid_post", "layers": [self.layer]}
+
+    def open(self, engine):
+        if self.how == "open":
+            self.wanted = [Capture("resid_post", self.layer)]
+
+
+@pytest.mark.parametrize("how", ["init", "property"])
+def test_captures_that_a_consumer_declares_when_it_is_made_are_served(monkeypatch, how):
+    monkeypatch.setitem(consumers._SHIPPED, "declaring", f"{__name__}:Declaring")
+    sinks = {"x": {"declaring": {"layer": 3, "how": how}}, "y": {"declaring": {}, "capture": []}}
+    check_sinks(parse_sinks(sinks))
+    manager = SinkManager(parse_sinks(sinks), 1 << 20, 60.0, 1.0)
+    for _ in range(2):  # known before the workers have reported, too, or plain requests would pass
+        assert [(c.sink.name, c.layers) for c in manager.everyone] == [("x", (3,))]
+        manager.open(ENGINE)
+    manager.close()
+
+
+def test_captures_that_come_too_late_are_refused_at_the_start(monkeypatch):
+    monkeypatch.setitem(consumers._SHIPPED, "declaring", f"{__name__}:Declaring")
+    with refused("settings.sinks.x.declaring", "set them in __init__"):
+        board(x={"declaring": {"how": "open"}})
+
+
+def test_clients_of_a_server_do_not_see_where_a_sink_lies():
+    for served in (False, True):
+        ticket = Ticket("s", False, served=served)
+        ticket.close("written", ("/srv/acts/r1.safetensors", "s3://bucket/acts/"))
+        assert ("/srv/acts/r1.safetensors" in ticket.files) is not served
+        if served:
+            assert ticket.files == ("r1.safetensors", "acts")
+        ticket.revise("failed: OSError: [Errno 28] No space left on device: '/srv/acts/r2'")
+        assert ticket.state.startswith("failed: ") and ("/srv" in ticket.state) is not served
+
+
 def test_a_board_closes_its_sinks():
     manager = board(x={"recorder": {}})
     assert manager.report()["x"]["consumer"] == "recorder" and not manager.everyone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -22,10 +23,17 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.schema.keys import asks
 from vllm_weir.schema.vector_files import read_vectors
+from vllm_weir.server import modules
 from vllm_weir.server.request import WeirRequest
 
 V = [0.5, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0]
 OTHER = [1.0] * D
+
+
+def packed(layer, vector):
+    """The fork's form of a vector at a block."""
+    data = base64.b64encode(np.float32(vector).tobytes()).decode()
+    return {"dtype": "float32", "shape": [1, D], "layer_indices": [layer], "data": data}
 
 
 def gguf(directions, architecture=b"controlvector", kind=0, version=3, extra=()):
@@ -309,6 +317,8 @@ ADMIN_ROUTES = [
     ("POST", "/v1/steering/clear", {}),
     ("POST", "/v1/steering/modules/register", {"name": "m", "vectors": {"resid_post": {"1": V}}}),
     ("POST", "/v1/steering/modules/unregister", {"name": "m"}),
+    ("POST", "/v1/steering/vectors/register", {"name": "s", "kind": "steer", "packed": {"post_block": packed(1, V)}}),
+    ("POST", "/v1/steering/vectors/unregister", {"name": "s", "kind": "steer"}),
     ("PUT", "/v1/vectors/v", V),
     ("DELETE", "/v1/vectors/v", None),
     ("PUT", "/v1/probes/p", {"weight": V, "layer": 1}),
@@ -326,7 +336,7 @@ def test_what_changes_all_requests_needs_the_admin_key(tmp_path):
         for method, path, body in ADMIN_ROUTES:
             refused(client.request(method, path, json=body), 401)
             for wrong in ({"X-Weir-Admin-Key": "x"}, {"Authorization": "Bearer x"}, {"X-Weir-Admin-Key": KEY + "x"}):
-                refused(client.request(method, path, json=body, headers=wrong), 403)
+                refused(client.request(method, path, json=body, headers=wrong), 401)
         assert server.names.read() is before
         for method, path, body in ADMIN_ROUTES:
             ours = client.request(method, path, json=body, headers={"Authorization": f"Bearer {KEY}"})
@@ -350,7 +360,7 @@ def test_who_may_comes_before_what_was_sent(tmp_path):
             for content in (*GARBAGE, (b" " * 1000 for _ in range(500))):
                 refused(client.post(path, content=content, headers=json_), 401)
             for content in GARBAGE:
-                refused(client.post(path, content=content, headers=json_ | {"X-Weir-Admin-Key": "x"}), 403)
+                refused(client.post(path, content=content, headers=json_ | {"X-Weir-Admin-Key": "x"}), 401)
             for content in GARBAGE[:4]:
                 refused(client.post(path, content=content, headers=json_ | ADMIN), 400, "body")
         server.admin_key = None
@@ -365,9 +375,9 @@ def test_an_admin_key_may_be_any_text(tmp_path, key):
         client = TestClient(app_of(server))
         for header, before in (("X-Weir-Admin-Key", b""), ("Authorization", b"Bearer ")):
             assert client.post("/v1/steering/clear", headers={header: before + sent}).status_code == 200
-            refused(client.post("/v1/steering/clear", headers={header: before + wrong}), 403)
+            refused(client.post("/v1/steering/clear", headers={header: before + wrong}), 401)
         server.admin_key = os.fsdecode(b"\xff-key")  # no text at all: what an environment may hold
-        refused(client.post("/v1/steering/clear", headers={"X-Weir-Admin-Key": sent}), 403)
+        refused(client.post("/v1/steering/clear", headers={"X-Weir-Admin-Key": sent}), 401)
 
 
 def test_steering_of_every_request(pair):
@@ -378,8 +388,9 @@ def test_steering_of_every_request(pair):
         "vectors": {"post_mlp": {"1": V}, "pre_attn": {"2": {"vector": V, "scale": 2.0}}},
         "decode_vectors": {"resid_post": {"1": OTHER}},
     }
-    made = one.post("/v1/steering/set", json=body)
-    assert made.json() == {"status": "ok", "hook_points": ["resid_post", "resid_pre"], "layers_updated": [1, 2]}
+    made = one.post("/v1/steering/set", json=body | {"clamps": {"post_attn": {}}})
+    sent = ["post_mlp", "pre_attn", "resid_post"]
+    assert made.json() == {"status": "ok", "hook_points": sent, "layers_updated": [1, 2]}
     doubled = [2 * x for x in V]
     first = [
         ("resid_post", (1,), "all", [V]),
@@ -395,7 +406,8 @@ def test_steering_of_every_request(pair):
         "decode_norm": pytest.approx(D**0.5),
         "clamps": 0,
     }
-    assert active["active_layers"]["2"]["resid_pre"]["norm"] == pytest.approx(2 * np.linalg.norm(V))
+    assert active["active_layers"]["1"]["post_block"] == active["active_layers"]["1"]["resid_post"]
+    assert active["active_layers"]["2"]["pre_attn"]["norm"] == pytest.approx(2 * np.linalg.norm(V))
     assert len(active["interventions"]) == 3 and "b64" not in json.dumps(active)
     one.post("/v1/steering/set", json={"prefill_vectors": {"resid_post": {"0": V}}, "replace": True})
     assert lowered(servers[1], plain) == [("resid_post", (0,), "prompt", [V])]
@@ -640,12 +652,76 @@ def test_layers_and_targets_of_the_fork(pair):
     ):
         assert "PUT /v1/saes/NAME" in refused(one.post("/v1/steering/modules/register", json=body), 400, field)
 
-    nested, flat = one.get("/v1/steering/layers").json(), one.get("/v1/steering/layers?target=main").json()
-    assert nested == {"layers": {"main": flat["layers"]}} and set(flat["layers"]) == {"0", "1", "2", "3"}
-    assert "resid_mid" in flat["layers"]["1"]["hook_points"] and "resid_mid" not in flat["layers"]["2"]["hook_points"]
+    layers = one.get("/v1/steering/layers").json()["layers"]
+    assert one.get("/v1/steering/layers?target=main").json() == {"layers": layers} and set(layers) == {*"0123"}
+    for hook in ("resid_mid", "post_attn"):
+        assert hook in layers["1"]["hook_points"] and hook not in layers["2"]["hook_points"]
     refused(one.get("/v1/steering/layers?target=draft"), 400, "target")
     refused(one.get("/v1/steering/layers?target=x"), 400)
     refused(one.post("/v1/steering/clear", json={"target": "draft"}), 400, "target")
+
+
+def test_what_the_forks_gates_name(pair):
+    """Probes and vectors to add, in the forms of the fork; they are Weir's probes and modules."""
+    (one, two), servers = pair
+    steer = {"name": "s", "kind": "steer", "packed": {"post_block": packed(1, V) | {"scales": [2.0]}}}
+    probe = {"name": "p", "kind": "probe", "packed": {"pre_attn": packed(0, OTHER)}}
+    one.post("/v1/steering/vectors/register", json=steer).raise_for_status()
+    made = one.post("/v1/steering/vectors/register", json=probe).json()
+    assert made == {"status": "ok", "name": "p", "kind": "probe", "vectors": {"probe": ["p"], "steer": ["s"]}}
+    assert two.get("/v1/steering/vectors").json() == {"vectors": made["vectors"], "count": 2}
+    assert lowered(servers[1], {"modules": ["s"]}) == [("resid_post", (1,), "all", [[2 * x for x in V]])]
+    kept = two.get("/v1/probes/p").json()
+    assert (kept["hook"], kept["layer"], kept["positions"]) == ("resid_pre", 0, "generated")
+
+    def gate(name):
+        when = {"kind": "probe", "probe": {"kind": "name", "name": "p"}, "threshold": 1}
+        add = {"kind": "add", "steer": {"kind": "name", "name": name}, "strength": 0.5}
+        return {"when": when, "scope": "this_token", "apply": add}
+
+    names = asyncio.run(servers[1].known_names())
+    body = {"steering": [gate("s")]}
+    (added,) = WeirRequest.parse(None, body, servers[1].limits, names).extra_args["weir"]["interventions"]
+    assert (added["scale"], added["positions"], added["when"]["probe"]) == (1.0, "generated", "p")
+    servers[1].frontend.names.refresh()
+    servers[1].frontend.admit("r", {"weir": {"v": 1, "interventions": [added]}}, [5, 6, 7], 3, 6)
+    two_sites = {"post_block": packed(1, V), "pre_attn": packed(1, V)}
+    for wrong, field in (
+        (probe | {"packed": two_sites}, "body.packed"),
+        (probe | {"packed": {}}, "body.packed"),
+        (probe | {"name": "sites"}, "name"),
+        (steer | {"packed": {}}, "vectors"),
+        (steer | {"packed": {"post_block": {"1": [1.0]}}}, "vectors.post_block.1.vector"),
+        (steer | {"packed": {"nowhere": packed(1, V)}}, "vectors.nowhere.hook"),
+    ):
+        refused(one.post("/v1/steering/vectors/register", json=wrong), 400, field)
+    refused(one.post("/v1/steering/vectors/register", json=steer | {"kind": "x"}), 400)
+    for kind, name in (("probe", "p"), ("steer", "s")):
+        asked = {"name": name, "kind": kind}
+        one.post("/v1/steering/vectors/unregister", json=asked).raise_for_status()
+        refused(two.post("/v1/steering/vectors/unregister", json=asked), 404, "name")
+    assert two.get("/v1/steering/vectors").json() == {"vectors": {"probe": [], "steer": []}, "count": 0}
+    assert one.get("/v1/steering/dynamic").json() == {"workers": [{"controllers": {}}]}
+    refused(one.delete("/v1/patch_source/r"), 404, "run_id")
+
+
+def test_modules_of_files_are_registered_when_the_server_starts(pair, tmp_path):
+    """As `--steering-modules` of the fork; in every process, and again when one comes later."""
+    (one, _), servers = pair
+    (tmp_path / "m.json").write_text(json.dumps({"vectors": {"post_block": {"1": V}}, "decode_vectors": None}))
+    environ = {"WEIR_SERVE_MODULES": json.dumps({"m": str(tmp_path / "m.json")})}
+    for server in servers:
+        asyncio.run(modules.load_given(server, environ))
+        assert lowered(server, {"modules": ["m"]}) == [("resid_post", (1,), "all", [V])]
+    assert one.get("/v1/steering/modules").json() == {"modules": ["m"], "count": 1}
+    wrong = ["{", "[]", "{}", '{"name": "x"}', '{"vectors": {"resid_post": {"99": [1.0]}}}', '{"more": 1}']
+    for text in wrong:
+        (tmp_path / "m.json").write_text(text)
+        with pytest.raises(WeirError, match="m: ") as e:
+            asyncio.run(modules.load_given(servers[0], environ))
+        assert e.value.field == "--steering-modules"
+    with pytest.raises(WeirError, match="No such file"):
+        asyncio.run(modules.load_given(servers[0], {"WEIR_SERVE_MODULES": '{"m": "/nowhere"}'}))
 
 
 @pytest.fixture

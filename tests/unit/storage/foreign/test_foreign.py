@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tests.support.machine import module, needs
 from tests.unit.mi_patch import codes_of, top_codes, write_request
 from vllm_weir.errors import MissingFile, StoreError, WeirError
-from vllm_weir.storage import load
+from vllm_weir.storage import Batch, convert, load, open_writer
 from vllm_weir.storage.record_blocks import ArrayBlock
 from vllm_weir.storage.stats import inspect
 from vllm_weir.storage.verify import verify
@@ -234,6 +234,34 @@ def test_the_forks_files(tmp_path: Path) -> None:
         capture(one, "r1", 4, "post_mlp", x, **change)
         with pytest.raises(WeirError, match=r"4_post_mlp.json"):
             load(one)
+
+
+def test_what_is_converted_for_the_forks_reader_is_read_back(tmp_path: Path) -> None:
+    """Every number of a site's description has the meaning that the fork's reader gives it."""
+    with open_writer(tmp_path / "own", "per_request") as writer:
+        for k, (hook, dtype) in enumerate([("resid_post", "bfloat16"), ("resid_pre", "float16"), ("q", "float32")]):
+            shape = (N, 2, D // 2) if hook == "q" else (N, D)
+            rows = torch.randn(shape, generator=torch.Generator().manual_seed(k)).to(getattr(torch, dtype))
+            writer.write(Batch("a/../b", hook, k, np.arange(N) * 2, np.arange(N), rows))
+        writer.finish_request("a/../b", {"prompt_tokens": 3})
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "x").write_text("")
+    with pytest.raises(WeirError, match="not empty"):
+        convert(tmp_path / "own", tmp_path / "packed", "fork")
+    with pytest.raises(WeirError, match="plain rows"):
+        convert(tmp_path / "own", tmp_path / "fork", "fork", compress="rp8")
+    assert convert(tmp_path / "own", tmp_path / "fork", "fork") == 1
+    own, (folder,) = load(tmp_path / "own"), (tmp_path / "fork").iterdir()
+    assert sorted(file.name for file in folder.glob("*.bin")) == ["0_post_block.bin", "1_pre_attn.bin", "2_q.bin"]
+    for site in own.sites:
+        name = {"resid_post": "post_block", "resid_pre": "pre_attn"}.get(site.hook, site.hook)
+        said = json.loads((folder / f"{site.layer}_{name}.json").read_text())
+        assert (said["request_id"], said["layer"], said["hook"]) == ("a/../b", site.layer, name)
+        raw = torch.frombuffer(bytearray((folder / f"{site.layer}_{name}.bin").read_bytes()), dtype=torch.uint8)
+        rows = raw.view(getattr(torch, said["dtype"])).view(said["shape"])
+        assert torch.equal(rows, own["a/../b"][site].flatten(1)) and said["positions"] == list(range(0, 2 * N, 2))
+    back = load(tmp_path / "fork")
+    assert back.requests == ["a/../b"] and torch.equal(back["a/../b"]["resid_post", 0], own["a/../b"]["resid_post", 0])
 
 
 def test_the_forks_points_without_a_name_are_left_out_and_said(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""The modules that a server registers when it starts, as ``--steering-modules`` of the fork RhizoNymph/vllm."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.json_text import loads
+from vllm_weir.server.limits import MODULES as VARIABLE
+from vllm_weir.server.routes.steering import register_module
+from vllm_weir.server.routes.steering_schemas import RegisterModule
+from vllm_weir.server.state import ServerState
+
+OPTION = "--steering-modules"
+
+
+def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
+    """Put the values of `OPTION`, ``name=path`` or ``{"name", "path"}`` as JSON, into the environment.
+
+    Raises:
+        WeirError: if one is wrong.
+    """
+    paths: dict[str, str] = {}
+    for option in options:
+        name, _, path = option.partition("=")
+        if option.startswith("{"):
+            given = loads(option, OPTION)
+            name, path = (given.get(key) for key in ("name", "path"))
+            if set(given) != {"name", "path"}:
+                name = ""
+        if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
+            raise WeirError(f'expected NAME=FILE or {{"name", "path"}}, got {brief(option)!r}', OPTION)
+        if name in paths:
+            raise WeirError(f"{brief(name)!r} is given twice", OPTION)
+        paths[name] = path
+    if paths:
+        environ[VARIABLE] = json.dumps(paths)
+
+
+async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ) -> None:
+    """Register the modules in the files that the environment names: JSON as `/v1/steering/modules/register` takes.
+
+    Raises:
+        WeirError: naming the module, if one cannot be registered.
+    """
+    given = json.loads(environ.get(VARIABLE) or "{}")
+    if given:
+        await state.capabilities()
+    for name, path in given.items():
+        try:
+            await state.change(functools.partial(_register, state, name, path))
+        except (WeirError, OSError) as e:
+            raise WeirError(f"{brief(name)}: {e}", OPTION) from None
+
+
+def _register(state: ServerState, name: str, path: str) -> None:
+    most = state.limits.body_bytes
+    with open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise WeirError(f"{path} has more than {most} bytes (WEIR_SERVE_BODY_BYTES)")
+    fields: Any = loads(data, path)
+    if not isinstance(fields, Mapping) or "name" in fields:
+        raise WeirError(f"{path} holds no tiers: {{vectors, prefill_vectors, ...}}")
+    try:
+        body = RegisterModule(**fields, name=name)
+    except ValidationError as e:
+        raise WeirError(f"{path}: {e.errors()[0]['loc']}: {e.errors()[0]['msg']}") from None
+    register_module(state, body)

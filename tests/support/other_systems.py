@@ -1,0 +1,88 @@
+"""Every key, route, variable and name of the four systems whose place Weir takes, and what becomes of it.
+
+`tests/unit/test_other_systems.py` holds Weir to it, and `python -m tests.other_systems` compares it
+with their newest sources.
+"""
+
+from __future__ import annotations
+
+SERVED, REFUSED, NEEDLESS = "served", "refused", "needless"
+"""The last is for what says how another system is to do what Weir does anyway."""
+
+LENS_KEYS = {
+    "output_residual_stream": SERVED,
+    "apply_steering_vectors": SERVED,
+    "apply_hooks": REFUSED,
+    "output_qk": REFUSED,
+    "skip_reading_prefix_cache": NEEDLESS,  # rows that are asked for are never read from the cache
+}
+"""Keys of ``extra_args`` and ``vllm_xargs`` of vllm-lens."""
+LENS_NAMES = {
+    "SteeringVector": SERVED,
+    "decode_activations": SERVED,
+    "deserialize_tensor": SERVED,
+    "serialize_activations": SERVED,
+    "serialize_tensor": SERVED,
+    "Hook": REFUSED,
+    "HookContext": REFUSED,
+    "deserialize_hook_results": REFUSED,
+    "serialize_hook_results": REFUSED,
+    "__version__": SERVED,
+}
+"""What ``vllm_lens`` exports, and ``vllm_weir`` then has."""
+PROBE_HOOK = (
+    "model", "layers", "dtype", "include_prefill", "include_decode", "last_prefill_token", "last_decode_token",
+)  # fmt: skip
+"""Arguments of the classes of vllm-probe-hook, by place."""
+MI_PATCH = {
+    "CAPTURE": SERVED,
+    "MODE": SERVED,
+    "RP_K": SERVED,
+    "RP_SEED": SERVED,
+    "TOPK_K": SERVED,
+    "OUTDIR": SERVED,
+    "RETURN": SERVED,
+    "PER_DIM": NEEDLESS,
+    "BITS": NEEDLESS,
+    "ATTNM": NEEDLESS,
+    "HIDDEN_SIZE": NEEDLESS,
+    "RETURN_MODE": REFUSED,  # a name that its own code does not read; a warning says so
+}
+"""Variables ``VLLM_ACT_*`` of Vllm_mi_patch."""
+MI_PATCH_NAMES = (
+    "ActivationLoader", "compare_tokens", "load_activation_file", "load_activation_manifest",
+    "load_sequence_activations", "quick_load", "reconstruct_activations",
+)  # fmt: skip
+"""What its module for analysis defines."""
+FORK_FIELDS = {
+    "steering_name": SERVED,
+    "steering_vectors": SERVED,
+    "prefill_steering_vectors": SERVED,
+    "decode_steering_vectors": SERVED,
+    "steering_clamps": SERVED,
+    "prefill_steering_clamps": SERVED,
+    "decode_steering_clamps": SERVED,
+    "steering": SERVED,
+    "patch": SERVED,
+    "patch_vectors": SERVED,
+    "capture": REFUSED,
+    "capture_wait": REFUSED,
+    "conversation_id": REFUSED,
+}
+"""Fields of bodies of RhizoNymph's fork that vLLM has not."""
+FORK_ROUTES = {
+    ("post", "/v1/steering/set"): SERVED,
+    ("post", "/v1/steering/clear"): SERVED,
+    ("get", "/v1/steering"): SERVED,
+    ("get", "/v1/steering/layers"): SERVED,
+    ("get", "/v1/steering/dynamic"): SERVED,
+    ("post", "/v1/steering/modules/register"): SERVED,
+    ("post", "/v1/steering/modules/unregister"): SERVED,
+    ("get", "/v1/steering/modules"): SERVED,
+    ("post", "/v1/steering/vectors/register"): SERVED,
+    ("post", "/v1/steering/vectors/unregister"): SERVED,
+    ("get", "/v1/steering/vectors"): SERVED,
+    ("post", "/v1/patch_sweep"): SERVED,
+    ("delete", "/v1/patch_source/{run_id}"): REFUSED,
+}
+"""Its routes."""
