@@ -9,6 +9,7 @@ import pytest
 import vllm_weir as weir
 from tests.engine.test_steer_cache import shared
 from tests.support.engines import close_all, get_llm
+from tests.support.machine import needs
 from tests.support.offloading import BOUNDED, CONFIG, aborts
 from tests.support.steered import check, directory, idle, prompt, sampling, scheduler, tokens, truth, vectors
 from vllm_weir.patches import scheduler as core
@@ -197,11 +198,10 @@ def test_gated_requests_are_found_by_nobody(engine):
 
 
 @THOROUGH
+@pytest.mark.parametrize("engine", [pytest.param(BY_KEYS, marks=needs(aborts)), BY_TOKENS, BOTH], indirect=True)
 def test_aborted_requests_leave_nothing(engine):
     """Requests are aborted after any number of steps; not before they have blocks where vLLM's own connector fails."""
     kind, llm, oracle = engine
-    if kind == BY_KEYS and (reason := aborts()):
-        pytest.skip(reason)
     every = [interventions for interventions, _ in conditions(oracle.hidden_size).values()]
     llm.generate(prompt(P, 3), weir.params(sampling(2), capture=CAPTURE), use_tqdm=False)
     llm.reset_prefix_cache()

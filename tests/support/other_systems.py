@@ -23,8 +23,8 @@ LENS_NAMES = {
     "deserialize_tensor": SERVED,
     "serialize_activations": SERVED,
     "serialize_tensor": SERVED,
-    "Hook": REFUSED,
-    "HookContext": REFUSED,
+    "Hook": SERVED,  # with arguments of its own
+    "HookContext": SERVED,
     "deserialize_hook_results": REFUSED,
     "serialize_hook_results": REFUSED,
     "__version__": SERVED,

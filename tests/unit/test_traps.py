@@ -278,6 +278,7 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
             prompt_token_ids=[1, 2],
             prompt_embeds=None,
             mm_features=[],
+            lora_request=None,
             resumable=False,
         )
         for i in ids

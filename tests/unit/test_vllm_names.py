@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
+from tests.support.machine import module, needs
 
 SRC = Path(__file__).resolve().parents[2] / "src/vllm_weir"
 SPEC = importlib.util.find_spec("vllm")
@@ -31,7 +31,7 @@ def _has_alternative(node: ast.Try) -> bool:
     return any("ImportError" in ast.unparse(handler.type) for handler in node.handlers if handler.type is not None)
 
 
-def module(name: str) -> Path | None:
+def file_of(name: str) -> Path | None:
     assert SPEC is not None and SPEC.submodule_search_locations
     path = Path(SPEC.submodule_search_locations[0]).parent.joinpath(*name.split("."))
     return next((found for found in (path.with_suffix(".py"), path / "__init__.py") if found.exists()), None)
@@ -53,13 +53,13 @@ def names(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.skipif(SPEC is None, reason="vLLM is not installed")
+@needs(module("vllm"))
 def test_every_name_is_there() -> None:
     missing, count = [], 0
     for file in sorted(SRC.rglob("*.py")):
         for package, name in imports(ast.parse(file.read_text())):
             count += 1
-            path = module(package)
-            if module(f"{package}.{name}") is None and (path is None or name not in names(path)):
+            path = file_of(package)
+            if file_of(f"{package}.{name}") is None and (path is None or name not in names(path)):
                 missing.append(f"{file.relative_to(SRC)}: {package}.{name}")
     assert not missing and count > 50

@@ -207,7 +207,7 @@ def test_which_requests_in_the_engine_are_plain():
 
     def request(name, extra):
         params = SimpleNamespace(extra_args=extra, output_kind=SimpleNamespace(name="DELTA"), max_tokens=3)
-        prompt = {"prompt_token_ids": [1], "prompt_embeds": None, "mm_features": []}
+        prompt = {"prompt_token_ids": [1], "prompt_embeds": None, "mm_features": [], "lora_request": None}
         return SimpleNamespace(request_id=name, sampling_params=params, resumable=False, **prompt)
 
     found = [frontend.pacing._serves_plain]

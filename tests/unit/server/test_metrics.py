@@ -171,12 +171,12 @@ def test_a_step_says_how_many_requests_wait():
 
     class Scheduler:
         def __init__(self) -> None:
-            self.requests, self.max_num_scheduled_tokens = {}, 8
+            self.requests, self.running, self.max_num_scheduled_tokens = {}, [], 8
             self.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
 
     scheduler, waiting = Scheduler(), Waiting("abc")
     budget = SimpleNamespace(tokens=lambda _live, limit: limit)
-    core._states[scheduler] = SimpleNamespace(waiting=waiting, budget=budget, connectors=None)
+    core._states[scheduler] = SimpleNamespace(waiting=waiting, budget=budget, connectors=None, most_whole=0)
     schedule = core.schedule(lambda _self: SimpleNamespace(), None)
     assert vars(schedule(scheduler)) == {core.WAITING: 3}
     waiting.clear()
