@@ -289,6 +289,8 @@ def _bounded(scheduler: Any, budget: StepBudget, most_whole: int) -> Iterator[No
 def _unsplit(tokens: int, scheduler: Any, most_whole: int) -> int:
     """Return how many tokens of the next request must be computed in one step if `tokens` are too few, else 0."""
     if scheduler.running:
+        if not most_whole:
+            return 0
         needs = [item_at(request, request.num_computed_tokens, most_whole) for request in scheduler.running]
         return needs[0] if min(needs) > tokens else 0
     if not scheduler.waiting:

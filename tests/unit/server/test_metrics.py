@@ -171,7 +171,7 @@ def test_a_step_says_how_many_requests_wait():
 
     class Scheduler:
         def __init__(self) -> None:
-            self.requests, self.running, self.max_num_scheduled_tokens = {}, [], 8
+            self.requests, self.running, self.waiting, self.max_num_scheduled_tokens = {}, [], [], 8
             self.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
 
     scheduler, waiting = Scheduler(), Waiting("abc")
