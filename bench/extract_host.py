@@ -48,6 +48,7 @@ class StandIn:
     """
 
     limit = LONGEST
+    weights = None
 
     def __init__(self, folder: str, blocks: int, rate: float) -> None:
         self.tokenizer, self.blocks, self.rate = AutoTokenizer.from_pretrained(folder), blocks, rate

@@ -105,12 +105,16 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
+        self.running: list[Any] = []
+        self.waiting: list[Any] = []
         self.max_num_scheduled_tokens = 8192
         self.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
         self.connector = None
-        model = SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.bfloat16)
+        model = SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.bfloat16, is_mm_prefix_lm=False)
         device = SimpleNamespace(device_type="cpu")
-        limits = SimpleNamespace(max_num_seqs=256, long_prefill_token_threshold=0, policy="fcfs")
+        limits = SimpleNamespace(
+            max_num_seqs=256, long_prefill_token_threshold=0, policy="fcfs", disable_chunked_mm_input=False
+        )
         self.vllm_config = SimpleNamespace(
             additional_config={"weir": SETTINGS}, model_config=model, device_config=device, scheduler_config=limits
         )

@@ -175,7 +175,7 @@ def test_memory_is_bounded_and_given_back(two, folder, saes):
     assert two.delete("/v1/saes/third", headers=ADMIN).status_code == 204
     assert two.delete("/v1/saes/third", headers=ADMIN).status_code == 404
     assert load(two, "mood", folder / "other").json()["error"]["param"] == "name"
-    assert two.put("/v1/saes/x", json={"path": "/x"}).status_code == 403
+    assert two.put("/v1/saes/x", json={"path": "/x"}).status_code == 401
 
 
 def test_a_stream_goes_on_with_an_autoencoder_that_is_unloaded(two):
