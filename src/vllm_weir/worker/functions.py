@@ -26,7 +26,7 @@ class HookContext:
     Attributes:
         hook: the hook point.
         layer: its block.
-        positions: int64 [n], of the rows in their sequence.
+        positions: int64 [n], of the rows in their sequence, on their device.
         request_id: of the sequence.
         args: the hook's, tensors on the device of the rows.
         state: float32, of the hook's shape `state`, zeros at first; what is left in it is there in the next step.
@@ -35,7 +35,7 @@ class HookContext:
 
     hook: str
     layer: int
-    positions: np.ndarray
+    positions: torch.Tensor
     request_id: str
     args: Mapping[str, Any]
     state: torch.Tensor | None
@@ -66,7 +66,8 @@ class OwnFunction:
         Raises:
             WeirError: if it raises, or returns something else.
         """
-        context = HookContext(site.hook, site.layer, positions, request_id, self.args, None, self.saved)
+        at = torch.from_numpy(positions).to(rows.device)
+        context = HookContext(site.hook, site.layer, at, request_id, self.args, None, self.saved)
         if self.call.state:
             states = self.states.setdefault(site, [])
             while states and states[-1][0] > positions[0]:
