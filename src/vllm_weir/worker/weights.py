@@ -49,7 +49,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's memory as int32 [n], with zeros at the end if it is no whole number of words."""
     strides = tensor.stride()
     order = sorted(range(len(strides)), key=lambda axis: -strides[axis])
-    data = tensor.data.permute(order).contiguous().reshape(-1).view(torch.uint8)  # copied only if it has gaps
+    data = tensor.data.permute(order).contiguous()  # copied only if it has gaps
+    data = data.as_strided((data.numel(),), (1,)).view(torch.uint8)  # one number may keep another stride
     if len(data) % 4 or data.storage_offset() % 4:
         data = torch.nn.functional.pad(data, (0, -len(data) % 4)).clone()
     return data.view(torch.int32)
