@@ -35,17 +35,7 @@ SAYS = {
         "scale -1.5: Anna",
         "scale +1.5: Anna",
     ),
-    "hooks.py": (
-        "nothing              '",
-        "probe and steer      '",
-        "{'score': ",
-        "clamp the norm       '",
-        "{'norm': ",
-        "value head           '",
-        "own autoencoder      '",
-        "{'active': ",
-        "without top neurons  '",
-    ),
+    "hooks.py": ("nothing  ", "probe and steer", "{'score': ", "{'norm': ", "{'value': ", "{'active': ", "top neurons"),
     "cast.py": (
         "the condition is right on 120 of 120 new stories: 100.0%",
         "where it holds, 60 of 60 stories are declined",
