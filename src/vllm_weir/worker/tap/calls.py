@@ -116,7 +116,9 @@ class TapCalls:
         tap = self._taps[number.data_ptr()]
         rounds = self._rounds(tap)
         hooks = sum(bool((self._table.ints[one.nodes, 0] == HOOK).any()) for one in rounds)
-        held = torch.zeros(len(hidden), max(hooks, 1), hidden.shape[1], device=hidden.device)
+        # Of these rows only those are read that `_run` has written; without hooks none are.
+        shape = (len(hidden), hooks, hidden.shape[1]) if hooks else (1, 1, 1)
+        held = torch.empty(shape, device=hidden.device)
         for one in rounds:
             self._fill(tap, one, hidden, other, number, held, *tables[-4:])
         self._launch(hidden, other, number, *tables, held=held)
