@@ -309,7 +309,7 @@ class WorkerRuntime:
         live = self.planner.capturing.keys() | self.planner.steered.keys()
         tables = self.table.usage() | self.probes.usage()
         memory = {"host_rows": self.arena.used, "sae_bytes": self.saes.nbytes, "kept_bytes": self.kept_rows.nbytes}
-        return {"requests": len(live), **memory, **tables}
+        return {"requests": len(live), "functions": len(self.functions), **memory, **tables}
 
 
 def _open(name: str, controller: SyncController, worker: WorkerInfo) -> None:
