@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -27,10 +29,10 @@ def asked(function, given, max_tokens=6, **more):
     return weir.params(sampling(max_tokens, **more), hooks=hook, capture=CAPTURE), [applied]
 
 
-@pytest.mark.parametrize("size", [None, 7])
-def test_functions_in_a_mixed_batch(llm, truth, size):
+@pytest.mark.parametrize(("size", "mode"), [(None, "eager"), (7, "eager"), (None, "compiled"), (7, "compiled")])
+def test_functions_in_a_mixed_batch(llm, truth, size, mode):
     """Six functions, and two at once with an intervention between them; their plain neighbours keep their bits."""
-    every = cases(D, D_MLP, D_Z)
+    every = cases(D, D_MLP, D_Z, mode)
     texts = [prompt(20 + 3 * k, k) for k in range(2 * len(every) + 1)]
     plain = sampling(6, logprobs=3)
     with chunks(llm, size):
@@ -130,10 +132,61 @@ def test_a_function_that_fails_fails_its_own_request(llm, truth):
     assert_nothing_is_held(llm)
 
 
+def means_at_2(out, applied, truth):
+    """Return the means of the rows of block 2 before the hook acts there."""
+    ids = (list(out.prompt_token_ids) + list(out.outputs[0].token_ids))[:-1]
+    (hook,) = applied
+    at_1 = copy.copy(hook)
+    at_1.layers = [1]
+    return truth.steered(ids, len(out.prompt_token_ids), [at_1], sites=())[0]["resid_post", 2].mean(1)
+
+
+def test_compiled_functions_are_called_once_for_all_requests(llm, truth):
+    """Args of their own and a state; a failed one beside them; what vmap cannot map fails its own request."""
+    calls = []
+
+    def pushed(rows, ctx):
+        return rows + ctx.args["scale"] * torch.tanh(rows @ ctx.args["w"])[:, None] * ctx.args["w"]
+
+    def counted(rows, ctx):
+        calls.append(ctx.layer)
+        ctx.state = ctx.state + rows.mean(1)
+        return pushed(rows, ctx), {"sum": ctx.state}
+
+    vector, every = vectors(3), []
+    for k in range(12):
+        given = {"layers": [1, 2], "args": {"w": vector(D), "scale": 0.5 * k}}
+        hook = weir.Hook(counted, **given, mode="compiled", state=1)
+        every.append((weir.params(sampling(6), hooks=hook, capture=CAPTURE), [both(pushed, given)[1]]))
+    texts = [prompt(18, 30 + k) for k in range(len(every))]
+    outs = generated(llm, texts, [one for one, _ in every])
+    assert 2 * (18 + 5) <= len(calls) <= 2 * (18 + 5) * 4, "a call for each position, not for each request"
+    for out, (_, applied) in zip(outs, every, strict=True):
+        check(out, applied, truth)
+        assert rel_err(out.values["sum"][1:, 1], out.values["sum"][:-1, 1] + means_at_2(out, applied, truth)[1:]) < 1e-4
+
+    def looks(rows, ctx):
+        return rows if rows.sum() > 0 else -rows
+
+    def keeps(rows, ctx):
+        ctx.saved["it"] = rows
+
+    def draws(rows, ctx):
+        return rows + torch.randn(rows.shape)
+
+    for function, words in ((looks, "line .* of looks.*mode='eager'"), (keeps, "saved"), (draws, "random")):
+        bad = weir.params(sampling(6), hooks=weir.Hook(function, layers=1, mode="compiled"))
+        with pytest.raises(WeirError, match=words) as caught:
+            generated(llm, texts[:2], [bad, every[0][0]])
+        check(caught.value.outputs[1], every[0][1], truth)
+    del caught, out, outs
+    assert_nothing_is_held(llm)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mode": "compiled"}, "compiled hooks are not served yet"),
+        ({"mode": "graph"}, "expected one of auto, compiled, eager"),
         ({"args": {"w": object()}}, "expected numbers"),
         ({"layers": 30}, "blocks 0..3"),
         ({"hook": "pattern", "layers": 1}, "read"),

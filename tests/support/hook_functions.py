@@ -22,15 +22,20 @@ def clamp_norm(rows: Any, ctx: Any) -> Any:
     return rows * (ctx.args["most"] / norms).clamp(max=1.0), {"norm": norms[:, 0]}
 
 
-def smoothed(rows: Any, ctx: Any) -> Any:
+def averaged(rows: Any, ctx: Any) -> Any:
     """A value head with a moving average, which each position goes on from."""
     out, said = rows.clone(), []
     for k in range(len(rows)):
         ctx.state = 0.5 * ctx.state + 0.5 * (rows[k] @ ctx.args["w"])
         out[k] += ctx.state * ctx.args["w"]
         said.append(ctx.state.clone())
-    ctx.saved["last"] = ctx.state
     return out, {"smoothed": torch.cat(said)}
+
+
+def smoothed(rows: Any, ctx: Any) -> Any:
+    returned = averaged(rows, ctx)
+    ctx.saved["last"] = ctx.state
+    return returned
 
 
 def without_top(rows: Any, ctx: Any) -> Any:
@@ -50,14 +55,15 @@ def reconstructed(rows: Any, ctx: Any) -> Any:
     return acts @ ctx.args["decoder"] + 0.5 * rows, {"active": (acts > 0).sum(1)}
 
 
-def cases(d: int, d_mlp: int, d_z: int) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
+def cases(d: int, d_mlp: int, d_z: int, mode: str = "eager") -> list[tuple[Callable[..., Any], dict[str, Any]]]:
     """Functions with the rest of a `weir.Hook`'s arguments."""
+    stateful = averaged if mode == "compiled" else smoothed
     generator = torch.Generator().manual_seed(4)
     draw = lambda *shape: torch.randn(*shape, generator=generator) / shape[0] ** 0.5
-    return [
+    every: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         (probe_and_steer, {"hook": "resid_post", "layers": [1, 2], "args": {"w": 2 * draw(d), "scale": 3.0}}),
         (clamp_norm, {"hook": "resid_pre", "layers": 2, "args": {"most": 9.0}}),
-        (smoothed, {"hook": "resid_post", "layers": 0, "args": {"w": draw(d)}, "state": (1,), "positions": "3:"}),
+        (stateful, {"hook": "resid_post", "layers": 0, "args": {"w": draw(d)}, "state": (1,), "positions": "3:"}),
         (without_top, {"hook": "mlp_post", "layers": "all", "args": {"k": 8}}),
         (mixed, {"hook": "z", "layers": [1], "args": {"matrix": 2 * draw(d_z, d_z)}, "positions": "generated"}),
         (
@@ -65,6 +71,7 @@ def cases(d: int, d_mlp: int, d_z: int) -> list[tuple[Callable[..., Any], dict[s
             {"hook": "resid_post", "layers": [3], "args": {"encoder": draw(d, 64), "decoder": draw(64, d)}},
         ),
     ]
+    return [(function, given | {"mode": mode}) for function, given in every]
 
 
 class Applied:

@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -25,6 +26,8 @@ from vllm_weir.util.lru import LruCache
 MOST_KEPT = 4096
 _here: LruCache[Callable[..., Any]] = LruCache(MOST_KEPT)
 """The last functions of this process that were described, by token."""
+_tokens: WeakKeyDictionary[Callable[..., Any], str] = WeakKeyDictionary()
+"""Function -> its token: compiled hooks of one function are called together."""
 
 
 class Travelling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -56,7 +59,7 @@ def describe(function: Callable[..., Any], field: str) -> Travelling:
     if not callable(function):
         got = type(function).__name__
         raise WeirError(f"expected a function of (rows, ctx), got {got}; code never comes over HTTP", field)
-    token, name = secrets.token_hex(8), getattr(function, "__qualname__", type(function).__name__)
+    token, name = _token_of(function), getattr(function, "__qualname__", type(function).__name__)
     _here.put(token, function, 1)
     module = getattr(function, "__module__", None)
     if module not in (None, "__main__") and _find(module, name) is function:
@@ -66,6 +69,13 @@ def describe(function: Callable[..., Any], field: str) -> Travelling:
     except (OSError, TypeError, AttributeError, SyntaxError, ValueError, WeirError) as e:
         return Travelling(token, name, why=str(e))
     return Travelling(token, function.__name__, source=source, imports=imports)
+
+
+def _token_of(function: Callable[..., Any]) -> str:
+    try:
+        return _tokens.setdefault(function, secrets.token_hex(8))
+    except TypeError:  # it has no hash
+        return secrets.token_hex(8)
 
 
 def find(described: Travelling) -> Callable[..., Any]:

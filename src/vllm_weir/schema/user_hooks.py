@@ -17,7 +17,7 @@ from vllm_weir.schema.instructions import HOOK, Instruction, LoweredIntervention
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.vectors import MAX_ELEMENTS
 
-MODES = ("auto", "eager")
+MODES = ("auto", "compiled", "eager")
 MAX_ARGS = 64
 
 
@@ -27,6 +27,7 @@ class Call(msgspec.Struct, frozen=True):
     function: Travelling
     args: dict[str, Any]
     state: tuple[int, ...]
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,10 @@ class Hook(Intervention):
         layers: as for `Add`.
         positions: selector, as for `Capture`.
         args: tensors, arrays and numbers for ``ctx.args``, of this request.
-        mode: ``"eager"`` runs the function between the engine's kernels: any Python; steps with such a request use no
-            CUDA graph. ``"auto"`` is the same today.
+        mode: ``"eager"`` calls the function for each request: any Python. ``"compiled"`` calls it once for all
+            requests that name it, mapped over rows [1, width] by `torch.func.vmap`, with each request's args and
+            state: it must not look at values in Python, nor draw at random, nor mix positions. Steps with either use
+            no CUDA graph. ``"auto"`` is eager.
         state: shape of ``ctx.state``, float32, which a sequence keeps from step to step for each layer; () for none.
         key: says that equal keys mean the same function and args, so that requests share the prefix cache; None:
             a request shares it with no other from the first selected position on.
@@ -73,8 +76,7 @@ class Hook(Intervention):
         if self.heads is not None or self.neurons is not None or self.per_layer:
             raise WeirError("a hook is given whole rows; pick heads or neurons in the function", f"{self.path}.heads")
         if self.mode not in MODES:
-            compiled = "compiled hooks are not served yet; " if self.mode == "compiled" else ""
-            raise WeirError(f"{compiled}expected one of {', '.join(MODES)}, got {self.mode!r}", f"{self.path}.mode")
+            raise WeirError(f"expected one of {', '.join(MODES)}, got {self.mode!r}", f"{self.path}.mode")
         if not isinstance(self.function, Travelling):
             set_fields(self, function=describe(self.function, f"{self.path}.function"))
         state = (self.state,) if isinstance(self.state, int) else tuple(self.state)
@@ -87,7 +89,7 @@ class Hook(Intervention):
         set_fields(self, args=_parse_args(self.args, f"{self.path}.args"), state=state)
 
     def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
-        call = msgspec.msgpack.encode(Call(self.function, self.args, self.state))
+        call = msgspec.msgpack.encode(Call(self.function, self.args, self.state, self.mode == "compiled"))
         key = f"key {self.key}" if self.key is not None else hashlib.sha256(call).hexdigest()[:32]
         return LoweredIntervention((Instruction(HOOK, "", b=float(self.key is None), key=key),), {}, calls={key: call})
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,6 +16,12 @@ from vllm_weir.schema.functions import find
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.user_hooks import Call
 from vllm_weir.util import saved
+from vllm_weir.util.h2d import upload
+from vllm_weir.util.lru import LruCache
+from vllm_weir.worker.row_functions import MOST_COPIED, Given, RowFunction, identity_of, returned_of, state_of, told_of
+
+MOST_MAPPED = 256
+"""Compiled functions that are kept while no request has them."""
 
 
 @dataclass
@@ -42,11 +47,20 @@ class HookContext:
     saved: dict[str, Any]
 
 
+class Part(NamedTuple):
+    """The rows of one request in a call: its id, the key of its function, and which rows, int64 [k]."""
+
+    request_id: str
+    key: str
+    rows: np.ndarray
+
+
 @dataclass
 class OwnFunction:
     """A function with the args of one request, and what it keeps.
 
     Attributes:
+        group: of the functions that one call can serve; None for one that is called for its request alone.
         states: of each hook point, (the position after the last that has changed it, the state) after every call:
             a sequence that is computed again from some position on goes on from there.
         saved: what it has saved.
@@ -55,39 +69,37 @@ class OwnFunction:
     call: Call
     function: Any
     args: dict[str, Any]
+    group: str | None = None
     states: dict[Site, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
 
-    def run(
-        self, request_id: str, site: Site, positions: np.ndarray, rows: torch.Tensor
-    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Call the function; return the new rows, None for none, and what it gave by name.
+    def state_before(self, site: Site, position: int, device: torch.device) -> torch.Tensor | None:
+        """Return the state with which a position begins, None if the function has none."""
+        if not self.call.state:
+            return None
+        states = self.states.setdefault(site, [])
+        while states and states[-1][0] > position:
+            states.pop()
+        return states[-1][1].clone() if states else torch.zeros(self.call.state, device=device)
+
+    def run(self, request_id: str, site: Site, positions: np.ndarray, rows: torch.Tensor) -> Given:
+        """Call the function for its request alone.
 
         Raises:
             WeirError: if it raises, or returns something else.
         """
+        before = self.state_before(site, int(positions[0]), rows.device)
         at = torch.from_numpy(positions).to(rows.device)
-        context = HookContext(site.hook, site.layer, at, request_id, self.args, None, self.saved)
-        if self.call.state:
-            states = self.states.setdefault(site, [])
-            while states and states[-1][0] > positions[0]:
-                states.pop()
-            context.state = states[-1][1].clone() if states else torch.zeros(self.call.state, device=rows.device)
+        context = HookContext(site.hook, site.layer, at, request_id, self.args, before, self.saved)
         name = self.call.function.name
         try:
             returned = self.function(rows.clone(), context)
         except Exception as e:
-            raise WeirError(f"the hook {name} raised {type(e).__name__}: {e} ({_where(e)})", "hooks") from e
-        if self.call.state:
-            if not isinstance(context.state, torch.Tensor) or context.state.shape != self.call.state:
-                raise WeirError(f"the hook {name} left a state that has not the shape {list(self.call.state)}", "hooks")
-            states.append((int(positions[-1]) + 1, context.state))
-        new, given = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-        if new is not None and (not isinstance(new, torch.Tensor) or new.shape != rows.shape):
-            raise WeirError(f"the hook {name} returned {_brief(new)} for rows {list(rows.shape)}", "hooks")
-        if not isinstance(given, Mapping):
-            raise WeirError(f"the hook {name} returned {_brief(given)} where values by name belong", "hooks")
-        return new, {key: _values(key, value, len(rows), name) for key, value in given.items()}
+            raise WeirError(told_of(name, e), "hooks") from e
+        new, values = returned_of(returned, rows, name)
+        if before is not None:
+            self.states[site].append((int(positions[-1]) + 1, state_of(context.state, before, name)))
+        return Given(new, {key: value.detach().float() for key, value in values.items()})
 
 
 class WorkerFunctions:
@@ -105,6 +117,8 @@ class WorkerFunctions:
         self._told: dict[str, list[messages.Told]] = {}
         self._saved: dict[tuple[str, str], int] = {}
         """(request, name) -> hash of what its reader has."""
+        self._mapped: LruCache[RowFunction] = LruCache(MOST_MAPPED)
+        """Compiled functions by what their calls have in common."""
         self._failed: dict[str, set[str]] = {}
         """Request -> keys of its functions that have failed."""
 
@@ -119,7 +133,14 @@ class WorkerFunctions:
 
     def _load(self, wire: bytes) -> OwnFunction:
         call = msgspec.msgpack.decode(wire, type=Call)
-        return OwnFunction(call, find(call.function), {name: self._arg(value) for name, value in call.args.items()})
+        args = {name: self._arg(value) for name, value in call.args.items()}
+        function = find(call.function)
+        if not call.compiled:
+            return OwnFunction(call, function, args)
+        group = identity_of(call)
+        if self._mapped.get(group) is None:
+            self._mapped.put(group, RowFunction(call, function, args), 1)
+        return OwnFunction(call, function, args, group)
 
     def _arg(self, value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
@@ -127,34 +148,104 @@ class WorkerFunctions:
         dtype, shape, data = value
         return torch.from_numpy(np.frombuffer(data, dtype).reshape(shape).copy()).to(self._device)
 
-    def call(
-        self, request_id: str, key: str, site: Site, positions: np.ndarray, rows: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Call a function of a live request on some of its rows; return the new ones, None for none.
+    def group_of(self, request_id: str, key: str) -> Hashable:
+        """Return what the functions have in common that `call` is given together."""
+        return self._held[request_id][1][key].group or request_id
+
+    def call(self, parts: Sequence[Part], site: Site, positions: np.ndarray, rows: torch.Tensor) -> torch.Tensor | None:
+        """Call the function of a group on rows of live requests; return the new ones, None for none.
 
         Args:
-            request_id: of the request.
-            key: of the function.
+            parts: of the requests; together they have all rows.
             site: of the rows.
             positions: int64 [n].
             rows: [n, width].
 
         Raises:
-            WeirError: if it fails; it is not called again.
+            WeirError: if it fails; it is not called again for these requests.
         """
-        endpoint, functions = self._held[request_id]
-        if key in self._failed.get(request_id, ()):
+        live = [part for part in parts if part.key not in self._failed.get(part.request_id, ())]
+        if not live:
             return None
-        function = functions[key]
+        if len(live) < len(parts):
+            at = np.concatenate([part.rows for part in live])
+            ends = np.cumsum([len(part.rows) for part in live])
+            live = [
+                part._replace(rows=np.arange(end - len(part.rows), end)) for part, end in zip(live, ends, strict=True)
+            ]
+            index = upload(at, rows.device)
+            new = self._call(live, site, positions[at], rows[index])
+            return None if new is None else rows.index_copy(0, index, new.to(rows.dtype))
+        return self._call(live, site, positions, rows)
+
+    def _call(
+        self, parts: Sequence[Part], site: Site, positions: np.ndarray, rows: torch.Tensor
+    ) -> torch.Tensor | None:
+        functions = [self._held[part.request_id][1][part.key] for part in parts]
         try:
-            new, values = function.run(request_id, site, positions, rows)
-            told = self._told_of(request_id, site, positions, values, function.saved)
+            if functions[0].group is None:
+                given = functions[0].run(parts[0].request_id, site, positions, rows)
+            else:
+                given = self._mapped_call(parts, functions, site, positions, rows)
+            told = [
+                self._told_of(part.request_id, site, positions[part.rows], _of(given.values, part.rows), one.saved)
+                for part, one in zip(parts, functions, strict=True)
+            ]
         except WeirError:
-            self._failed.setdefault(request_id, set()).add(key)
+            for part in parts:
+                self._failed.setdefault(part.request_id, set()).add(part.key)
             raise
-        if self._tells:
-            self._told.setdefault(endpoint, []).extend(told)
-        return new
+        for part, of_part in zip(parts, told, strict=True):
+            if self._tells and of_part:
+                self._told.setdefault(self._held[part.request_id][0], []).extend(of_part)
+        return given.rows
+
+    def _mapped_call(
+        self,
+        parts: Sequence[Part],
+        functions: Sequence[OwnFunction],
+        site: Site,
+        positions: np.ndarray,
+        rows: torch.Tensor,
+    ) -> Given:
+        """Call a compiled function, row by row of each request if it has a state."""
+        mapped = self._mapped.get(functions[0].group)
+        if mapped is None:  # others have taken its place since the request joined
+            mapped = RowFunction(functions[0].call, functions[0].function, functions[0].args)
+            self._mapped.put(functions[0].group, mapped, 1)
+        device, which = rows.device, np.zeros(len(rows), np.int64)
+        for k, part in enumerate(parts):
+            which[part.rows] = k
+        states: list[Any] = [
+            one.state_before(site, int(positions[part.rows[0]]), device)
+            for part, one in zip(parts, functions, strict=True)
+        ]
+        if functions[0].call.state:  # the first row of each request, then the second ones
+            longest = max(len(part.rows) for part in parts)
+            batches = [np.array([part.rows[k] for part in parts if k < len(part.rows)]) for k in range(longest)]
+        elif mapped.values_by_row * len(rows) > MOST_COPIED:
+            batches = [part.rows for part in parts]
+        else:
+            batches = [np.arange(len(rows))]
+        found: list[Given] = []
+        for at in batches:
+            members, index = which[at], upload(at, device)
+            these, inverse = np.unique(members, return_inverse=True)
+            given = mapped(
+                site,
+                upload(positions[at], device),
+                rows[index],
+                [functions[k].args for k in these],
+                upload(inverse.reshape(-1), device),
+                torch.stack([states[k] for k in members]) if functions[0].call.state else None,
+            )
+            found.append(given)
+            for k, state in zip(members, given.states if given.states is not None else (), strict=False):
+                states[k] = state
+        for part, one, state in zip(parts, functions, states, strict=True):
+            if state is not None:
+                one.states[site].append((int(positions[part.rows[-1]]) + 1, state))
+        return _joined(found, upload(np.argsort(np.concatenate(batches)), device))
 
     def _told_of(
         self,
@@ -189,20 +280,13 @@ class WorkerFunctions:
             self._saved.pop((request_id, name), None)
 
 
-def _values(key: str, value: Any, count: int, name: str) -> torch.Tensor:
-    """Return what a function gave under a key as float32; raise WeirError unless it has an entry for each row."""
-    if not isinstance(value, torch.Tensor) or value.shape[:1] != (count,):
-        raise WeirError(
-            f"the hook {name} gave {_brief(value)} as {key!r}, not a value for each of {count} rows", "hooks"
-        )
-    return value.detach().float()
+def _of(values: Mapping[str, torch.Tensor], rows: np.ndarray) -> dict[str, torch.Tensor]:
+    """Return the values of some rows."""
+    return {name: value[upload(rows, value.device)] for name, value in values.items()}
 
 
-def _brief(value: Any) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-
-
-def _where(error: BaseException) -> str:
-    """Return the place that raised, in words."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"line {last.lineno} of {last.name}" + (f": {last.line}" if last.line else "")
+def _joined(found: Sequence[Given], order: torch.Tensor) -> Given:
+    """Return what several calls gave as one, its rows in another order."""
+    rows = [one.rows for one in found if one.rows is not None]
+    values = {name: torch.cat([one.values[name] for one in found])[order] for name in found[0].values}
+    return Given(torch.cat(rows)[order] if rows else None, values)

@@ -19,7 +19,7 @@ from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ENCODE, HOOK
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.functions import WorkerFunctions
+from vllm_weir.worker.functions import Part, WorkerFunctions
 from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, ProgramTable
 from vllm_weir.worker.tap import cpu_kernel
 
@@ -161,18 +161,23 @@ class TapCalls:
         kinds = self._table.ints[one.nodes, 0]
         for members in self._alike(one, np.flatnonzero(kinds == ENCODE)):
             self._encode(one, members, rows, cells)
-        for members in self._alike(one, np.flatnonzero(kinds == HOOK), self._batch.owners[one.tokens]):
+        for members in self._alike(one, np.flatnonzero(kinds == HOOK)):
             self._run(tap, one, members, rows, held)
 
-    def _alike(self, one: _Round, at: np.ndarray, owners: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """Divide members of a round, given by index, into those with equal key and columns, of one request each."""
+    def _alike(self, one: _Round, at: np.ndarray) -> Iterator[np.ndarray]:
+        """Divide members of a round, given by index, into those that one call serves, with equal columns."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for k in at.tolist():
             node = int(one.nodes[k])
             lo, hi = self._table.ints[node, 5:7].tolist()
-            owner = -1 if owners is None else int(owners[k])
-            groups.setdefault((self._table.called[node].key, lo, hi, owner), []).append(k)
+            called = self._table.called[node]
+            group = self._functions.group_of(self._owner(one, k), called.key) if called.kind == HOOK else called.key
+            groups.setdefault((group, lo, hi), []).append(k)
         yield from map(np.array, groups.values())
+
+    def _owner(self, one: _Round, k: int) -> str:
+        """Return the request of a member of a round."""
+        return self._batch.request_ids[self._batch.owners[one.tokens[k]]]
 
     def _encode(self, one: _Round, at: np.ndarray, rows: torch.Tensor, cells: torch.Tensor) -> None:
         """Write the activations of rows of one autoencoder into their cells."""
@@ -185,20 +190,23 @@ class TapCalls:
         cells[self._index(one.tokens[at]), self._index(own_cells)] = found.gather(1, self._index(which)[:, None])[:, 0]
 
     def _run(self, tap: int, one: _Round, at: np.ndarray, rows: torch.Tensor, held: torch.Tensor) -> None:
-        """Call a request's function on its rows; a request whose function fails keeps them."""
+        """Call a function on rows of the requests that it serves; if it fails they keep them."""
         tokens, node = one.tokens[at], int(one.nodes[at[0]])
-        request_id = self._batch.request_ids[self._batch.owners[tokens[0]]]
         site = self._sites[tap]
         if self._table.ints[node, 4] & AFTER_POST:
             site = Site("resid_pre", 0 if site.hook == "resid_pre" else site.layer + 1)
+        by_part: dict[tuple[str, str], list[int]] = {}
+        for row, k in enumerate(at.tolist()):
+            by_part.setdefault((self._owner(one, k), self._table.called[int(one.nodes[k])].key), []).append(row)
+        parts = [Part(*part, np.array(of_part)) for part, of_part in by_part.items()]
         own = rows[self._index(at)]
         place = self._index(self._table.floats[one.nodes[at], 2])
         held[self._index(tokens), place] = own.float()
-        key, positions = self._table.called[node].key, self._batch.positions[tokens]
         try:
-            new = self._functions.call(request_id, key, site, positions, own)
+            new = self._functions.call(parts, site, self._batch.positions[tokens], own)
         except WeirError as e:
-            self._fail(request_id, e.message)
+            for part in parts:
+                self._fail(part.request_id, e.message)
             return
         if new is not None:
             held[self._index(tokens), place] = new.float()

@@ -1,0 +1,169 @@
+"""Compiled hooks: functions of one row, called once for the rows of all requests that name them.
+
+`torch.func.vmap` maps a function of rows [1, width] over rows [n, width] of several requests, each with the args and
+the state of its own request. A function that looks at values in Python (``if``, ``float(..)``) or draws at random
+cannot be mapped, and raises.
+
+A state goes from position to position. So where sequences have several rows in a step, the first call has the first
+row of each, the second one the second rows, and so on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.user_hooks import Call
+
+MOST_BY_ROW = 16_384
+"""Values of an arg up to which each row has its request's; a larger one is a part of the function."""
+MOST_COPIED = 2**25
+"""Values of the args of all rows together up to which one call serves several requests."""
+
+
+class Given(NamedTuple):
+    """What a function gave: rows [n, width], None for none; values [n, ...] by name; states [n, ...], None for none."""
+
+    rows: torch.Tensor | None
+    values: dict[str, torch.Tensor]
+    states: torch.Tensor | None = None
+
+
+class RowContext:
+    """What a compiled function is told beside its row: the attributes of `HookContext` that rows can have."""
+
+    def __init__(
+        self, site: Site, positions: torch.Tensor, args: Mapping[str, Any], state: torch.Tensor | None
+    ) -> None:
+        self.hook, self.layer, self.positions, self.args, self.state = site.hook, site.layer, positions, args, state
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"ctx.{name} is not there in compiled hooks; mode='eager' has it")
+
+
+class RowFunction:
+    """A function that is mapped over rows.
+
+    Args:
+        call: one of those that it serves.
+        function: the user's.
+        args: of the call; those that belong to requests are replaced.
+    """
+
+    def __init__(self, call: Call, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
+        self.name, self._function = call.function.name, function
+        self._by_row = _by_row(call)
+        self._fixed = {name: value for name, value in args.items() if name not in self._by_row}
+        self.values_by_row = sum(torch.Size(shape).numel() for _, shape in self._by_row.values())
+
+    def __call__(
+        self,
+        site: Site,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        args: Sequence[Mapping[str, Any]],
+        which: torch.Tensor,
+        states: torch.Tensor | None,
+    ) -> Given:
+        """Call the function on rows of several requests.
+
+        Args:
+            site: of the rows.
+            positions: int64 [n].
+            rows: [n, width].
+            args: of each request.
+            which: int64 [n], the request of each row.
+            states: float32 [n, ...], None for a function without a state.
+
+        Raises:
+            WeirError: if it raises, or returns something else than rows and values.
+        """
+        stacked = {name: _stacked([one[name] for one in args], rows.device) for name in self._by_row}
+        alone = len(args) == 1
+        by_row = {name: values[0] if alone else values[which] for name, values in stacked.items()}
+        changes = True
+
+        def mapped(row: torch.Tensor, position: torch.Tensor, own: dict[str, Any], state: torch.Tensor | None) -> Any:
+            nonlocal changes
+            context = RowContext(site, position[None], {**self._fixed, **own}, state)
+            new, values = returned_of(self._function(row[None].clone(), context), row[None], self.name)
+            changes = new is not None
+            state = None if state is None else state_of(context.state, state, self.name)
+            return row if new is None else new[0], {key: value[0] for key, value in values.items()}, state
+
+        own_dim: Any = None if states is None else 0
+        try:
+            mapping = torch.func.vmap(mapped, (0, 0, None if alone else 0, own_dim), (0, 0, own_dim))
+            new, values, states = mapping(rows, positions, by_row, states)
+        except WeirError:
+            raise
+        except Exception as e:
+            raise WeirError(f"{told_of(self.name, e)}; mode='eager' calls it for one request at a time", "hooks") from e
+        return Given(new if changes else None, {key: value.float() for key, value in values.items()}, states)
+
+
+def identity_of(call: Call) -> str:
+    """Return what calls that one `RowFunction` serves have in common."""
+    function, by_row = call.function, _by_row(call)
+    found = function.module or function.source or function.token, function.name
+    fixed = [(name, value) for name, value in sorted(call.args.items()) if name not in by_row]
+    return hashlib.sha256(msgspec.msgpack.encode((found, fixed, by_row, call.state))).hexdigest()[:32]
+
+
+def _by_row(call: Call) -> dict[str, Any]:
+    """Return the args of which each row has its request's, with what is alike in all requests: dtype and shape."""
+    arrays = {name: value[:2] for name, value in call.args.items() if isinstance(value, (tuple, list))}
+    small = {name: alike for name, alike in arrays.items() if torch.Size(alike[1]).numel() <= MOST_BY_ROW}
+    floats = {name: ["float32", []] for name, value in call.args.items() if isinstance(value, float)}
+    return dict(sorted((small | floats).items()))
+
+
+def _stacked(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(tuple(values))
+    return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+
+
+def returned_of(returned: Any, rows: torch.Tensor, name: str) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Return the rows (None for none) and the values by name that a function returned for rows [n, width].
+
+    Raises:
+        WeirError: if it returned something else.
+    """
+    new, given = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if new is not None and (not isinstance(new, torch.Tensor) or new.shape != rows.shape):
+        raise WeirError(f"the hook {name} returned {_brief(new)} for rows {list(rows.shape)}", "hooks")
+    if not isinstance(given, Mapping):
+        raise WeirError(f"the hook {name} returned {_brief(given)} where values by name belong", "hooks")
+    for key, value in given.items():
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != rows.shape[:1]:
+            raise WeirError(
+                f"the hook {name} gave {_brief(value)} as {key!r}, not a value for each of {len(rows)} rows", "hooks"
+            )
+    return new, dict(given)
+
+
+def state_of(left: Any, before: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the state that a function left; raise WeirError if it has not the shape of the one before."""
+    if not isinstance(left, torch.Tensor) or left.shape != before.shape:
+        raise WeirError(f"the hook {name} left a state that has not the shape {list(before.shape)}", "hooks")
+    return left
+
+
+def told_of(name: str, error: BaseException) -> str:
+    """Return what a function raised, and where, in words."""
+    last = traceback.extract_tb(error.__traceback__)
+    own = [one for one in last if "/torch/" not in one.filename] or last
+    where = f"line {own[-1].lineno} of {own[-1].name}" + (f": {own[-1].line}" if own[-1].line else "")
+    return f"the hook {name} raised {type(error).__name__}: {error} ({where})"
+
+
+def _brief(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
