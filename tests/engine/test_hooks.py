@@ -132,6 +132,19 @@ def test_a_function_that_fails_fails_its_own_request(llm, truth):
     assert_nothing_is_held(llm)
 
 
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_two_functions_at_positions_of_their_own(llm, truth, mode):
+    every = cases(D, D_MLP, D_Z, mode)
+    here = [{"hook": "resid_post", "layers": 1, "positions": span} for span in ("0:9", "9:")]
+    hooks, applied = zip(
+        *(both(every[k][0], every[k][1] | at) for k, at in zip((0, 1), here, strict=True)), strict=True
+    )
+    (out,) = generated(llm, [prompt(20, 8)], [weir.params(sampling(6), hooks=list(hooks), capture=CAPTURE)])
+    check(out, applied, truth)
+    assert out.values.positions["probe"].tolist() == list(range(9))
+    assert out.values.positions["norm"].tolist() == list(range(9, 25))
+
+
 def means_at_2(out, applied, truth):
     """Return the means of the rows of block 2 before the hook acts there."""
     ids = (list(out.prompt_token_ids) + list(out.outputs[0].token_ids))[:-1]

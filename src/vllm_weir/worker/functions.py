@@ -150,7 +150,7 @@ class WorkerFunctions:
 
     def group_of(self, request_id: str, key: str) -> Hashable:
         """Return what the functions have in common that `call` is given together."""
-        return self._held[request_id][1][key].group or request_id
+        return self._held[request_id][1][key].group or (request_id, key)
 
     def call(self, parts: Sequence[Part], site: Site, positions: np.ndarray, rows: torch.Tensor) -> torch.Tensor | None:
         """Call the function of a group on rows of live requests; return the new ones, None for none.
