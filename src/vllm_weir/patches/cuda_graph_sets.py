@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_weir.schema.taps import NO_GRAPH, SCORES
+from vllm_weir.schema.taps import FUNCTIONS, NO_GRAPH, SCORES
 from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.tap.op import ALL, EVERYTHING
 
@@ -136,7 +136,11 @@ class GraphSets:
         if self._runtime.switch.mask >> NO_GRAPH & 1:
             self._steps["without"] += 1
             return self._without_graph(desc, *args, **kwargs)
-        wanted = LiveGraph(self._mask_for(self._runtime.switch.mask), desc)
+        mask = self._mask_for(self._runtime.switch.mask)
+        if mask is None:
+            self._steps["without"] += 1
+            return self._without_graph(desc, *args, **kwargs)
+        wanted = LiveGraph(mask, desc)
         graph = wanted if wanted in self._captured else self._capture_or_substitute(wanted)
         if graph is None:
             self._steps["without"] += 1
@@ -146,17 +150,20 @@ class GraphSets:
         self._swap_in(graph.mask, self._swaps[desc.cg_mode.name])
         return graph.desc
 
-    def _mask_for(self, needed: int) -> int:
-        """Return the mask of the set to replay from.
+    def _mask_for(self, needed: int) -> int | None:
+        """Return the mask of the set to replay from; None if there is none, and no room for one.
 
         Depends only on what is the same on all ranks.
         """
-        widest = EVERYTHING if needed >> SCORES else ALL  # launches for probes that nobody has would cost time
+        called = _functions_in(needed)
+        widest = EVERYTHING if needed >> SCORES & ALL else ALL  # launches for probes that nobody has would cost time
         if not self.lazy:
-            return widest
-        if needed in self._masks or (needed not in _WIDEST and len(self._masks) < MAX_SETS):
+            return None if called else widest
+        room = MAX_SETS * (1 + bool(called))
+        if needed in self._masks or (needed not in _WIDEST and len(self._masks) < room):
             return needed
-        return min((mask for mask in self._masks if mask & needed == needed), key=int.bit_count, default=widest)
+        covering = (mask for mask in self._masks if mask & needed == needed)
+        return min(covering, key=int.bit_count, default=None if called else widest)
 
     def _capture_or_substitute(self, wanted: LiveGraph) -> LiveGraph | None:
         """Return `wanted` if it is captured now, else its substitute, or None."""
@@ -306,10 +313,17 @@ class GraphSets:
 def _covers(graph: LiveGraph, wanted: LiveGraph) -> bool:
     """Return whether a graph has the taps, the kind and at least the size of the wanted one."""
     desc, wanted_desc = graph.desc, wanted.desc
+    if _functions_in(wanted.mask) & ~_functions_in(graph.mask):
+        return False  # a graph of all taps has been captured without functions
     if graph.mask & wanted.mask != wanted.mask or desc.num_tokens < wanted_desc.num_tokens:
         return False
     same_kind = replace(desc, num_tokens=wanted_desc.num_tokens, num_reqs=wanted_desc.num_reqs) == wanted_desc
     return same_kind and (desc.num_reqs is None or desc.num_reqs >= (wanted_desc.num_reqs or 0))
+
+
+def _functions_in(mask: int) -> int:
+    """Return the bits of a mask that stand for functions; the masks of all taps have none."""
+    return mask >> FUNCTIONS if mask > 0 else 0
 
 
 def _sizes_at_start(descs: list[Any]) -> list[Any]:

@@ -70,6 +70,9 @@ class Instruction(NamedTuple):
     """Of an autoencoder or a function on the workers."""
 
 
+IN_GRAPHS = ":"
+"""Stands in the key of a function that can be called inside CUDA graphs, after the identity of its calls."""
+
 _WHOLE_ROW = Instruction._fields.index("start")
 """Fields of the wire form of an instruction for the whole row without a cell."""
 NOTHING = Instruction(CONST, "")

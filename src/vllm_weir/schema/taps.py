@@ -14,6 +14,10 @@ SCORES = 4096
 NO_GRAPH = 2 * SCORES
 """Bit of a mask of taps which says that the step cannot be replayed from a CUDA graph."""
 
+FUNCTIONS = NO_GRAPH + 1
+"""In a mask of taps, bit FUNCTIONS + 2 * (SCORES * f + t) says that function number f is called at tap t, before the
+stream is recorded as resid_post, and the bit after it that it is called at the next block's resid_pre."""
+
 _TAPPED = tuple(hook for hook in BLOCK_HOOKS[1:-1] if hook not in DERIVED_HOOKS)
 """Hook points of a block between its boundaries that have a tap, in the order in which a token meets them."""
 _PER_BLOCK = len(_TAPPED) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -13,12 +14,14 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.fields import set_fields
 from vllm_weir.schema.functions import Travelling, describe
-from vllm_weir.schema.instructions import HOOK, Instruction, LoweredIntervention
+from vllm_weir.schema.instructions import HOOK, IN_GRAPHS, Instruction, LoweredIntervention
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.vectors import MAX_ELEMENTS
 
 MODES = ("auto", "compiled", "eager")
 MAX_ARGS = 64
+MOST_BY_ROW = 16_384
+"""Values of a compiled hook's arg up to which each row has its request's; a larger one is a part of the function."""
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -28,6 +31,22 @@ class Call(msgspec.Struct, frozen=True):
     args: dict[str, Any]
     state: tuple[int, ...]
     compiled: bool = False
+
+    @property
+    def by_row(self) -> dict[str, Any]:
+        """The args of which each row of a compiled call has its request's -> their dtype and shape."""
+        arrays = {name: value[:2] for name, value in self.args.items() if isinstance(value, (tuple, list))}
+        small = {name: alike for name, alike in arrays.items() if math.prod(alike[1]) <= MOST_BY_ROW}
+        floats = {name: ("float32", ()) for name, value in self.args.items() if isinstance(value, float)}
+        return dict(sorted((small | floats).items()))
+
+    @property
+    def identity(self) -> str:
+        """Digest of what compiled calls that can be made together have in common."""
+        function, by_row = self.function, self.by_row
+        found = function.module or function.source or function.token, function.name
+        fixed = [(name, value) for name, value in sorted(self.args.items()) if name not in by_row]
+        return hashlib.sha256(msgspec.msgpack.encode((found, fixed, by_row, self.state))).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -89,9 +108,12 @@ class Hook(Intervention):
         set_fields(self, args=_parse_args(self.args, f"{self.path}.args"), state=state)
 
     def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
-        call = msgspec.msgpack.encode(Call(self.function, self.args, self.state, self.mode == "compiled"))
-        key = f"key {self.key}" if self.key is not None else hashlib.sha256(call).hexdigest()[:32]
-        return LoweredIntervention((Instruction(HOOK, "", b=float(self.key is None), key=key),), {}, calls={key: call})
+        call = Call(self.function, self.args, self.state, self.mode == "compiled")
+        wire = msgspec.msgpack.encode(call)
+        key = f"key {self.key}" if self.key is not None else hashlib.sha256(wire).hexdigest()[:32]
+        if call.compiled and not call.state:
+            key = f"{call.identity}{IN_GRAPHS}{key}"
+        return LoweredIntervention((Instruction(HOOK, "", b=float(self.key is None), key=key),), {}, calls={key: wire})
 
     def to_json(self) -> dict[str, Any]:
         """Return the wire form, which stays in this process."""

@@ -14,11 +14,15 @@ from vllm_weir import messages
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.functions import find
 from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.instructions import IN_GRAPHS
 from vllm_weir.schema.user_hooks import Call
 from vllm_weir.util import saved
 from vllm_weir.util.h2d import upload
 from vllm_weir.util.lru import LruCache
-from vllm_weir.worker.row_functions import MOST_COPIED, Given, RowFunction, identity_of, returned_of, state_of, told_of
+from vllm_weir.worker.row_functions import MOST_COPIED, Given, RowFunction, returned_of, stacked, state_of, told_of
+from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.tap.batch import Batch
+from vllm_weir.worker.tap.mapped import MappedTaps
 
 MOST_MAPPED = 256
 """Compiled functions that are kept while no request has them."""
@@ -107,11 +111,12 @@ class WorkerFunctions:
 
     Args:
         device: where their args go.
+        in_graphs: calls compiled functions inside CUDA graphs.
         tells: whether this worker tells readers; one of a tensor-parallel group does.
     """
 
-    def __init__(self, device: torch.device, tells: bool = True) -> None:
-        self._device, self._tells = device, tells
+    def __init__(self, device: torch.device, in_graphs: MappedTaps, tells: bool = True) -> None:
+        self._device, self._in_graphs, self._tells = device, in_graphs, tells
         self._held: dict[str, tuple[str, dict[str, OwnFunction]]] = {}
         """Request -> its reader's endpoint, and its functions by key."""
         self._told: dict[str, list[messages.Told]] = {}
@@ -130,6 +135,10 @@ class WorkerFunctions:
         if calls:
             _, before = self._held.get(request_id, ("", {}))  # of one that joins again after a preemption
             self._held[request_id] = endpoint, {key: before.get(key) or self._load(one) for key, one in calls.items()}
+            for key in calls.keys() - before.keys():
+                if IN_GRAPHS in key:
+                    own = self._held[request_id][1][key]
+                    self._in_graphs.hold(request_id, key, own.call, self._mapped_of(own), own.args)
 
     def _load(self, wire: bytes) -> OwnFunction:
         call = msgspec.msgpack.decode(wire, type=Call)
@@ -137,10 +146,14 @@ class WorkerFunctions:
         function = find(call.function)
         if not call.compiled:
             return OwnFunction(call, function, args)
-        group = identity_of(call)
-        if self._mapped.get(group) is None:
-            self._mapped.put(group, RowFunction(call, function, args), 1)
-        return OwnFunction(call, function, args, group)
+        return OwnFunction(call, function, args, call.identity)
+
+    def _mapped_of(self, own: OwnFunction) -> RowFunction:
+        mapped = self._mapped.get(own.group)
+        if mapped is None:
+            mapped = RowFunction(own.call, own.function, own.args)
+            self._mapped.put(own.group, mapped, 1)
+        return mapped
 
     def _arg(self, value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
@@ -209,13 +222,10 @@ class WorkerFunctions:
         rows: torch.Tensor,
     ) -> Given:
         """Call a compiled function, row by row of each request if it has a state."""
-        mapped = self._mapped.get(functions[0].group)
-        if mapped is None:  # others have taken its place since the request joined
-            mapped = RowFunction(functions[0].call, functions[0].function, functions[0].args)
-            self._mapped.put(functions[0].group, mapped, 1)
-        device, which = rows.device, np.zeros(len(rows), np.int64)
+        mapped = self._mapped_of(functions[0])
+        device, owners = rows.device, np.zeros(len(rows), np.int64)
         for k, part in enumerate(parts):
-            which[part.rows] = k
+            owners[part.rows] = k
         states: list[Any] = [
             one.state_before(site, int(positions[part.rows[0]]), device)
             for part, one in zip(parts, functions, strict=True)
@@ -229,15 +239,17 @@ class WorkerFunctions:
             batches = [np.arange(len(rows))]
         found: list[Given] = []
         for at in batches:
-            members, index = which[at], upload(at, device)
+            members, index = owners[at], upload(at, device)
             these, inverse = np.unique(members, return_inverse=True)
+            which = upload(inverse.reshape(-1), device)
+            args = {name: stacked([functions[k].args[name] for k in these], device) for name in mapped.by_row}
             given = mapped(
                 site,
                 upload(positions[at], device),
                 rows[index],
-                [functions[k].args for k in these],
-                upload(inverse.reshape(-1), device),
+                {name: values[0] if len(these) == 1 else values[which] for name, values in args.items()},
                 torch.stack([states[k] for k in members]) if functions[0].call.state else None,
+                len(these) == 1,
             )
             found.append(given)
             for k, state in zip(members, given.states if given.states is not None else (), strict=False):
@@ -267,6 +279,18 @@ class WorkerFunctions:
                 told.append(messages.Told(request_id, name, site.hook, site.layer, None, [], data))
         return told
 
+    def collect(self, mask: int, batch: Batch, table: ProgramTable) -> list[tuple[str, str]]:
+        """Keep what was given inside the taps of a step that was issued; return requests that fail, and why."""
+        for one in self._in_graphs.given(mask, batch, table) if self._tells else ():
+            told = self._told_of(one.request_id, one.site, one.positions, one.values, {})
+            self._told.setdefault(self._held[one.request_id][0], []).extend(told)
+        failed = self._in_graphs.failed(mask)
+        return [
+            (request_id, failed[number])
+            for request_id, (_, functions) in (self._held.items() if failed else ())
+            for number in {self._in_graphs.place_of(key)[1] for key in functions} & failed.keys()
+        ]
+
     def take(self) -> dict[str, list[messages.Told]]:
         """Return endpoint -> what its requests' functions gave, and forget it."""
         told, self._told = self._told, {}
@@ -276,6 +300,7 @@ class WorkerFunctions:
         """Let go of what a request holds."""
         self._failed.pop(request_id, None)
         _, functions = self._held.pop(request_id, ("", {}))
+        self._in_graphs.release(request_id)
         for name in {name for one in functions.values() for name in one.saved}:
             self._saved.pop((request_id, name), None)
 

@@ -10,20 +10,17 @@ row of each, the second one the second rows, and so on.
 
 from __future__ import annotations
 
-import hashlib
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import msgspec
 import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.user_hooks import Call
 
-MOST_BY_ROW = 16_384
-"""Values of an arg up to which each row has its request's; a larger one is a part of the function."""
 MOST_COPIED = 2**25
 """Values of the args of all rows together up to which one call serves several requests."""
 
@@ -59,18 +56,18 @@ class RowFunction:
 
     def __init__(self, call: Call, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
         self.name, self._function = call.function.name, function
-        self._by_row = _by_row(call)
-        self._fixed = {name: value for name, value in args.items() if name not in self._by_row}
-        self.values_by_row = sum(torch.Size(shape).numel() for _, shape in self._by_row.values())
+        self.by_row = call.by_row
+        self._fixed = {name: value for name, value in args.items() if name not in self.by_row}
+        self.values_by_row = sum(math.prod(shape) for _, shape in self.by_row.values())
 
     def __call__(
         self,
         site: Site,
         positions: torch.Tensor,
         rows: torch.Tensor,
-        args: Sequence[Mapping[str, Any]],
-        which: torch.Tensor,
-        states: torch.Tensor | None,
+        args: Mapping[str, torch.Tensor],
+        states: torch.Tensor | None = None,
+        alone: bool = False,
     ) -> Given:
         """Call the function on rows of several requests.
 
@@ -78,16 +75,13 @@ class RowFunction:
             site: of the rows.
             positions: int64 [n].
             rows: [n, width].
-            args: of each request.
-            which: int64 [n], the request of each row.
+            args: `by_row`, each [n, ...].
             states: float32 [n, ...], None for a function without a state.
+            alone: whether the args are those of all rows, without a first dimension.
 
         Raises:
             WeirError: if it raises, or returns something else than rows and values.
         """
-        stacked = {name: _stacked([one[name] for one in args], rows.device) for name in self._by_row}
-        alone = len(args) == 1
-        by_row = {name: values[0] if alone else values[which] for name, values in stacked.items()}
         changes = True
 
         def mapped(row: torch.Tensor, position: torch.Tensor, own: dict[str, Any], state: torch.Tensor | None) -> Any:
@@ -101,7 +95,7 @@ class RowFunction:
         own_dim: Any = None if states is None else 0
         try:
             mapping = torch.func.vmap(mapped, (0, 0, None if alone else 0, own_dim), (0, 0, own_dim))
-            new, values, states = mapping(rows, positions, by_row, states)
+            new, values, states = mapping(rows, positions, dict(args), states)
         except WeirError:
             raise
         except Exception as e:
@@ -109,23 +103,8 @@ class RowFunction:
         return Given(new if changes else None, {key: value.float() for key, value in values.items()}, states)
 
 
-def identity_of(call: Call) -> str:
-    """Return what calls that one `RowFunction` serves have in common."""
-    function, by_row = call.function, _by_row(call)
-    found = function.module or function.source or function.token, function.name
-    fixed = [(name, value) for name, value in sorted(call.args.items()) if name not in by_row]
-    return hashlib.sha256(msgspec.msgpack.encode((found, fixed, by_row, call.state))).hexdigest()[:32]
-
-
-def _by_row(call: Call) -> dict[str, Any]:
-    """Return the args of which each row has its request's, with what is alike in all requests: dtype and shape."""
-    arrays = {name: value[:2] for name, value in call.args.items() if isinstance(value, (tuple, list))}
-    small = {name: alike for name, alike in arrays.items() if torch.Size(alike[1]).numel() <= MOST_BY_ROW}
-    floats = {name: ["float32", []] for name, value in call.args.items() if isinstance(value, float)}
-    return dict(sorted((small | floats).items()))
-
-
-def _stacked(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+def stacked(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Return an arg of several requests as a tensor [requests, ...]."""
     if isinstance(values[0], torch.Tensor):
         return torch.stack(tuple(values))
     return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)

@@ -41,6 +41,7 @@ from vllm_weir.worker.step_writer import StepWriter
 from vllm_weir.worker.tap.calls import TapCalls
 from vllm_weir.worker.tap.device_tables import PlanWriter, TableWriter
 from vllm_weir.worker.tap.install import ModulePath, place
+from vllm_weir.worker.tap.mapped import MappedTaps
 from vllm_weir.worker.tap.op import TapSwitch, TapTensors
 from vllm_weir.worker.tap.reductions import TapReducer
 from vllm_weir.worker.transfer.buffer_server import BufferServer
@@ -105,6 +106,8 @@ class WorkerRuntime:
         sent_taps = self._taps_to_send()
         self._make_buffers(bool(sent_taps))
         sizes = settings.table_sizes(d_model)
+        self._sites_of = {tap_of(site): site for site in sites.anchors if site.hook != "resid_pre" or not site.layer}
+        self.in_graphs = MappedTaps(self._sites_of, model_info.max_tokens, device)
         self._make_planner(frozenset(tap * STAGES + stage for tap in sent_taps for stage in range(STAGES)))
 
         self._table_writer = TableWriter(self.table, device)
@@ -115,12 +118,12 @@ class WorkerRuntime:
         self._scorer = Scorer(self.probes, self.tensors, sizes, controllers)
         self._plan_writer = PlanWriter(self.tensors.plan)
         self.switch = TapSwitch(self.tensors)
-        self.switch.score = self._scorer.launch
+        self.switch.score, self.switch.mapped = self._scorer.launch, self.in_graphs.held
         self._place_taps(model, anchors)
 
         self.saes = WorkerSAEs(device, settings.sae_bytes)
-        self.functions = WorkerFunctions(device, model_info.rank == 0)
-        self._active_taps = ActiveTaps()
+        self.functions = WorkerFunctions(device, self.in_graphs, model_info.rank == 0)
+        self._active_taps = ActiveTaps(self.in_graphs.number_of)
         self.all_live = False
         failures = RequestFailures(self.planner, self.notifier, model_info.traits.uncertainty)
         codecs = Codecs(d_model, device, model_info.dtype)
@@ -161,7 +164,9 @@ class WorkerRuntime:
         d_model, traits, layout = model_info.d_model, model_info.traits, self.layout
         sizes = settings.table_sizes(d_model)
         num_model_taps, width = num_taps(sites.num_layers), num_columns(sites.num_layers)
-        self.table = ProgramTable(sizes, num_model_taps, self.taps, d_model, layout.widths, layout.shards)
+        self.table = ProgramTable(
+            sizes, num_model_taps, self.taps, d_model, layout.widths, layout.shards, self.in_graphs.place_of
+        )
         self.probes = ProbeTable(sizes, self.table, 1 + traits.draft_tokens)
         self.row_seqs = RowSequences(self.arena, settings.timeout if settings.overflow == "wait" else None)
         self.row_seqs.grant, self.row_seqs.reader_columns = self._grant, layout.reader_columns
@@ -231,6 +236,7 @@ class WorkerRuntime:
             failures,
             self.model_info.traits.speculative,
             self.functions,
+            self.table,
         )
         self.writer = StepWriter(
             self.planner,
@@ -244,10 +250,11 @@ class WorkerRuntime:
                 self.switch.numbers,
                 self.saes.find,
                 self.functions,
-                {tap_of(site): site for site in self.sites.anchors if site.hook != "resid_pre" or not site.layer},
+                self._sites_of,
                 failures.fail_called,
                 self.model_info.device,
             ),
+            self.in_graphs,
             self._scorer,
             reducer,
             failures,

@@ -11,6 +11,8 @@ from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.request_failures import RequestFailures
 from vllm_weir.worker.scoring.scorer import Scorer
+from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.tap.batch import Batch
 from vllm_weir.worker.tap.device_tables import PlanWriter
 from vllm_weir.worker.tap.op import TapSwitch
 from vllm_weir.worker.tap.reductions import TapReducer
@@ -41,11 +43,14 @@ class StepSender:
         failures: of requests, while the step was planned or by their controllers.
         speculative: see `EngineTraits.speculative`.
         functions: whose values and what they saved are sent.
+        table: programs of the step.
 
     Attributes:
         step: first ring row and plan of the step being issued, and whether it is streamed; None if
             nothing is recorded or changed in it. In a streamed step the row is that of its groups
             of reduced rows. Who plans the step sets it.
+        mapped: mask of the taps and tokens of a step in which compiled functions are called inside taps, else None.
+            Who plans the step sets it.
     """
 
     def __init__(
@@ -62,12 +67,14 @@ class StepSender:
         failures: RequestFailures,
         speculative: bool,
         functions: WorkerFunctions,
+        table: ProgramTable,
     ) -> None:
         self._switch, self._plan_writer, self._scorer = switch, plan_writer, scorer
         self._planner, self._row_seqs, self._arena = planner, row_seqs, arena
         self._step_rows, self._reducer = step_rows, reducer
         self._notifier, self._failures, self._speculative = notifier, failures, speculative
-        self._functions = functions
+        self._functions, self._table = functions, table
+        self.mapped: tuple[int, Batch] | None = None
         self.step: tuple[int, StepPlan, bool] | None = None
         self._unsampled: StepNotice | None = None
         """What readers are to be told of the last step, once it is sampled."""
@@ -84,7 +91,12 @@ class StepSender:
         drafted, self._planner.drafted = self._planner.drafted, None
         if step is None and drafted is None and not self._row_seqs.layout_updates:
             return
+        mapped, self.mapped = self.mapped, None
         failed = [] if step is None else self._scorer.controllers.run()
+        for request_id, reason in (
+            () if step is None or mapped is None else self._functions.collect(*mapped, self._table)
+        ):
+            self._failures.fail_called(request_id, reason)
         notice = StepNotice(no_wait, failures=self._failures.take_noted(), drafted=drafted)
         if step is not None:
             first_row, plan, streamed = step

@@ -11,15 +11,17 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.taps import NO_GRAPH
+from vllm_weir.schema.taps import FUNCTIONS, NO_GRAPH
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.request_failures import NO_MEMORY, RequestFailures
 from vllm_weir.worker.scoring.scorer import Scorer
 from vllm_weir.worker.step_sender import StepSender
-from vllm_weir.worker.tap.calls import Batch, TapCalls
+from vllm_weir.worker.tap.batch import Batch
+from vllm_weir.worker.tap.calls import TapCalls
 from vllm_weir.worker.tap.device_tables import PlanWriter, TableWriter
+from vllm_weir.worker.tap.mapped import MappedTaps
 from vllm_weir.worker.tap.op import TapSwitch, TapTensors
 from vllm_weir.worker.tap.reductions import TapReducer
 from vllm_weir.worker.transfer.step_rows import StepRows
@@ -40,6 +42,7 @@ class StepWriter:
         tensors: what the taps read.
         switch: says how they are launched.
         calls: calls autoencoders and functions in them.
+        in_graphs: calls compiled functions in those of steps that may be CUDA graphs.
         scorer: prepares the step's scores.
         reducer: prepares its reductions.
         failures: of requests that cannot be planned.
@@ -56,6 +59,7 @@ class StepWriter:
         tensors: TapTensors,
         switch: TapSwitch,
         calls: TapCalls,
+        in_graphs: MappedTaps,
         scorer: Scorer,
         reducer: TapReducer,
         failures: RequestFailures,
@@ -65,7 +69,7 @@ class StepWriter:
         self._planner, self._step_rows = planner, step_rows
         self._table_writer, self._plan_writer = table_writer, plan_writer
         self._tensors, self._device, self._switch = tensors, tensors.plan.device, switch
-        self._calls, self._scorer, self._reducer = calls, scorer, reducer
+        self._calls, self._in_graphs, self._scorer, self._reducer = calls, in_graphs, scorer, reducer
         self._failures, self._sender, self._runner = failures, sender, runner
 
     def plan_step(
@@ -141,9 +145,14 @@ class StepWriter:
             if acting_tokens is not None:
                 self._switch.launch = functools.partial(_launch_listed, acting_tokens)
             self._plan_writer.write(plan, first_row, input_ids, positions)
+        self._sender.mapped = None
         if self._calls_in_taps:
             batch = Batch.of(self._programs_of(plan), *requests)
             self._switch.launch = self._calls.around(self._switch.launch, batch)
+        elif self._switch.mask > 0 and self._switch.mask >> FUNCTIONS:
+            batch = Batch.of(self._programs_of(plan), *requests)
+            self._in_graphs.begin(batch, positions)
+            self._sender.mapped = self._switch.mask, batch
         self._scorer.begin(plan, positions)
         self._sender.step = first_row, plan, streamed_copy is not None
         self._reducer.seed(plan.reductions, first_row)

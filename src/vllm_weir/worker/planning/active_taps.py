@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.taps import NO_GRAPH, SCORES, tap_of
+from vllm_weir.schema.instructions import IN_GRAPHS
+from vllm_weir.schema.taps import FUNCTIONS, NO_GRAPH, SCORES, tap_of
 from vllm_weir.util.identity_cache import IdentityCache
 
 
@@ -20,10 +21,14 @@ class ActiveTaps:
     """The requests that capture or steer something, each with the taps that it needs.
 
     Taps are bit masks: bit t stands for tap t, and bit SCORES + t for the probes that read there. Bit
-    NO_GRAPH is set where rows are encoded whole or given to a function, which no kernel does.
+    NO_GRAPH is set where rows are encoded whole or given to a function by the host; bits from FUNCTIONS on are of
+    functions that are called inside graphs.
+
+    Args:
+        number_of: identity of a compiled function -> its number, None for one that only the host calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number_of: Callable[[str], int | None] = lambda _: None) -> None:
         self._always: dict[str, int] = {}
         """Request -> mask of its taps, for requests that need them for as long as they live."""
         self._masks: Counter[int] = Counter()
@@ -35,7 +40,7 @@ class ActiveTaps:
         self._prompt_lengths: Counter[int] = Counter()
         """How many requests of `_in_prompt` have each prompt length."""
         self._longest_prompt = 0
-        self._mask_of = IdentityCache(_mask_of_spec)
+        self._mask_of = IdentityCache(functools.partial(_mask_of_spec, number_of))
 
     def join(self, request_id: str, spec: EngineSpec, prompt_len: int) -> None:
         """Add a request, in place of one with the same id."""
@@ -92,10 +97,30 @@ def _remove_one(counter: Counter[int], key: int) -> bool:
     return True
 
 
-def _mask_of_spec(spec: EngineSpec) -> int:
+def _mask_of_spec(number_of: Callable[[str], int | None], spec: EngineSpec) -> int:
     taps = functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
     probes = functools.reduce(operator.or_, (_mask(probe.hook, (probe.layer,)) for probe in spec.probes), 0)
-    return taps | probes << SCORES | bool(spec.encoders or spec.functions) << NO_GRAPH
+    return taps | probes << SCORES | bool(spec.encoders) << NO_GRAPH | _functions_of(number_of, spec)
+
+
+def _functions_of(number_of: Callable[[str], int | None], spec: EngineSpec) -> int:
+    """Return the bits of the functions that a request calls; NO_GRAPH if the host has to call one."""
+    mask = 0
+    for move in spec.moves:
+        for key in move.functions:
+            identity, in_graphs, _ = key.partition(IN_GRAPHS)
+            number = number_of(identity) if in_graphs else None
+            bits = 0 if number is None else _function_mask(number, move.hook, move.layers)
+            if not bits or mask & bits:  # a graph calls each function once at a tap
+                return 1 << NO_GRAPH
+            mask |= bits
+    return mask
+
+
+@functools.lru_cache(maxsize=1024)
+def _function_mask(number: int, hook: str, layers: tuple[int, ...]) -> int:
+    taps = (tap_of(Site(hook, layer)) for layer in layers)
+    return sum(1 << FUNCTIONS + 2 * (SCORES * number + tap) + (hook == "resid_pre") for tap in taps)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -79,6 +79,7 @@ class ProgramTable(HostTables):
         d_model: width of the table of vectors.
         widths: tap -> width of the model's row there; `d_model` where it has none.
         shards: tap -> the part of that row that the tap has; all of it where it has none.
+        place_of: key of a HOOK -> the slot of its args, and the number of its function, -1 if the host calls it.
 
     Attributes:
         heads: int32 [programs, taps], a tap's first node or -1.
@@ -97,7 +98,9 @@ class ProgramTable(HostTables):
         d_model: int,
         widths: Mapping[int, int] = MappingProxyType({}),
         shards: Mapping[int, Shard] = MappingProxyType({}),
+        place_of: Callable[[str], tuple[int, int]] = lambda _: (0, -1),
     ) -> None:
+        self._place_of = place_of
         self.heads = np.full((sizes.programs, num_taps), -1, np.int32)
         self.ints = np.full((sizes.nodes, len(INT_FIELDS)), -1, np.int32)
         self.floats = np.zeros((sizes.nodes, len(FLOAT_FIELDS)), np.float32)
@@ -263,7 +266,8 @@ class ProgramTable(HostTables):
                     self.called[node] = term
                 if term.kind == HOOK:
                     hooks -= 1  # the place of its row among those held for the token
-                    self.floats[node] = 1.0, 0.0, hooks, 0.0
+                    slot, function = self._place_of(term.key)
+                    self.floats[node] = 1.0, slot, hooks, function
                 next_node = node
             heads[taps if len(taps) > 1 else taps[0]] = next_node  # numpy is slower with a list as index
         self._nodes_of[key] = nodes

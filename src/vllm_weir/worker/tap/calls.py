@@ -8,7 +8,7 @@ of which a later one sees what an earlier one has led to; so its first nodes com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -22,39 +22,9 @@ from vllm_weir.util.h2d import upload
 from vllm_weir.worker.functions import Part, WorkerFunctions
 from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, ProgramTable
 from vllm_weir.worker.tap import cpu_kernel
+from vllm_weir.worker.tap.batch import Batch
 
 Launch = Callable[..., None]
-
-
-class Batch(NamedTuple):
-    """The tokens of a step.
-
-    Attributes:
-        programs: int [n].
-        request_ids: of its requests, in order.
-        owners: int [n], the request of each token.
-        positions: int [n], in its sequence.
-    """
-
-    programs: np.ndarray
-    request_ids: Sequence[str]
-    owners: np.ndarray
-    positions: np.ndarray
-
-    @classmethod
-    def of(
-        cls, programs: np.ndarray, request_ids: Sequence[str], num_tokens: Sequence[int], starts: Sequence[int]
-    ) -> Batch:
-        """Return the tokens of requests that have so many each, the first at these positions."""
-        counts = np.asarray(num_tokens, np.int64)
-        owners = np.repeat(np.arange(len(counts)), counts)
-        firsts = np.cumsum(counts) - counts
-        return cls(
-            programs,
-            request_ids,
-            owners,
-            np.asarray(starts, np.int64)[owners] + np.arange(len(owners)) - firsts[owners],
-        )
 
 
 class _Round(NamedTuple):

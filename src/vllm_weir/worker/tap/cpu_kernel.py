@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from vllm_weir.schema.instructions import HOOK
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.schema.row_shapes import ring_rows
 from vllm_weir.schema.taps import STAGES
@@ -107,6 +108,40 @@ def rows_at(
         at = torch.from_numpy(members)
         rows[at] = chains.rows_at(start, stop, members, rows[at])
     return rows.to(hidden.dtype)
+
+
+def rows_at_hook(
+    hidden: torch.Tensor,
+    other: torch.Tensor | None,
+    number: torch.Tensor,
+    plan: torch.Tensor,
+    heads: torch.Tensor,
+    ints: torch.Tensor,
+    floats: torch.Tensor,
+    vectors: torch.Tensor,
+    cells: torch.Tensor,
+    held: torch.Tensor,
+    place: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return every token's row as it is where its chain reaches the HOOK node with this place, and that node.
+
+    Rows [tokens, width] in the dtype of `hidden`, and int32 [tokens], -1 with an undefined row where there is none.
+    """
+    programs = plan.numpy()[: len(hidden), 2]
+    starts = np.where(programs >= 0, heads.numpy()[programs, int(number[0])], -1)
+    nodes = np.full(len(hidden), -1, np.int32)
+    for start in np.unique(starts[starts >= 0]).tolist():
+        node = start
+        while node >= 0 and not (ints[node, 0] == HOOK and floats[node, 2] == place):
+            node = int(ints[node, 3])
+        nodes[starts == start] = node
+    rows, tokens = torch.zeros_like(hidden), (nodes >= 0).nonzero()[0]
+    if len(tokens):
+        own = starts[tokens], nodes[tokens]
+        rows[torch.from_numpy(tokens)] = rows_at(
+            hidden, other, number, tokens, *own, ints, floats, vectors, cells, held
+        )
+    return rows, torch.from_numpy(nodes)
 
 
 def _stream_rows(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from vllm_weir.schema.taps import SCORES
+from vllm_weir.schema.taps import FUNCTIONS, SCORES
 from vllm_weir.worker.tap import cpu_kernel
 
 _LIBRARY = torch.library.Library("weir", "DEF")
@@ -87,11 +87,13 @@ class TapSwitch:
             kernel.
         score: called after a tap at which probes read, with its number; None where there are no
             probes.
+        mapped: returns the rows of compiled functions; called with the mask, a tap's number and the
+            arguments of the kernel where the mask has functions; None where there are none.
     """
 
     __slots__ = (
-        "__weakref__", "_kept", "columns", "head_sizes", "launch", "mask", "numbers", "pinned", "score", "tables",
-        "tensors",
+        "__weakref__", "_kept", "columns", "head_sizes", "launch", "mapped", "mask", "numbers", "pinned", "score",
+        "tables", "tensors",
     )  # fmt: skip
 
     def __init__(self, tensors: TapTensors) -> None:
@@ -103,6 +105,7 @@ class TapSwitch:
         self.head_sizes: dict[int, int] = {}
         self.launch: Callable[..., None] | None = None
         self.score: Callable[[int], None] | None = None
+        self.mapped: Callable[..., torch.Tensor | None] | None = None
         self._kept: list[torch.Tensor] = []
 
     def enrol(
@@ -150,10 +153,10 @@ _switches: weakref.WeakValueDictionary[int, TapSwitch] = weakref.WeakValueDictio
 """Address of a tap's number tensor -> the engine's switch."""
 
 
-def _tap_cuda(hidden: torch.Tensor, other: torch.Tensor | None, *tables: torch.Tensor) -> None:
+def _tap_cuda(hidden: torch.Tensor, other: torch.Tensor | None, *tables: torch.Tensor, **more: torch.Tensor) -> None:
     from vllm_weir.worker.tap.triton_kernel import launch
 
-    launch(hidden, other, *tables)
+    launch(hidden, other, *tables, **more)
 
 
 def acts(number: torch.Tensor) -> bool:
@@ -180,8 +183,15 @@ def _act(kernel: Callable[..., None], hidden: torch.Tensor, other: torch.Tensor 
         hidden = hidden[:, columns[0] : columns[1]]
     if other is not None and other.dim() == 3:
         other = other.squeeze(0)
-    (switch.launch or kernel)(hidden, other, number, *switch.tables)
-    if switch.score is not None and switch.wants(SCORES + (tap := switch.numbers[address])):
+    launch, tap = switch.launch or kernel, switch.numbers[address]
+    held = None
+    if switch.mapped is not None and switch.mask >> FUNCTIONS:
+        held = switch.mapped(switch.mask, tap, hidden, other, number, *switch.tables)
+    if held is None:
+        launch(hidden, other, number, *switch.tables)
+    else:
+        launch(hidden, other, number, *switch.tables, held=held)
+    if switch.score is not None and switch.wants(SCORES + tap):
         switch.score(tap)
 
 

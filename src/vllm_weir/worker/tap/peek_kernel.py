@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.tap.triton_kernel import _follow, _load, _stream
+from vllm_weir.worker.tap.triton_kernel import _FLOATS, _HOOK, _INTS, _follow, _load, _stream
 
 
 @triton.jit(do_not_specialize=["num_cells", "held_stride"])
@@ -49,6 +49,104 @@ def _peek(
         width, d_model, offsets, inside, row.dtype, stop,
     )  # fmt: skip
     tl.store(out + k * width + offsets, h.to(row.dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["plan_size", "num_taps", "num_cells", "held_stride", "place"])
+def _peek_hook(
+    hidden,
+    other,
+    tap,
+    plan,
+    heads,
+    ints,
+    floats,
+    vectors,
+    cells,
+    held,
+    out,
+    nodes,
+    hidden_stride,
+    other_stride,
+    plan_size,
+    num_taps,
+    num_cells,
+    held_stride,
+    place,
+    width,
+    d_model,
+    HAS_OTHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    program = tl.load(plan + token * 4 + 2, mask=token < plan_size, other=-1).to(tl.int64)
+    tap_index = tl.load(tap).to(tl.int64)
+    start = tl.load(heads + program * num_taps + tap_index, mask=program >= 0, other=-1).to(tl.int64)
+    stop, found = start, -1
+    while (stop >= 0) & (found < 0):
+        is_hook = tl.load(ints + stop * _INTS) == _HOOK
+        if is_hook & (tl.load(floats + stop * _FLOATS + 2).to(tl.int32) == place):
+            found = stop.to(tl.int32)
+        stop = tl.load(ints + stop * _INTS + 3).to(tl.int64)
+    tl.store(nodes + token, found)
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < width
+    row, other_row = _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
+    scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
+    row = _stream(row, other_row, scale, tl.load(tap + 2).to(tl.float32, bitcast=True), HAS_OTHER)
+    h = row.to(tl.float32)
+    if found >= 0:
+        _, h, _ = _follow(
+            start, h, True, cells + token * num_cells, held + token * held_stride, ints, floats, vectors, width,
+            d_model, offsets, inside, row.dtype, found,
+        )  # fmt: skip
+    tl.store(out + token * width + offsets, h.to(row.dtype), mask=inside)
+
+
+def rows_at_hook(
+    hidden: torch.Tensor,
+    other: torch.Tensor | None,
+    number: torch.Tensor,
+    plan: torch.Tensor,
+    heads: torch.Tensor,
+    ints: torch.Tensor,
+    floats: torch.Tensor,
+    vectors: torch.Tensor,
+    cells: torch.Tensor,
+    held: torch.Tensor,
+    place: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows of the stream as they are where their chains reach a HOOK node; see `cpu_kernel.rows_at_hook`."""
+    n, width = hidden.shape
+    out = torch.empty(n, width, dtype=hidden.dtype, device=hidden.device)
+    nodes = torch.empty(n, dtype=torch.int32, device=hidden.device)
+    block = triton.next_power_of_2(width)
+    _peek_hook[(n,)](
+        hidden,
+        hidden if other is None else other,
+        number,
+        plan,
+        heads,
+        ints,
+        floats,
+        vectors,
+        cells,
+        held,
+        out,
+        nodes,
+        hidden.stride(0),
+        0 if other is None else other.stride(0),
+        plan.shape[0],
+        heads.shape[1],
+        cells.shape[1],
+        held.stride(0),
+        place,
+        width,
+        vectors.shape[1],
+        HAS_OTHER=other is not None,
+        BLOCK=block,
+        num_warps=4 if block <= 2048 else 16,
+    )
+    return out, nodes
 
 
 def rows_at(

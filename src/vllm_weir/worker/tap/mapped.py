@@ -1,0 +1,294 @@
+"""Compiled hooks inside CUDA graphs: everything that a call needs is on the device, where the step's plan says.
+
+A HOOK node of such a hook has the number of its function, and the slot of its request's args among those of the
+function. At a tap, round k takes every token's row to the k-th HOOK node of its chain. Each function that the mask has
+there is called on the rows of all tokens of the step, and where a token's node names it, its row goes to where the
+kernel reads it. A graph that captures this serves any requests with these functions. Plain tokens are computed for
+nothing; the kernel does not read what is held for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.instructions import HOOK
+from vllm_weir.schema.taps import FUNCTIONS, NO_GRAPH, SCORES
+from vllm_weir.schema.user_hooks import Call
+from vllm_weir.worker.row_functions import Given, RowFunction
+from vllm_weir.worker.steering.programs import AFTER_POST, ProgramTable
+from vllm_weir.worker.steering.slots import Slots
+from vllm_weir.worker.tap import cpu_kernel
+from vllm_weir.worker.tap.batch import Batch
+
+MOST_FUNCTIONS = 64
+"""Functions with a number; further ones are called in steps without a graph."""
+MOST_ARGS = 256
+"""Requests with different args of one function at a time."""
+
+
+class Place(NamedTuple):
+    """Where a function is called: its number, the tap, and whether at the next block's resid_pre."""
+
+    function: int
+    tap: int
+    after_post: bool
+
+    @property
+    def bit(self) -> int:
+        """Its bit in a mask of taps."""
+        return FUNCTIONS + 2 * (SCORES * self.function + self.tap) + self.after_post
+
+
+def places_in(mask: int) -> Iterator[Place]:
+    """Yield the places of functions in a mask of taps, in the order of functions."""
+    mask = mask >> FUNCTIONS if mask > 0 else 0
+    while mask:
+        bit = (mask & -mask).bit_length() - 1
+        mask &= mask - 1
+        number, of_tap = divmod(bit, 2 * SCORES)
+        yield Place(number, of_tap // 2, bool(of_tap % 2))
+
+
+class _Held(NamedTuple):
+    """A call that requests hold: the slot of its args, and the number of its function."""
+
+    call: Call
+    slot: int
+    function: int
+
+
+class GivenTo(NamedTuple):
+    """What a function gave one request: values by name, [n, ...] on the host, for rows at these positions."""
+
+    request_id: str
+    key: str
+    site: Site
+    positions: np.ndarray
+    values: dict[str, torch.Tensor]
+
+
+class _Function:
+    """A function with a number: the args of live requests, and what it gave in the last step."""
+
+    def __init__(self, mapped: RowFunction, device: torch.device) -> None:
+        self.mapped, self.failed = mapped, ""
+        self.slots = Slots(MOST_ARGS)
+        self.args = {
+            name: torch.zeros(MOST_ARGS, *shape, dtype=getattr(torch, dtype), device=device)
+            for name, (dtype, shape) in mapped.by_row.items()
+        }
+        self.values: dict[Place, dict[str, torch.Tensor]] = {}
+        """Place -> name -> [max tokens, ...], float32; graphs write there."""
+
+
+class MappedTaps:
+    """Calls compiled functions at taps, in steps that may be CUDA graphs.
+
+    Args:
+        sites: tap -> the hook point inside a block that it serves, or `resid_post`.
+        max_tokens: of a step.
+        device: of the model.
+    """
+
+    def __init__(self, sites: Mapping[int, Site], max_tokens: int, device: torch.device) -> None:
+        self._sites, self._max_tokens, self._device = sites, max_tokens, device
+        self._numbers: dict[str, int] = {}
+        self._functions: dict[int, _Function] = {}
+        self._held: dict[str, _Held] = {}
+        self._keys_of: dict[str, list[str]] = {}
+        """Request -> keys that it holds."""
+        self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self._at_tap: dict[int, dict[int, list[Place]]] = {}
+
+    def number_of(self, identity: str) -> int | None:
+        """Return the number of functions with this identity; None if there are too many. Alike on all ranks."""
+        if identity not in self._numbers and len(self._numbers) >= MOST_FUNCTIONS:
+            return None
+        return self._numbers.setdefault(identity, len(self._numbers))
+
+    def hold(self, request_id: str, key: str, call: Call, mapped: RowFunction, args: Mapping[str, Any]) -> None:
+        """Hold the args of a request.
+
+        Raises:
+            WeirError: if there are too many, the function has failed, or the key stands for something else.
+        """
+        number = self.number_of(call.identity)
+        if number is None:
+            return
+        function = self._functions.get(number)
+        if function is None:
+            function = self._functions[number] = _Function(mapped, self._device)
+        if function.failed:
+            raise WeirError(function.failed, "hooks")
+        held = self._held.get(key)
+        if held is not None and held.call != call:
+            raise WeirError(f"another function or other args have this key of the hook {mapped.name} now", "hooks.key")
+        try:
+            slot, is_new = function.slots.hold(key)
+        except IndexError:
+            raise WeirError(f"more than {MOST_ARGS} different args of the hook {mapped.name}", "hooks") from None
+        self._held[key] = _Held(call, slot, number)
+        self._keys_of.setdefault(request_id, []).append(key)
+        if is_new:
+            for name, table in function.args.items():
+                table[slot] = args[name]
+
+    def release(self, request_id: str) -> None:
+        """Let go of the args of a request."""
+        for key in self._keys_of.pop(request_id, ()):
+            slots = self._functions[self._held[key].function].slots
+            if slots.release(key):
+                slots.forget(key)
+                del self._held[key]
+
+    def place_of(self, key: str) -> tuple[int, int]:
+        """Return the slot of a key's args and the number of its function; (0, -1) if the host calls it."""
+        held = self._held.get(key)
+        return (0, -1) if held is None else held[1:]
+
+    def begin(self, batch: Batch, positions: torch.Tensor | None) -> None:
+        """Note the positions of the coming step's tokens.
+
+        Args:
+            batch: the step's tokens.
+            positions: int [>= tokens] on the device, where drafts are verified.
+        """
+        n = len(batch.positions)
+        known = torch.from_numpy(batch.positions) if positions is None else positions[:n]
+        self._positions[:n].copy_(known, non_blocking=True)
+
+    def _places_at(self, mask: int, tap: int) -> list[Place]:
+        if mask not in self._at_tap:
+            if len(self._at_tap) > 64:
+                self._at_tap.clear()
+            by_tap: dict[int, list[Place]] = {}
+            for place in places_in(mask):
+                by_tap.setdefault(place.tap, []).append(place)
+            self._at_tap[mask] = by_tap
+        return self._at_tap[mask].get(tap, [])
+
+    def held(
+        self,
+        mask: int,
+        tap: int,
+        hidden: torch.Tensor,
+        other: torch.Tensor | None,
+        number: torch.Tensor,
+        plan: torch.Tensor,
+        ranks: torch.Tensor,
+        ring: torch.Tensor,
+        heads: torch.Tensor,
+        *tables: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Return the rows that functions give for HOOK nodes at a tap; None if no function is called there.
+
+        They are float32 [tokens, rounds, width]. The other arguments are those of a kernel's `launch`.
+        """
+        places = [] if mask >> NO_GRAPH & 1 or mask < 0 else self._places_at(mask, tap)
+        if not places:
+            return None
+        held = torch.empty(len(hidden), len(places), hidden.shape[1], dtype=torch.float32, device=hidden.device)
+        for k in range(len(places)):
+            rows, nodes = _rows_at(hidden, other, number, plan, heads, *tables, held, k)
+            self._round(places, k, rows, nodes, tables[0], tables[1], held)
+        return held
+
+    def _round(
+        self,
+        places: list[Place],
+        k: int,
+        rows: torch.Tensor,
+        nodes: torch.Tensor,
+        ints: torch.Tensor,
+        floats: torch.Tensor,
+        held: torch.Tensor,
+    ) -> None:
+        """Call the functions of a tap on the rows of all tokens, and hold what they give where a node names them."""
+        at = nodes.clamp(min=0)
+        after = (ints[at, 4] & AFTER_POST) != 0
+        numbers = torch.where(nodes >= 0, floats[at, 3], -1.0)
+        new = rows.float()
+        for place in places:
+            function = self._functions.get(place.function)
+            if function is None or function.failed:
+                continue
+            chosen = (numbers == place.function) & (after == place.after_post)
+            slots = torch.where(chosen, floats[at, 1], 0.0).long()
+            given = self._call(function, place, rows, slots)
+            if given is None:
+                continue
+            if given.rows is not None:
+                new = torch.where(chosen[:, None], given.rows.float(), new)
+            self._keep(function, place, given, chosen)
+        held[:, k] = new
+
+    def _call(self, function: _Function, place: Place, rows: torch.Tensor, slots: torch.Tensor) -> Given | None:
+        args = {name: table[slots] for name, table in function.args.items()}
+        try:
+            return function.mapped(self._site(place), self._positions[: len(rows)], rows, args)
+        except WeirError as e:
+            function.failed = e.message
+            return None
+
+    def _keep(self, function: _Function, place: Place, given: Given, chosen: torch.Tensor) -> None:
+        """Write the values of a call to where the host reads them after the step."""
+        kept = function.values.setdefault(place, {})
+        for name, value in given.values.items():
+            if name not in kept:
+                kept[name] = torch.zeros(self._max_tokens, *value.shape[1:], device=value.device)
+            target = kept[name][: len(value)]
+            target.copy_(torch.where(chosen.view(-1, *(1,) * (value.dim() - 1)), value, target))
+
+    def failed(self, mask: int) -> dict[int, str]:
+        """Return the numbers of the functions of a mask that have failed, and why."""
+        found = {place.function: self._functions.get(place.function) for place in places_in(mask)}
+        return {number: one.failed for number, one in found.items() if one is not None and one.failed}
+
+    def given(self, mask: int, batch: Batch, table: ProgramTable) -> Iterator[GivenTo]:
+        """Yield what the functions of a mask gave in the step that was issued; waits for the device."""
+        programs = np.unique(batch.programs[batch.programs >= 0]).tolist()
+        for place in places_in(mask):
+            function = self._functions.get(place.function)
+            values = None if function is None or function.failed else function.values.get(place)
+            if not values:
+                continue
+            named = {program: key for program in programs if (key := _key_at(table, program, place))}
+            on_host = {name: value[: len(batch.programs)].cpu() for name, value in values.items()} if named else {}
+            for program, key in named.items():
+                tokens = np.flatnonzero(batch.programs == program)
+                for owner in np.unique(batch.owners[tokens]).tolist():
+                    own = tokens[batch.owners[tokens] == owner]
+                    index = torch.from_numpy(own)
+                    of_rows = {name: value[index] for name, value in on_host.items()}
+                    yield GivenTo(batch.request_ids[owner], key, self._site(place), batch.positions[own], of_rows)
+
+    def _site(self, place: Place) -> Site:
+        site = self._sites[place.tap]
+        if not place.after_post:
+            return site
+        return Site("resid_pre", 0 if site.hook == "resid_pre" else site.layer + 1)
+
+
+def _key_at(table: ProgramTable, program: int, place: Place) -> str:
+    """Return the key with which a program names the function of a place, "" if it does not."""
+    node = int(table.heads[program, place.tap])
+    while node >= 0:
+        kind, _, _, following, flags, *_ = table.ints[node].tolist()
+        if kind == HOOK and table.floats[node, 3] == place.function and bool(flags & AFTER_POST) == place.after_post:
+            return table.called[node].key
+        node = following
+    return ""
+
+
+def _rows_at(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if arguments[0].is_cuda:
+        from vllm_weir.worker.tap.peek_kernel import rows_at_hook
+
+        return rows_at_hook(*arguments)
+    return cpu_kernel.rows_at_hook(*arguments)
