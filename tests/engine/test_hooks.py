@@ -18,6 +18,7 @@ from tests.support.named import named_llm
 from tests.support.references import reference
 from tests.support.steered import check, chunks, directory, generated, prompt, same_answers, sampling, vectors
 from vllm_weir.errors import WeirError
+from vllm_weir.worker.tap.calls import TapCalls
 
 pytestmark = pytest.mark.engine("default")
 D, D_MLP, D_Z = 128, 192, 128
@@ -143,6 +144,35 @@ def test_two_functions_at_positions_of_their_own(llm, truth, mode):
     check(out, applied, truth)
     assert out.values.positions["probe"].tolist() == list(range(9))
     assert out.values.positions["norm"].tolist() == list(range(9, 25))
+
+
+def test_compiled_functions_meet_eager_ones(llm, truth, monkeypatch):
+    """In one step, in one chain and twice at a tap: there the host calls them, elsewhere the plan says where."""
+    found, call = [], TapCalls._run
+    monkeypatch.setattr(TapCalls, "_run", lambda self, *given: (found.append(given), call(self, *given))[1])
+    probe, clamp, *_, sae = cases(D, D_MLP, D_Z, "compiled")
+    chain = [both(*probe), both(clamp[0], clamp[1] | {"layers": 2}), both(sae[0], sae[1] | {"layers": [1, 2]})]
+
+    def run(*requests):
+        params = [weir.params(sampling(6), hooks=[hook for hook, _ in one], capture=CAPTURE) for one in requests]
+        outs = generated(llm, [prompt(20 + k, k) for k in range(len(requests))], params)
+        for out, one in zip(outs, requests, strict=True):
+            check(out, [applied for _, applied in one], truth)
+        assert len(outs[0].values["probe"]) == 25
+        return bool(found)
+
+    assert not run(chain)
+    assert run([both(*probe), both(*cases(D, D_MLP, D_Z)[1])], chain, [both(*probe)])
+    found.clear()
+    assert run([both(*probe)] * 2)
+    found.clear()
+    keyed = [weir.Hook(function, **given | {"key": "mine"}) for function, given in (probe, clamp)]
+    generated(llm, [prompt(9)] * 2, [weir.params(sampling(2), hooks=hook) for hook in keyed])
+    assert not found
+    assert_nothing_is_held(llm)
+    other = weir.Hook(probe[0], **probe[1] | {"key": "mine", "args": {"w": torch.ones(D), "scale": 1.0}})
+    with pytest.raises(WeirError, match="other args have this key"):
+        generated(llm, [prompt(9)] * 2, [weir.params(sampling(2), hooks=hook) for hook in (keyed[0], other)])
 
 
 def means_at_2(out, applied, truth):

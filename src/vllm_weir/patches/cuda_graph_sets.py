@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_weir.schema.taps import FUNCTIONS, NO_GRAPH, SCORES
+from vllm_weir.schema.taps import NO_GRAPH, SCORES, function_bits
 from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.tap.op import ALL, EVERYTHING
 
@@ -155,7 +155,7 @@ class GraphSets:
 
         Depends only on what is the same on all ranks.
         """
-        called = _functions_in(needed)
+        called = function_bits(needed)
         widest = EVERYTHING if needed >> SCORES & ALL else ALL  # launches for probes that nobody has would cost time
         if not self.lazy:
             return None if called else widest
@@ -313,17 +313,12 @@ class GraphSets:
 def _covers(graph: LiveGraph, wanted: LiveGraph) -> bool:
     """Return whether a graph has the taps, the kind and at least the size of the wanted one."""
     desc, wanted_desc = graph.desc, wanted.desc
-    if _functions_in(wanted.mask) & ~_functions_in(graph.mask):
+    if function_bits(wanted.mask) & ~function_bits(graph.mask):
         return False  # a graph of all taps has been captured without functions
     if graph.mask & wanted.mask != wanted.mask or desc.num_tokens < wanted_desc.num_tokens:
         return False
     same_kind = replace(desc, num_tokens=wanted_desc.num_tokens, num_reqs=wanted_desc.num_reqs) == wanted_desc
     return same_kind and (desc.num_reqs is None or desc.num_reqs >= (wanted_desc.num_reqs or 0))
-
-
-def _functions_in(mask: int) -> int:
-    """Return the bits of a mask that stand for functions; the masks of all taps have none."""
-    return mask >> FUNCTIONS if mask > 0 else 0
 
 
 def _sizes_at_start(descs: list[Any]) -> list[Any]:

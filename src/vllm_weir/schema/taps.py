@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from vllm_weir.schema.hooks import BLOCK_HOOKS, DERIVED_HOOKS, Site
 
 STAGES = 3
@@ -15,8 +18,35 @@ NO_GRAPH = 2 * SCORES
 """Bit of a mask of taps which says that the step cannot be replayed from a CUDA graph."""
 
 FUNCTIONS = NO_GRAPH + 1
-"""In a mask of taps, bit FUNCTIONS + 2 * (SCORES * f + t) says that function number f is called at tap t, before the
-stream is recorded as resid_post, and the bit after it that it is called at the next block's resid_pre."""
+"""Bit of a mask of taps from which on each stands for a `Place`."""
+
+
+class Place(NamedTuple):
+    """Where a compiled function is called: its number, the tap, and whether at the next block's resid_pre."""
+
+    function: int
+    tap: int
+    after_post: bool
+
+    @property
+    def bit(self) -> int:
+        """Its bit in a mask of taps."""
+        return FUNCTIONS + 2 * (SCORES * self.function + self.tap) + self.after_post
+
+
+def function_bits(mask: int) -> int:
+    """Return the bits of a mask that stand for places of functions; a negative mask, of all taps, has none."""
+    return mask >> FUNCTIONS if mask > 0 else 0
+
+
+def places_in(mask: int) -> Iterator[Place]:
+    """Yield the places of functions in a mask of taps, in the order of functions."""
+    bits = function_bits(mask)
+    while bits:
+        number, of_tap = divmod((bits & -bits).bit_length() - 1, 2 * SCORES)
+        bits &= bits - 1
+        yield Place(number, of_tap // 2, bool(of_tap % 2))
+
 
 _TAPPED = tuple(hook for hook in BLOCK_HOOKS[1:-1] if hook not in DERIVED_HOOKS)
 """Hook points of a block between its boundaries that have a tap, in the order in which a token meets them."""

@@ -67,8 +67,8 @@ class Hook(Intervention):
         args: tensors, arrays and numbers for ``ctx.args``, of this request.
         mode: ``"eager"`` calls the function for each request: any Python. ``"compiled"`` calls it once for all
             requests that name it, mapped over rows [1, width] by `torch.func.vmap`, with each request's args and
-            state: it must not look at values in Python, nor draw at random, nor mix positions. Steps with either use
-            no CUDA graph. ``"auto"`` is eager.
+            state: it must not look at values in Python, nor draw at random, nor mix positions. A step with
+            an eager hook, or a compiled one with a state, uses no CUDA graph. ``"auto"`` is eager.
         state: shape of ``ctx.state``, float32, which a sequence keeps from step to step for each layer; () for none.
         key: says that equal keys mean the same function and args, so that requests share the prefix cache; None:
             a request shares it with no other from the first selected position on.

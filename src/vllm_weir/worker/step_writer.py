@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.taps import FUNCTIONS, NO_GRAPH
+from vllm_weir.schema.taps import NO_GRAPH, function_bits
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.step_plan import StepPlan
@@ -149,7 +149,7 @@ class StepWriter:
         if self._calls_in_taps:
             batch = Batch.of(self._programs_of(plan), *requests)
             self._switch.launch = self._calls.around(self._switch.launch, batch)
-        elif self._switch.mask > 0 and self._switch.mask >> FUNCTIONS:
+        elif function_bits(self._switch.mask):
             batch = Batch.of(self._programs_of(plan), *requests)
             self._in_graphs.begin(batch, positions)
             self._sender.mapped = self._switch.mask, batch

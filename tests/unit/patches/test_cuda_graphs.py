@@ -17,10 +17,10 @@ from vllm_weir.patches import cuda_graph_sets
 from vllm_weir.patches.cuda_graph_sets import MAX_SETS, GraphSets, LiveGraph
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import ENCODE, HELD, Instruction, ResolvedIntervention, Source
+from vllm_weir.schema.instructions import ENCODE, HELD, HOOK, Instruction, ResolvedIntervention, Source
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec, SiteRequest
-from vllm_weir.schema.taps import NO_GRAPH, SCORES, tap_of
+from vllm_weir.schema.taps import FUNCTIONS, NO_GRAPH, SCORES, Place, places_in, tap_of
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.tap.op import ALL, EVERYTHING, TapSwitch, TapTensors, numbered
@@ -399,6 +399,40 @@ def test_sets_for_particular_taps(none_at_start):
     assert sets._mask_for(1 << SCORES | 1) == EVERYTHING
     assert used(0b101) and len(engine.captured) == MAX_SETS
     assert used(1 << 60) and used(1 << 61) and len(engine.captured) == MAX_SETS + 1 == engine.report("sets")
+
+
+def test_a_set_is_for_the_functions_that_it_was_captured_with(none_at_start):
+    """Graphs of all taps have none; where there is no room for another set, a step runs without a graph."""
+    engine = Engine()
+    sets, function = engine.sets, 1 << FUNCTIONS
+    assert sets._mask_for(function | 1) == function | 1
+    sets._captured = {LiveGraph(EVERYTHING, Desc(Mode.FULL, 4)), LiveGraph(ALL, Desc(Mode.FULL, 4))}
+    assert sets._substitute(LiveGraph(function | 1, Desc(Mode.FULL, 4))) is None
+    sets._masks = [function << 2 * k | 0b11 for k in range(2 * MAX_SETS)]
+    assert sets._mask_for(function | 1) == function | 0b11
+    assert sets._mask_for(function << 100 | 1) is None and sets._mask_for(1 << 60) == ALL
+    engine.switch.turn(function << 100 | 1)
+    assert engine.manager.dispatch(2, 7) == Desc(Mode.NONE, 7, 2)
+    sets.restore()
+    sets.lazy = False
+    assert sets._mask_for(function | 1) is None and sets._mask_for(1) == ALL
+
+
+@pytest.mark.parametrize("keys", [("f:a",), ("f:a", "g:b"), ("f:a", "f:b"), ("a",), ("f:a", "a")])
+def test_bits_of_functions(keys):
+    """A function that is called twice at a tap, and one that only the host calls, take a step without a graph."""
+    hooks = [Instruction(HOOK, "", key=key) for key in keys]
+    moves = tuple(ResolvedIntervention("resid_pre", (0, 2), Positions.parse("all"), 0, (one,)) for one in hooks)
+    numbers: dict[str, int] = {}
+    live = ActiveTaps(lambda identity: numbers.setdefault(identity, len(numbers)))
+    live.join("a", EngineSpec(ResolvedSpec(()), moves), 10)
+    mask = live.taps_in((["a"], [0]))
+    if keys in (("f:a",), ("f:a", "g:b")):
+        wanted = [Place(k, tap_of(Site("resid_pre", layer)), True) for k in range(len(keys)) for layer in (0, 2)]
+        assert list(places_in(mask)) == wanted and not mask >> NO_GRAPH & 1
+        assert sum(1 << one.bit for one in wanted) == mask >> FUNCTIONS << FUNCTIONS
+    else:
+        assert mask >> NO_GRAPH & 1
 
 
 def test_a_step_that_encodes_rows_has_no_graph():

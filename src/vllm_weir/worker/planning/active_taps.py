@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import IN_GRAPHS
-from vllm_weir.schema.taps import FUNCTIONS, NO_GRAPH, SCORES, tap_of
+from vllm_weir.schema.taps import NO_GRAPH, SCORES, Place, tap_of
 from vllm_weir.util.identity_cache import IdentityCache
 
 
@@ -119,8 +119,7 @@ def _functions_of(number_of: Callable[[str], int | None], spec: EngineSpec) -> i
 
 @functools.lru_cache(maxsize=1024)
 def _function_mask(number: int, hook: str, layers: tuple[int, ...]) -> int:
-    taps = (tap_of(Site(hook, layer)) for layer in layers)
-    return sum(1 << FUNCTIONS + 2 * (SCORES * number + tap) + (hook == "resid_pre") for tap in taps)
+    return sum(1 << Place(number, tap_of(Site(hook, layer)), hook == "resid_pre").bit for layer in layers)
 
 
 @functools.lru_cache(maxsize=1024)

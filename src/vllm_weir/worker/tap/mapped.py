@@ -18,8 +18,9 @@ import torch
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import HOOK
-from vllm_weir.schema.taps import FUNCTIONS, NO_GRAPH, SCORES
+from vllm_weir.schema.taps import NO_GRAPH, Place, places_in
 from vllm_weir.schema.user_hooks import Call
+from vllm_weir.util.h2d import upload
 from vllm_weir.worker.row_functions import Given, RowFunction
 from vllm_weir.worker.steering.programs import AFTER_POST, ProgramTable
 from vllm_weir.worker.steering.slots import Slots
@@ -30,29 +31,6 @@ MOST_FUNCTIONS = 64
 """Functions with a number; further ones are called in steps without a graph."""
 MOST_ARGS = 256
 """Requests with different args of one function at a time."""
-
-
-class Place(NamedTuple):
-    """Where a function is called: its number, the tap, and whether at the next block's resid_pre."""
-
-    function: int
-    tap: int
-    after_post: bool
-
-    @property
-    def bit(self) -> int:
-        """Its bit in a mask of taps."""
-        return FUNCTIONS + 2 * (SCORES * self.function + self.tap) + self.after_post
-
-
-def places_in(mask: int) -> Iterator[Place]:
-    """Yield the places of functions in a mask of taps, in the order of functions."""
-    mask = mask >> FUNCTIONS if mask > 0 else 0
-    while mask:
-        bit = (mask & -mask).bit_length() - 1
-        mask &= mask - 1
-        number, of_tap = divmod(bit, 2 * SCORES)
-        yield Place(number, of_tap // 2, bool(of_tap % 2))
 
 
 class _Held(NamedTuple):
@@ -160,8 +138,8 @@ class MappedTaps:
             positions: int [>= tokens] on the device, where drafts are verified.
         """
         n = len(batch.positions)
-        known = torch.from_numpy(batch.positions) if positions is None else positions[:n]
-        self._positions[:n].copy_(known, non_blocking=True)
+        known = upload(batch.positions, self._device) if positions is None else positions[:n]
+        self._positions[:n].copy_(known)
 
     def _places_at(self, mask: int, tap: int) -> list[Place]:
         if mask not in self._at_tap:

@@ -117,6 +117,8 @@ def random_plan(draw, tokens, times, words, reduces):
 
 
 def assert_close(got, want, dtype):
+    if not len(want):
+        return
     error = (got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1)
     assert got.dtype == want.dtype and error <= BOUNDS[dtype], float(error)
 
@@ -157,6 +159,14 @@ def check_seed(seed, seen):
             got, want = (kernel.rows_at(*chosen, numbers.clone(), held) for kernel in (peek_kernel, cpu_kernel))
             assert_close(got, want, dtype)
             seen["peeked"] += int((want != hidden[at][:, own]).any(1).sum())
+        for place in range(2):
+            step = hidden[:, own], other, number, plan, tables[0], *tables[1:]
+            (got, nodes), (want, wanted) = (
+                kernel.rows_at_hook(*step, numbers.clone(), held, place) for kernel in (peek_kernel, cpu_kernel)
+            )
+            assert torch.equal(nodes, wanted)
+            assert_close(got[nodes >= 0], want[nodes >= 0], dtype)
+            seen["found"] += int((nodes >= 0).sum())
         given = hidden, None if form == "alone" else other, ring, numbers
         ours, theirs = (
             [x if x is None or (x is other and form == "offset") else x.clone() for x in given] for _ in "ab"
@@ -194,7 +204,7 @@ def test_the_kernel_does_what_the_cpu_s_tap_does(seeds):
         for seed in seeds:
             check_seed(seed, seen)
     few = {name: seen[name] for name in ("wide", "narrow", "kept") if seen[name] < len(seeds) / 12}
-    many = ("recorded", "steered", "turned", "folded", "scored", "measured", "peeked")
+    many = ("recorded", "steered", "turned", "folded", "scored", "measured", "peeked", "found")
     assert not few | {name: seen[name] for name in many if seen[name] < len(seeds) / 2}, "the cases say little"
 
 
@@ -240,5 +250,6 @@ def test_the_kernels_compile_for_hopper(dtype):
     types |= dict.fromkeys(("tap", "plan", "ranks", "heads", "ints", "listed", "places"), "*i32")
     constants = {"HAS_OTHER": True, "BLOCK": 1024}
     assert compile_for_hopper(peek_kernel._peek, types, constants, num_warps=4)
+    assert compile_for_hopper(peek_kernel._peek_hook, types | {"nodes": "*i32"}, constants, num_warps=4)
     constants |= {"STAGES": STAGES, "GROUP": GROUP, "LISTED": False, "AHEAD": True}
     assert compile_for_hopper(triton_kernel._tap, types, constants, num_warps=4, maxnreg=96)
