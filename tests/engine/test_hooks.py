@@ -230,7 +230,6 @@ def test_weights_of_the_model(llm, truth):
             generated(llm, [prompt(9)], [weir.params(sampling(1), hooks=weir.Hook(wrong, layers=1))])
 
 
-@needs(cpu("the engine's weights are changed, and put back"))
 def test_weights_that_were_replaced_are_seen(llm):
     def keep(rows, ctx):
         ctx.saved["now"] = ctx.parameter("lm_head.weight")[3, :2]
