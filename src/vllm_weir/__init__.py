@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from vllm_weir.storage.dataset import ActivationDataset
     from vllm_weir.storage.features.dataset import load_features
     from vllm_weir.storage.loading import load, open_writer
-    from vllm_weir.worker.functions import HookContext
+    from vllm_weir.worker.own_function import HookContext
 
 __version__ = "0.1.0"
 __all__ = [
@@ -184,7 +184,7 @@ __getattr__, __dir__ = lazy_names(
         "LLM": "vllm_weir.integrations.probe_hook",
         "Lens": "vllm_weir.schema.features",
         "Hook": "vllm_weir.schema.user_hooks",
-        "HookContext": "vllm_weir.worker.functions",
+        "HookContext": "vllm_weir.worker.own_function",
         "LowRank": "vllm_weir.schema.interventions",
         "MLPProbe": "vllm_weir.schema.probes",
         "NotFound": "vllm_weir.client.errors",

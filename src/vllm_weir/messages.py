@@ -110,15 +110,16 @@ class LayoutUpdate(msgspec.Struct, array_like=True):
 
 
 class Told(msgspec.Struct, array_like=True):
-    """What a user's function gave for some rows of a request, or saved.
+    """What a user's function gave for some rows of a request, or saved; or which rows it has spoiled.
 
     Attributes:
         request_id: of the request.
-        name: under which.
+        name: under which; of spoiled rows that of the function.
         hook, layer: the hook point of the rows.
         positions: int32 bytes, of the rows; None of what was saved.
         shape: of the values, float32.
-        data: the values, or msgpack of what was saved (`vllm_weir.util.saved`).
+        data: the values, or msgpack of what was saved (`vllm_weir.util.saved`); of spoiled rows a bool each.
+        spoiled: whether the data say which rows were finite, and no longer are.
     """
 
     request_id: str
@@ -127,7 +128,8 @@ class Told(msgspec.Struct, array_like=True):
     layer: int
     positions: bytes | None
     shape: list[int]
-    data: bytes
+    data: bytes = b""
+    spoiled: bool = False
 
 
 class MessageHeader(msgspec.Struct, array_like=True):

@@ -13,6 +13,7 @@ from tests.engine.common import SELECTORS, asking, directory, ids_of, oracle, pr
 from tests.engine.probe_cases import random_probe, reference
 from tests.support.check import expected_positions
 from tests.support.engines import async_llm
+from tests.support.hook_functions import breaks_at_31
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import nothing_held, rel_err
 from tests.support.sae_reference import weights
@@ -186,6 +187,20 @@ def test_a_bad_wish_is_a_weir_error_and_the_client_s_mistake(served, truth, extr
             assert isinstance(e.value, vllm_exceptions.VLLMClientError)
     good, wanted = asking("all", LAYERS, max_tokens=3, **kind("CUMULATIVE"))
     verify(served.call(stream(served.engine, prompts([5])[0], good, f"good{field}"))[-1], wanted, truth)
+
+
+@pytest.mark.parametrize("name", ["DELTA", "CUMULATIVE"])
+def test_a_hook_that_raises_ends_its_own_stream(served, truth, name):
+    bad = weir.params(sampling(20, **kind(name)), hooks=weir.Hook(breaks_at_31, layers=1))
+    good, wanted = asking("all", LAYERS, max_tokens=20, **kind("CUMULATIVE"))
+
+    async def both():
+        jobs = [stream(served.engine, prompts([25])[0], p, f"{name}{k}") for k, p in enumerate((bad, good))]
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    failed, outs = served.call(both())
+    assert isinstance(failed, weir.WeirError) and "ValueError: enough (line" in str(failed)
+    verify(outs[-1], wanted, truth)
 
 
 def autoencoder(architecture, site, seed, **options):

@@ -20,6 +20,7 @@ from tests.engine.test_compress import decoded
 from tests.engine.test_points import DENSE, EVERY, check_identities, off
 from tests.engine.test_steer_processes import EVERYTHING, cases
 from tests.support.engines import close_all, get_llm
+from tests.support.hook_functions import output_weights, read_off
 from tests.support.machine import GIB, binding, engine_processes, memory, needs, ranks
 from tests.support.measure import rel_err
 from tests.support.probe_reference import Act, GateCase
@@ -182,6 +183,26 @@ def test_heads_are_steered_where_they_are(root, two):
                 [prompt(9)], weir.params(sampling(1), interventions=weir.Ablate(v[:4].reshape(-1), 1, hook="z"))
             )
         assert error.value.field == "interventions[0].hook"
+
+
+def test_functions_have_weights_whole_and_whole_rows(root, two):
+    """Each rank holds a part of the unembedding, or only the last stage has it; a part of a row reaches no function."""
+    weights = truth(directory(root)).model.state_dict()
+    params = weir.params(sampling(4), hooks=weir.Hook(read_off, layers=3), capture=weir.Capture("resid_post", 3))
+    for _ in range(2):
+        for out in two.llm.generate([prompt(12 + k, k) for k in range(4)], params, use_tqdm=False):
+            wanted = out.activations["resid_post", 3] @ weights["lm_head.weight"].T
+            assert rel_err(out.values["logits"], wanted) <= 1e-5
+            assert torch.equal(out.values["gain"], weights["model.norm.weight"].expand_as(out.values["gain"]))
+    refused = [(weir.Hook(output_weights, layers=1), "o_proj.weight is in a form of this processor's kernels")]
+    if two.ship == "stages":
+        refused = [(weir.Hook(read_off, layers=0), "other stages of the pipeline cannot be asked")]
+    else:
+        refused += [(weir.Hook(read_off, "z", heads=[0], layers=1), "in 2 parts; start the engine")]
+    for hook, words in refused:
+        with pytest.raises(weir.WeirError, match=words):
+            [out.receipt for out in two.llm.generate(prompt(9), weir.params(sampling(1), hooks=hook), use_tqdm=False)]
+    assert idle(two.llm)
 
 
 def test_features_are_read_and_set(root, two):

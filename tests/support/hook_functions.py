@@ -55,10 +55,37 @@ def reconstructed(rows: Any, ctx: Any) -> Any:
     return acts @ ctx.args["decoder"] + 0.5 * rows, {"active": (acts > 0).sum(1)}
 
 
-def cases(d: int, d_mlp: int, d_z: int, mode: str = "eager") -> list[tuple[Callable[..., Any], dict[str, Any]]]:
-    """Functions with the rest of a `weir.Hook`'s arguments."""
+def turned(rows: Any, ctx: Any) -> Any:
+    """Heads [n, heads, d_head] change places, and each gets a factor of its own."""
+    return rows.flip(1) * ctx.args["factors"][list(ctx.heads)][:, None], {"heads": rows.norm(dim=2)}
+
+
+def sharpened(rows: Any, ctx: Any) -> Any:
+    """Neurons [n, neurons] by their number."""
+    return torch.tanh(rows) * ctx.args["factors"][list(ctx.neurons)], {"neurons": rows}
+
+
+def read_off(rows: Any, ctx: Any) -> Any:
+    """What the model's own unembedding says."""
+    gain = ctx.parameter("model.norm.weight").expand(len(rows), -1)
+    return None, {"logits": rows @ ctx.parameter("lm_head.weight").T, "gain": gain}
+
+
+def output_weights(rows: Any, ctx: Any) -> Any:
+    ctx.parameter("model.layers.1.self_attn.o_proj.weight")
+
+
+def breaks_at_31(rows: Any, ctx: Any) -> Any:
+    if ctx.positions[-1] > 30:
+        raise ValueError("enough")
+
+
+def cases(
+    d: int, d_mlp: int, d_z: int, seed: int = 4, mode: str = "eager"
+) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
+    """Six functions with the rest of a `weir.Hook`'s arguments."""
     stateful = averaged if mode == "compiled" else smoothed
-    generator = torch.Generator().manual_seed(4)
+    generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator) / shape[0] ** 0.5
     every: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         (probe_and_steer, {"hook": "resid_post", "layers": [1, 2], "args": {"w": 2 * draw(d), "scale": 3.0}}),
@@ -74,6 +101,18 @@ def cases(d: int, d_mlp: int, d_z: int, mode: str = "eager") -> list[tuple[Calla
     return [(function, given | {"mode": mode}) for function, given in every]
 
 
+def of_parts(d_mlp: int, mode: str = "eager") -> list[tuple[Callable[..., Any], dict[str, Any]]]:
+    """Functions of some heads, of which there are 4, with 2 of keys, or of some neurons."""
+    factors = torch.randn(d_mlp, generator=torch.Generator().manual_seed(6))
+    every: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        (turned, {"hook": "z", "layers": [1, 2], "heads": [3, 0, 1], "args": {"factors": factors}}),
+        (turned, {"hook": "k", "layers": "all", "heads": 1, "args": {"factors": factors}, "positions": "prompt"}),
+        (turned, {"hook": "q", "layers": 2, "heads": [2, 1], "args": {"factors": factors}}),
+        (sharpened, {"hook": "mlp_post", "layers": 1, "neurons": [150, 2, 77], "args": {"factors": factors}}),
+    ]
+    return [(function, given | {"mode": mode}) for function, given in every]
+
+
 class Applied:
     """What a hook does in a `SteeredOracle`: the function is given all selected rows at once."""
 
@@ -82,13 +121,19 @@ class Applied:
     numbers, per_layer = "", False
 
     def __init__(self, function: Callable[..., Any], hook: weir.Hook, given: dict[str, Any]) -> None:
-        self._function, self._given = function, given
+        self._function, self._given, self._hook = function, given, hook
         self.hook, self.layers, self.positions = hook.hook, hook.layers, hook.positions
 
     def changed(self, rows: torch.Tensor) -> torch.Tensor:
-        state = torch.zeros(self._given.get("state", ()))
-        returned = self._function(rows, SimpleNamespace(args=self._given.get("args"), state=state, saved={}))
-        return returned[0] if isinstance(returned, tuple) else returned
+        new = rows.clone()
+        heads, neurons = self._hook.heads, self._hook.neurons
+        whole = new if heads is None else new.unflatten(1, (-1, 32))  # d_head of the tiny models
+        picked = slice(None) if heads is neurons is None else list(heads or neurons)
+        state, args = torch.zeros(self._given.get("state", ())), self._given.get("args")
+        context = SimpleNamespace(args=args, state=state, saved={}, heads=heads, neurons=neurons)
+        returned = self._function(whole[:, picked].clone(), context)
+        whole[:, picked] = returned[0] if isinstance(returned, tuple) else returned
+        return new
 
 
 def both(function: Callable[..., Any], given: dict[str, Any]) -> tuple[weir.Hook, Applied]:

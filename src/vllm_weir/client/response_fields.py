@@ -38,7 +38,7 @@ def receipt_of(data: Mapping[str, Any]) -> Receipt:
     for name in ("captured", "dropped"):
         fields[name] = _site_counts(fields.get(name, {}))
     fields["steered"] = tuple(_site_counts(counts) for counts in fields.get("steered", ()))
-    for name in ("shared", "files", "gates"):
+    for name in ("shared", "files", "gates", "notes"):
         fields[name] = tuple(fields.get(name, ()))
     fields["interventions"] = tuple(map(InterventionReceipt.from_dict, fields.get("interventions", ())))
     return Receipt(**fields)

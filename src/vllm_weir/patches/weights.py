@@ -37,14 +37,19 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         kept = {n: t for n, t in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for own, tensor in {**module._parameters, **kept}.items():
             name = f"{prefix}.{own}"
-            dropped = own.endswith(("weight", "weight_packed")) and hasattr(module, "quant_method")
-            if dropped and (tensor is None or not tensor.numel()):
-                yield name, _products(module, name)
+            if is_dropped(module, own, tensor):
+                yield name, products(module, name)
             elif tensor is not None:
                 yield name, tensor
 
 
-def _products(module: Any, name: str) -> torch.Tensor:
+def is_dropped(module: Any, own: str, tensor: torch.Tensor | None) -> bool:
+    """Return whether a module's parameter, `tensor`, is empty because kernels keep it in a form of their own."""
+    named = own.endswith(("weight", "weight_packed")) and hasattr(module, "quant_method")
+    return named and (tensor is None or not tensor.numel())
+
+
+def products(module: Any, name: str) -> torch.Tensor:
     """Return what a linear module makes of vectors with `BLOCK` columns each, and 1 to 2 in them."""
     width = getattr(module, "input_size_per_partition", getattr(module, "input_size", None))
     if width is None:

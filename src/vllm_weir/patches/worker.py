@@ -14,11 +14,13 @@ from vllm_weir.errors import WeirError
 from vllm_weir.patches import cuda_graphs
 from vllm_weir.patches.discovery import find_sites
 from vllm_weir.patches.kv_connectors import RELOADED
+from vllm_weir.patches.parameters import parameters_of
 from vllm_weir.patches.scheduler import WAITING, engine_request_of
 from vllm_weir.patches.speculation import drafts_of, patch_sample_tokens, traits_of
 from vllm_weir.patches.unembedding import unembedding_of
 from vllm_weir.patches.weights import weights_now
 from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.keys import WIRE_KEY
 from vllm_weir.util.frozen_heap import frozen_heap
 from vllm_weir.worker.model_info import ModelInfo
 from vllm_weir.worker.runtime import WorkerRuntime
@@ -102,8 +104,10 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
         assert warmup is not None, "the model's width is known"
         sites = find_sites(runner, config, model_info, settings, worker.use_v2_model_runner)
         unembedding = unembedding_of(runner.get_model(), sites, config)
-        controllers = make_sync(settings.controllers)
-        runtime = WorkerRuntime(runner.get_model(), model_info, settings, sites, unembedding, controllers)
+        model, controllers = runner.get_model(), make_sync(settings.controllers)
+        runtime = WorkerRuntime(
+            model, model_info, settings, sites, unembedding, controllers, parameters_of(model, config)
+        )
         warmup.add({shard.stop - shard.start for shard in runtime.layout.shards.values()})
         patch_inputs = _v2_inputs(runner) if worker.use_v2_model_runner else _v1_inputs(runner)
     except (WeirError, AttributeError, TypeError) as e:
@@ -162,6 +166,10 @@ def _patch_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
             for r in scheduler_output.scheduled_new_reqs
             if (engine_request := engine_request_of(r)) is not None
         ]
+        calling = {request[0] for request in new if request[1].calls}
+        runtime.functions.params = {
+            r.req_id: _params(r) for r in scheduler_output.scheduled_new_reqs if r.req_id in calling
+        }
         runtime.notifier.waiting = vars(scheduler_output).get(WAITING, 0)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids  # from V1; V2 reports them as new requests
         if reloaded := vars(scheduler_output).get(RELOADED):
@@ -173,6 +181,16 @@ def _patch_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
         return output
 
     runner.execute_model = wrapper
+
+
+def _params(new_request: Any) -> dict[str, Any]:
+    """Return the sampling or pooling parameters of a request by name, without what Weir adds to them."""
+    params = new_request.sampling_params or new_request.pooling_params
+    found = {name: getattr(params, name) for name in params.__struct_fields__ if not name.startswith("_")}
+    for name in ("extra_args", "extra_kwargs"):
+        if found.get(name):
+            found[name] = {key: value for key, value in found[name].items() if key != WIRE_KEY}
+    return found
 
 
 def _known_tokens(scheduler_output: Any) -> dict[str, int]:

@@ -102,6 +102,8 @@ class Receipt:
             ``"held"`` (until they are marked), ``"evicted"``, or ``"failed: <why>"``.
         gates: for each intervention, as in `steered`, how often its gate let it act; None for one without a gate.
         interventions: for each intervention, as in `steered`, what it was and how often it acted.
+        notes: what is worth knowing, in words: hooks that made NaN or infinity of finite rows, with the first position
+            and, there, the first hook point. Rows of positions that came from the prefix cache are not looked at.
     """
 
     captured: dict[Site, int] = field(default_factory=dict)
@@ -118,13 +120,14 @@ class Receipt:
     sinks: dict[str, str] = field(default_factory=dict)
     gates: tuple[GateCount | None, ...] = ()
     interventions: tuple[InterventionReceipt, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict:
         """Return plain JSON data, with sites as ``"resid_post.10"``."""
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("compression", "sinks", "gates"):
             out[name] = deepcopy(out[name])
-        out["gates"] = list(out["gates"])
+        out["gates"], out["notes"] = list(out["gates"]), list(out["notes"])
         for name in ("captured", "dropped"):
             out[name] = {f"{s.hook}.{s.layer}": n for s, n in getattr(self, name).items()}
         out["steered"] = [{f"{s.hook}.{s.layer}": n for s, n in sites.items()} for sites in self.steered]

@@ -15,7 +15,8 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.fields import set_fields
 from vllm_weir.schema.functions import Travelling, describe
 from vllm_weir.schema.instructions import HOOK, IN_GRAPHS, Instruction, LoweredIntervention
-from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_base import Intervention, Lookup
+from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.vectors import MAX_ELEMENTS
 
 MODES = ("auto", "compiled", "eager")
@@ -25,11 +26,17 @@ MOST_BY_ROW = 16_384
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What workers are told of a hook: the function, and its args as (dtype, shape, bytes) or numbers."""
+    """What workers are told of a hook: the function, and its args as (dtype, shape, bytes) or numbers.
+
+    `picked` are the heads, each of `d_head` values, or the neurons (then `d_head` is 0) that the function is given;
+    None for whole rows.
+    """
 
     function: Travelling
     args: dict[str, Any]
     state: tuple[int, ...]
+    picked: tuple[int, ...] | None = None
+    d_head: int = 0
     compiled: bool = False
 
     @property
@@ -46,7 +53,17 @@ class Call(msgspec.Struct, frozen=True):
         function, by_row = self.function, self.by_row
         found = function.module or function.source or function.token, function.name
         fixed = [(name, value) for name, value in sorted(self.args.items()) if name not in by_row]
-        return hashlib.sha256(msgspec.msgpack.encode((found, fixed, by_row, self.state))).hexdigest()[:32]
+        return _digest(msgspec.msgpack.encode((found, fixed, by_row, self.state, self.picked, self.d_head)))
+
+    @property
+    def heads(self) -> tuple[int, ...] | None:
+        """The heads that the function is given, None for whole rows or neurons."""
+        return self.picked if self.d_head else None
+
+    @property
+    def neurons(self) -> tuple[int, ...] | None:
+        """The neurons that the function is given, None for whole rows or heads."""
+        return None if self.d_head else self.picked
 
 
 @dataclass(frozen=True)
@@ -72,6 +89,8 @@ class Hook(Intervention):
         state: shape of ``ctx.state``, float32, which a sequence keeps from step to step for each layer; () for none.
         key: says that equal keys mean the same function and args, so that requests share the prefix cache; None:
             a request shares it with no other from the first selected position on.
+        heads: as for `Add`: the function is given these heads alone, rows [n, heads picked, d_head].
+        neurons: likewise, of ``mlp_post``: rows [n, neurons picked].
     """
 
     op: ClassVar[str] = "hook"
@@ -92,8 +111,8 @@ class Hook(Intervention):
     path: str = field(default="hooks", repr=False, compare=False, kw_only=True)
 
     def _parse_numbers(self) -> None:
-        if self.heads is not None or self.neurons is not None or self.per_layer:
-            raise WeirError("a hook is given whole rows; pick heads or neurons in the function", f"{self.path}.heads")
+        if self.per_layer:
+            raise WeirError("a hook has no vectors; give what differs by layer by args", f"{self.path}.per_layer")
         if self.mode not in MODES:
             raise WeirError(f"expected one of {', '.join(MODES)}, got {self.mode!r}", f"{self.path}.mode")
         if not isinstance(self.function, Travelling):
@@ -107,10 +126,20 @@ class Hook(Intervention):
             )
         set_fields(self, args=_parse_args(self.args, f"{self.path}.args"), state=state)
 
-    def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
-        call = Call(self.function, self.args, self.state, self.mode == "compiled")
+    def lower(self, shape: RowShape, lookup: Lookup) -> LoweredIntervention:
+        """Return the instruction that calls the function; raise WeirError for a head or neuron that rows do not have.
+
+        The kernels see whole rows: the worker cuts the heads or neurons out of them, and puts the new ones back.
+        """
+        self.part.check(shape, self.hook, self.path)
+        picked = self.neurons if self.heads is None else self.heads
+        part = picked, 0 if self.heads is None else shape[1]
+        call = Call(self.function, self.args, self.state, *part, self.mode == "compiled")
         wire = msgspec.msgpack.encode(call)
-        key = f"key {self.key}" if self.key is not None else hashlib.sha256(wire).hexdigest()[:32]
+        if self.key is None:
+            key = _digest(wire)
+        else:
+            key = f"key {self.key}" + ("" if picked is None else f" of {_digest(msgspec.msgpack.encode(part))}")
         if call.compiled and not call.state:
             key = f"{call.identity}{IN_GRAPHS}{key}"
         return LoweredIntervention((Instruction(HOOK, "", b=float(self.key is None), key=key),), {}, calls={key: wire})
@@ -118,6 +147,10 @@ class Hook(Intervention):
     def to_json(self) -> dict[str, Any]:
         """Return the wire form, which stays in this process."""
         return super().to_json() | {"function": self.function}
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _parse_args(args: Any, field: str) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,39 +16,18 @@ from vllm_weir.schema.functions import find
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import IN_GRAPHS
 from vllm_weir.schema.user_hooks import Call
-from vllm_weir.util import saved
 from vllm_weir.util.h2d import upload
 from vllm_weir.util.lru import LruCache
-from vllm_weir.worker.row_functions import MOST_COPIED, Given, RowFunction, returned_of, stacked, state_of, told_of
+from vllm_weir.worker.hook_results import HookResults
+from vllm_weir.worker.own_function import OwnFunction
+from vllm_weir.worker.parameters import Parameters, WholeWeight
+from vllm_weir.worker.row_functions import MOST_COPIED, Given, RowFunction, stacked
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.tap.batch import Batch
 from vllm_weir.worker.tap.mapped import MappedTaps
 
 MOST_MAPPED = 256
 """Compiled functions that are kept while no request has them."""
-
-
-@dataclass
-class HookContext:
-    """What a function is told beside the rows.
-
-    Attributes:
-        hook: the hook point.
-        layer: its block.
-        positions: int64 [n], of the rows in their sequence, on their device.
-        request_id: of the sequence.
-        args: the hook's, tensors on the device of the rows.
-        state: float32, of the hook's shape `state`, zeros at first; what is left in it is there in the next step.
-        saved: whatever is put here comes back as ``out.saved``: tensors, numbers, texts, and lists and dicts of these.
-    """
-
-    hook: str
-    layer: int
-    positions: torch.Tensor
-    request_id: str
-    args: Mapping[str, Any]
-    state: torch.Tensor | None
-    saved: dict[str, Any]
 
 
 class Part(NamedTuple):
@@ -59,53 +38,6 @@ class Part(NamedTuple):
     rows: np.ndarray
 
 
-@dataclass
-class OwnFunction:
-    """A function with the args of one request, and what it keeps.
-
-    Attributes:
-        group: of the functions that one call can serve; None for one that is called for its request alone.
-        states: of each hook point, (the position after the last that has changed it, the state) after every call:
-            a sequence that is computed again from some position on goes on from there.
-        saved: what it has saved.
-    """
-
-    call: Call
-    function: Any
-    args: dict[str, Any]
-    group: str | None = None
-    states: dict[Site, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
-    saved: dict[str, Any] = field(default_factory=dict)
-
-    def state_before(self, site: Site, position: int, device: torch.device) -> torch.Tensor | None:
-        """Return the state with which a position begins, None if the function has none."""
-        if not self.call.state:
-            return None
-        states = self.states.setdefault(site, [])
-        while states and states[-1][0] > position:
-            states.pop()
-        return states[-1][1].clone() if states else torch.zeros(self.call.state, device=device)
-
-    def run(self, request_id: str, site: Site, positions: np.ndarray, rows: torch.Tensor) -> Given:
-        """Call the function for its request alone.
-
-        Raises:
-            WeirError: if it raises, or returns something else.
-        """
-        before = self.state_before(site, int(positions[0]), rows.device)
-        at = torch.from_numpy(positions).to(rows.device)
-        context = HookContext(site.hook, site.layer, at, request_id, self.args, before, self.saved)
-        name = self.call.function.name
-        try:
-            returned = self.function(rows.clone(), context)
-        except Exception as e:
-            raise WeirError(told_of(name, e), "hooks") from e
-        new, values = returned_of(returned, rows, name)
-        if before is not None:
-            self.states[site].append((int(positions[-1]) + 1, state_of(context.state, before, name)))
-        return Given(new, {key: value.detach().float() for key, value in values.items()})
-
-
 class WorkerFunctions:
     """The functions of live requests, and what they gave in the step that is being issued.
 
@@ -113,15 +45,26 @@ class WorkerFunctions:
         device: where their args go.
         in_graphs: calls compiled functions inside CUDA graphs.
         tells: whether this worker tells readers; one of a tensor-parallel group does.
+        anew: whether a position may be computed anew with another token, as after a draft that is rejected.
+        parameters: gives the model's weights; None: there is no model.
+
+    Attributes:
+        params: see `HookContext`, by request, of those that join in the coming step.
     """
 
-    def __init__(self, device: torch.device, in_graphs: MappedTaps, tells: bool = True) -> None:
-        self._device, self._in_graphs, self._tells = device, in_graphs, tells
+    def __init__(
+        self,
+        device: torch.device,
+        in_graphs: MappedTaps,
+        tells: bool = True,
+        anew: bool = False,
+        parameters: Parameters | None = None,
+    ) -> None:
+        self._device, self._in_graphs, self._parameters = device, in_graphs, parameters
+        self.params: Mapping[str, Mapping[str, Any]] = {}
         self._held: dict[str, tuple[str, dict[str, OwnFunction]]] = {}
         """Request -> its reader's endpoint, and its functions by key."""
-        self._told: dict[str, list[messages.Told]] = {}
-        self._saved: dict[tuple[str, str], int] = {}
-        """(request, name) -> hash of what its reader has."""
+        self._results = HookResults(device, tells, anew)
         self._mapped: LruCache[RowFunction] = LruCache(MOST_MAPPED)
         """Compiled functions by what their calls have in common."""
         self._failed: dict[str, set[str]] = {}
@@ -134,19 +77,18 @@ class WorkerFunctions:
         """Find the functions of a request; raise WeirError if one cannot be had."""
         if calls:
             _, before = self._held.get(request_id, ("", {}))  # of one that joins again after a preemption
-            self._held[request_id] = endpoint, {key: before.get(key) or self._load(one) for key, one in calls.items()}
+            params = MappingProxyType(dict(self.params.get(request_id, {})))
+            functions = {key: before.get(key) or self._load(one, params) for key, one in calls.items()}
+            self._held[request_id] = endpoint, functions
             for key in calls.keys() - before.keys():
                 if IN_GRAPHS in key:
-                    own = self._held[request_id][1][key]
+                    own = functions[key]
                     self._in_graphs.hold(request_id, key, own.call, self._mapped_of(own), own.args)
 
-    def _load(self, wire: bytes) -> OwnFunction:
+    def _load(self, wire: bytes, params: Mapping[str, Any]) -> OwnFunction:
         call = msgspec.msgpack.decode(wire, type=Call)
         args = {name: self._arg(value) for name, value in call.args.items()}
-        function = find(call.function)
-        if not call.compiled:
-            return OwnFunction(call, function, args)
-        return OwnFunction(call, function, args, call.identity)
+        return OwnFunction(call, find(call.function), args, call.identity if call.compiled else None, params)
 
     def _mapped_of(self, own: OwnFunction) -> RowFunction:
         mapped = self._mapped.get(own.group)
@@ -197,21 +139,38 @@ class WorkerFunctions:
         functions = [self._held[part.request_id][1][part.key] for part in parts]
         try:
             if functions[0].group is None:
-                given = functions[0].run(parts[0].request_id, site, positions, rows)
+                (part,) = parts
+                given = functions[0].run(
+                    part.request_id, site, positions, rows, self._weight_for(part, site, positions)
+                )
             else:
                 given = self._mapped_call(parts, functions, site, positions, rows)
-            told = [
-                self._told_of(part.request_id, site, positions[part.rows], _of(given.values, part.rows), one.saved)
-                for part, one in zip(parts, functions, strict=True)
-            ]
+            for part, one in zip(parts, functions, strict=True) if self._results.tells else ():
+                self._tell(part, one, site, positions, given)
         except WeirError:
             for part in parts:
                 self._failed.setdefault(part.request_id, set()).add(part.key)
             raise
-        for part, of_part in zip(parts, told, strict=True):
-            if self._tells and of_part:
-                self._told.setdefault(self._held[part.request_id][0], []).extend(of_part)
         return given.rows
+
+    def _weight_for(self, part: Part, site: Site, positions: np.ndarray) -> Callable[[str], WholeWeight]:
+        def weight(name: str) -> WholeWeight:
+            if self._parameters is None:
+                raise WeirError(f"no model is there to have {name}")
+            return self._parameters.get(name, f"{part.request_id} {part.key} {site} {positions[0]}")
+
+        return weight
+
+    def _tell(self, part: Part, one: OwnFunction, site: Site, positions: np.ndarray, given: Given) -> None:
+        """Tell a part's reader what its function gave."""
+        endpoint, at = self._held[part.request_id][0], positions[part.rows]
+        index = upload(part.rows, self._device)
+        self._results.add_saved(endpoint, part.request_id, site, one.saved)
+        for name, values in given.values.items():
+            self._results.add_values(endpoint, part.request_id, name, site, at, values[index])
+        if given.spoiled is not None:
+            name = one.call.function.name
+            self._results.add_values(endpoint, part.request_id, name, site, at, given.spoiled[index], flags=True)
 
     def _mapped_call(
         self,
@@ -259,31 +218,16 @@ class WorkerFunctions:
                 one.states[site].append((int(positions[part.rows[-1]]) + 1, state))
         return _joined(found, upload(np.argsort(np.concatenate(batches)), device))
 
-    def _told_of(
-        self,
-        request_id: str,
-        site: Site,
-        positions: np.ndarray,
-        values: Mapping[str, torch.Tensor],
-        kept: Mapping[str, Any],
-    ) -> list[messages.Told]:
-        """Return what the request's reader is told of a call."""
-        told, at = [], positions.astype(np.int32).tobytes()
-        for name, value in values.items():
-            data = value.cpu().numpy().tobytes()
-            told.append(messages.Told(request_id, name, site.hook, site.layer, at, list(value.shape), data))
-        for name, value in kept.items():
-            data = saved.encode(value)
-            if self._saved.get((request_id, name)) != (now := hash(data)):
-                self._saved[request_id, name] = now
-                told.append(messages.Told(request_id, name, site.hook, site.layer, None, [], data))
-        return told
-
     def collect(self, mask: int, batch: Batch, table: ProgramTable) -> list[tuple[str, str]]:
         """Keep what was given inside the taps of a step that was issued; return requests that fail, and why."""
-        for one in self._in_graphs.given(mask, batch, table) if self._tells else ():
-            told = self._told_of(one.request_id, one.site, one.positions, one.values, {})
-            self._told.setdefault(self._held[one.request_id][0], []).extend(told)
+        for one in self._in_graphs.given(mask, batch, table) if self._results.tells else ():
+            endpoint, functions = self._held[one.request_id]
+            for name, values in one.values.items():
+                self._results.add_values(endpoint, one.request_id, name, one.site, one.positions, values, one.rows)
+            if one.spoiled is not None:
+                name = functions[one.key].call.function.name
+                of_rows = one.site, one.positions, one.spoiled, one.rows
+                self._results.add_values(endpoint, one.request_id, name, *of_rows, flags=True)
         failed = self._in_graphs.failed(mask)
         return [
             (request_id, failed[number])
@@ -291,27 +235,23 @@ class WorkerFunctions:
             for number in {self._in_graphs.place_of(key)[1] for key in functions} & failed.keys()
         ]
 
-    def take(self) -> dict[str, list[messages.Told]]:
-        """Return endpoint -> what its requests' functions gave, and forget it."""
-        told, self._told = self._told, {}
-        return told
+    def take(self) -> Callable[[], dict[str, list[messages.Told]]]:
+        """Return what waits for what the step's functions gave, and returns it by endpoint; forget it."""
+        return self._results.take()
 
     def release(self, request_id: str) -> None:
         """Let go of what a request holds."""
         self._failed.pop(request_id, None)
         _, functions = self._held.pop(request_id, ("", {}))
         self._in_graphs.release(request_id)
-        for name in {name for one in functions.values() for name in one.saved}:
-            self._saved.pop((request_id, name), None)
-
-
-def _of(values: Mapping[str, torch.Tensor], rows: np.ndarray) -> dict[str, torch.Tensor]:
-    """Return the values of some rows."""
-    return {name: value[upload(rows, value.device)] for name, value in values.items()}
+        self._results.release(request_id, {name for one in functions.values() for name in one.saved})
 
 
 def _joined(found: Sequence[Given], order: torch.Tensor) -> Given:
     """Return what several calls gave as one, its rows in another order."""
     rows = [one.rows for one in found if one.rows is not None]
     values = {name: torch.cat([one.values[name] for one in found])[order] for name in found[0].values}
-    return Given(torch.cat(rows)[order] if rows else None, values)
+    if not rows:
+        return Given(None, values)
+    flags = [one.spoiled for one in found if one.spoiled is not None]
+    return Given(torch.cat(rows)[order], values, torch.cat(flags)[order])

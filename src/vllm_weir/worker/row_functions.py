@@ -10,9 +10,11 @@ row of each, the second one the second rows, and so on.
 
 from __future__ import annotations
 
+import functools
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -21,15 +23,24 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.user_hooks import Call
 
+_NOT_OWN = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 MOST_COPIED = 2**25
 """Values of the args of all rows together up to which one call serves several requests."""
 
 
 class Given(NamedTuple):
-    """What a function gave: rows [n, width], None for none; values [n, ...] by name; states [n, ...], None for none."""
+    """What a function gave.
+
+    Attributes:
+        rows: [n, width], None for none.
+        values: [n, ...] float32 by name.
+        spoiled: bool [n], which rows were finite and are not now; None if there are no new rows.
+        states: [n, ...], None for a function without a state.
+    """
 
     rows: torch.Tensor | None
     values: dict[str, torch.Tensor]
+    spoiled: torch.Tensor | None = None
     states: torch.Tensor | None = None
 
 
@@ -37,9 +48,10 @@ class RowContext:
     """What a compiled function is told beside its row: the attributes of `HookContext` that rows can have."""
 
     def __init__(
-        self, site: Site, positions: torch.Tensor, args: Mapping[str, Any], state: torch.Tensor | None
+        self, call: Call, site: Site, positions: torch.Tensor, args: Mapping[str, Any], state: torch.Tensor | None
     ) -> None:
         self.hook, self.layer, self.positions, self.args, self.state = site.hook, site.layer, positions, args, state
+        self.heads, self.neurons = call.heads, call.neurons
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"ctx.{name} is not there in compiled hooks; mode='eager' has it")
@@ -55,7 +67,7 @@ class RowFunction:
     """
 
     def __init__(self, call: Call, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
-        self.name, self._function = call.function.name, function
+        self._call, self.name, self._function = call, call.function.name, function
         self.by_row = call.by_row
         self._fixed = {name: value for name, value in args.items() if name not in self.by_row}
         self.values_by_row = sum(math.prod(shape) for _, shape in self.by_row.values())
@@ -82,11 +94,11 @@ class RowFunction:
         Raises:
             WeirError: if it raises, or returns something else than rows and values.
         """
-        changes = True
+        own_rows, changes = part_of(self._call, rows), True
 
         def mapped(row: torch.Tensor, position: torch.Tensor, own: dict[str, Any], state: torch.Tensor | None) -> Any:
             nonlocal changes
-            context = RowContext(site, position[None], {**self._fixed, **own}, state)
+            context = RowContext(self._call, site, position[None], {**self._fixed, **own}, state)
             new, values = returned_of(self._function(row[None].clone(), context), row[None], self.name)
             changes = new is not None
             state = None if state is None else state_of(context.state, state, self.name)
@@ -95,12 +107,15 @@ class RowFunction:
         own_dim: Any = None if states is None else 0
         try:
             mapping = torch.func.vmap(mapped, (0, 0, None if alone else 0, own_dim), (0, 0, own_dim))
-            new, values, states = mapping(rows, positions, dict(args), states)
+            new, values, states = mapping(own_rows, positions, dict(args), states)
         except WeirError:
             raise
         except Exception as e:
             raise WeirError(f"{told_of(self.name, e)}; mode='eager' calls it for one request at a time", "hooks") from e
-        return Given(new if changes else None, {key: value.float() for key, value in values.items()}, states)
+        values = {key: value.float() for key, value in values.items()}
+        if not changes:
+            return Given(None, values, states=states)
+        return Given(with_part(self._call, rows, new), values, spoiled(own_rows, new), states)
 
 
 def stacked(values: Sequence[Any], device: torch.device) -> torch.Tensor:
@@ -110,15 +125,54 @@ def stacked(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
 
 
+def part_of(call: Call, rows: torch.Tensor) -> torch.Tensor:
+    """Return of rows [n, width] the heads [n, heads, d_head] or neurons [n, neurons] that a function is given."""
+    if call.picked is None:
+        return rows
+    return _by_head(call, rows).index_select(1, _picked(call, rows.device))
+
+
+def with_part(call: Call, rows: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return rows [n, width] with what a function has returned for its part of them."""
+    if call.picked is None:
+        return part
+    new = rows.to(torch.float32, copy=True)
+    _by_head(call, new).index_copy_(1, _picked(call, rows.device), part.float())
+    return new
+
+
+def _by_head(call: Call, rows: torch.Tensor) -> torch.Tensor:
+    return rows.unflatten(1, (-1, call.d_head)) if call.d_head else rows
+
+
+@functools.lru_cache(maxsize=1024)
+def _index(picked: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(picked, device=device)
+
+
+def _picked(call: Call, device: torch.device) -> torch.Tensor:
+    assert call.picked is not None
+    return _index(tuple(call.picked), device)
+
+
+def spoiled(rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return bool [n], which rows [n, ...] are finite, and no longer are as new ones in the same dtype."""
+    return _finite(rows) & ~_finite(new.to(rows.dtype))
+
+
+def _finite(rows: torch.Tensor) -> torch.Tensor:
+    return rows.isfinite().flatten(1).all(1)
+
+
 def returned_of(returned: Any, rows: torch.Tensor, name: str) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Return the rows (None for none) and the values by name that a function returned for rows [n, width].
+    """Return the rows (None for none) and the values by name that a function returned for rows [n, ...].
 
     Raises:
         WeirError: if it returned something else.
     """
     new, given = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    if new is not None and (not isinstance(new, torch.Tensor) or new.shape != rows.shape):
-        raise WeirError(f"the hook {name} returned {_brief(new)} for rows {list(rows.shape)}", "hooks")
+    if new is not None and not _is_like(new, rows):
+        raise WeirError(f"the hook {name} returned {_brief(new)} for rows {list(rows.shape)} on {rows.device}", "hooks")
     if not isinstance(given, Mapping):
         raise WeirError(f"the hook {name} returned {_brief(given)} where values by name belong", "hooks")
     for key, value in given.items():
@@ -137,12 +191,23 @@ def state_of(left: Any, before: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def told_of(name: str, error: BaseException) -> str:
-    """Return what a function raised, and where, in words."""
-    last = traceback.extract_tb(error.__traceback__)
-    own = [one for one in last if "/torch/" not in one.filename] or last
-    where = f"line {own[-1].lineno} of {own[-1].name}" + (f": {own[-1].line}" if own[-1].line else "")
+    """Return what a function raised, and the last place outside Weir and torch, in words."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((one for one in reversed(frames) if not one.filename.startswith(_NOT_OWN)), frames[-1])
+    where = f"line {last.lineno} of {last.name}" + (f": {last.line}" if last.line else "")
     return f"the hook {name} raised {type(error).__name__}: {error} ({where})"
 
 
+def _is_like(new: Any, rows: torch.Tensor) -> bool:
+    """Return whether what a function returned can stand for rows."""
+    return isinstance(new, torch.Tensor) and (new.shape, new.device, new.layout) == (
+        rows.shape,
+        rows.device,
+        rows.layout,
+    )
+
+
 def _brief(value: Any) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} on {value.device}"
+    return f"a {type(value).__name__}"

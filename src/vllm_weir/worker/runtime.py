@@ -23,6 +23,7 @@ from vllm_weir.worker.kept_rows import KeptRows
 from vllm_weir.worker.lenses import Lenses, Unembedding
 from vllm_weir.worker.live_requests import LiveRequests
 from vllm_weir.worker.model_info import ModelInfo
+from vllm_weir.worker.parameters import Parameters
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
@@ -73,6 +74,7 @@ class WorkerRuntime:
         sites: the hook points that were found in the model.
         unembedding: of the model, for lenses.
         controllers: sync controllers by name, not opened yet.
+        parameters: gives users' functions the model's weights.
 
     Attributes:
         taps: numbers of this worker's taps.
@@ -81,6 +83,7 @@ class WorkerRuntime:
         sender: is told that a forward pass was issued, and that its tokens are sampled.
         step_rows: the rows of each step.
         saes: the sparse autoencoders on the device.
+        functions: of live requests.
         kept_rows: rows that stay here.
         all_live: whether at least as many live requests capture or are steered as the coming step
             has; alike on all ranks.
@@ -94,6 +97,7 @@ class WorkerRuntime:
         sites: SiteMap,
         unembedding: Unembedding | None = None,
         controllers: Mapping[str, SyncController] = MappingProxyType({}),
+        parameters: Parameters | None = None,
     ) -> None:
         self.model_info, self.sites, self._settings = model_info, sites, settings
         self._unembedding = unembedding or Unembedding()
@@ -122,7 +126,9 @@ class WorkerRuntime:
         self._place_taps(model, anchors)
 
         self.saes = WorkerSAEs(device, settings.sae_bytes)
-        self.functions = WorkerFunctions(device, self.in_graphs, model_info.rank == 0)
+        self.functions = WorkerFunctions(
+            device, self.in_graphs, model_info.rank == 0, model_info.traits.speculative, parameters
+        )
         self._active_taps = ActiveTaps(self.in_graphs.number_of)
         self.all_live = False
         failures = RequestFailures(self.planner, self.notifier, model_info.traits.uncertainty)

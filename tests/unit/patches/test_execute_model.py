@@ -7,6 +7,8 @@ from unittest.mock import MagicMock
 
 from vllm_weir.patches.kv_connectors import RELOADED
 from vllm_weir.patches.worker import _patch_execute_model
+from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.keys import WIRE_KEY
 
 
 def scheduled(new=(), cached=(), finished=(), resumed=(), **more):
@@ -26,7 +28,8 @@ def scheduled(new=(), cached=(), finished=(), resumed=(), **more):
 
 
 def request(name, asked, prompt, computed=0):
-    params = SimpleNamespace(extra_args=None if asked is None else {"weir": asked})
+    extra_args = None if asked is None else {WIRE_KEY: asked, "own": 1}
+    params = SimpleNamespace(n=1, _made=2, extra_args=extra_args, __struct_fields__=("n", "_made", "extra_args"))
     return SimpleNamespace(
         req_id=name, sampling_params=params, pooling_params=None, prompt_token_ids=prompt, num_computed_tokens=computed
     ), computed
@@ -43,8 +46,7 @@ def patched():
 
 def test_who_joins_leaves_and_resumes_is_told_before_the_taps_are_turned_on(monkeypatch):
     runner, runtime, calls = patched()
-    asked = object()
-    monkeypatch.setattr("vllm_weir.patches.worker.engine_request_of", lambda r: r.sampling_params.extra_args)
+    asked = EngineRequest(b"", "", calls={"f": b""})
     monkeypatch.setattr("vllm_weir.patches.worker._prompt", lambda r, _asked: (len(r.prompt_token_ids), None))
     output = scheduled(
         new=[request("steered", asked, [1, 2, 3], 2), request("plain", None, [4])],
@@ -58,6 +60,7 @@ def test_who_joins_leaves_and_resumes_is_told_before_the_taps_are_turned_on(monk
     assert runner.execute_model(output) is calls.execute.return_value
     new, finished, resumed, known = runtime.requests.follow.call_args.args
     assert [(name, *rest) for name, _, *rest in new] == [("steered", 3, None, 2)]
+    assert runtime.functions.params == {"steered": {"n": 1, "extra_args": {"own": 1}}}
     assert finished == {"gone"} and set(resumed) == {"back", "again"} and known == {"back": 5, "steered": 4}
     assert runtime.begin_step.call_args.args == ((["old"], [7]), (["steered", "plain"], [2, 0]))
     names = [name for name, *_ in calls.mock_calls]

@@ -149,9 +149,10 @@ def _check_shards(intervention: Intervention, lowered: LoweredIntervention, shar
     for term in lowered.instructions if len(shards) > 1 else ():
         held = any(shard.start <= term.start and term.stop <= shard.stop for shard in shards)
         if couples(term) and not (held and term.stop):
+            instead = "" if isinstance(intervention, Hook) else "name heads, or "
             raise WeirError(
                 f"{intervention.op} at {intervention.hook} needs whole rows, which tensor-parallel workers hold in "
-                f"{len(shards)} parts; name heads, or start the engine with tensor_parallel_size=1",
+                f"{len(shards)} parts; {instead}start the engine with tensor_parallel_size=1",
                 f"{intervention.path}.hook",
             )
 

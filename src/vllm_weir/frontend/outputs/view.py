@@ -409,6 +409,7 @@ class OutputView:
             interventions=intervention_receipts(
                 self.pending.admitted, verified, self._acted_here, self._scored_rows().doses
             ),
+            notes=self.pending.told.notes(self.end),
         )
 
     def _acted_here(self, one: VerifiedIntervention) -> np.ndarray:

@@ -19,15 +19,22 @@ class ToldValues:
     def __init__(self) -> None:
         self._values: dict[str, dict[Site, dict[int, np.ndarray]]] = {}
         self._saved: dict[str, bytes] = {}
+        self._spoiled: dict[tuple[str, Site], dict[int, bool]] = {}
+        """(function, hook point) -> position -> whether its row was finite, and no longer is."""
 
     def record(self, told: messages.Told) -> None:
         """Enter what a message says."""
         if told.positions is None:
             self._saved[told.name] = told.data
             return
+        site, positions = Site(told.hook, told.layer), np.frombuffer(told.positions, "<i4").tolist()
+        if told.spoiled:
+            flags = self._spoiled.setdefault((told.name, site), {})
+            flags.update(zip(positions, np.frombuffer(told.data, bool).tolist(), strict=True))
+            return
         rows = np.frombuffer(told.data, "<f4").reshape(told.shape)
-        of_site = self._values.setdefault(told.name, {}).setdefault(Site(told.hook, told.layer), {})
-        of_site.update(zip(np.frombuffer(told.positions, "<i4").tolist(), rows, strict=True))
+        of_site = self._values.setdefault(told.name, {}).setdefault(site, {})
+        of_site.update(zip(positions, rows, strict=True))
 
     def values(self, start: int, end: int) -> HookValues:
         """Return the values of positions from `start` to `end` (not included)."""
@@ -45,3 +52,17 @@ class ToldValues:
     def saved(self) -> dict[str, Any]:
         """Return what was saved last under each name."""
         return {name: saved.decode(data) for name, data in self._saved.items()}
+
+    def notes(self, end: int) -> tuple[str, ...]:
+        """Return what a receipt says of each function that has spoiled rows at positions before `end`."""
+        spoiled: dict[str, list[tuple[int, tuple[bool, int, int], Site]]] = {}
+        for (name, site), flags in list(self._spoiled.items()):
+            at = [(one, place_of(site), site) for one, flag in list(flags.items()) if flag and one < end]
+            spoiled.setdefault(name, []).extend(at)
+        out = []
+        for name, found in spoiled.items():
+            if found:
+                position, _, site = min(found)
+                made = f"the hook {name} returned NaN or infinity for {len(found)} rows that were finite"
+                out.append(f"{made}, first at {site}, position {position}")
+        return tuple(out)

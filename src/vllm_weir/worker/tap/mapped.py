@@ -21,6 +21,7 @@ from vllm_weir.schema.instructions import HOOK
 from vllm_weir.schema.taps import NO_GRAPH, Place, places_in
 from vllm_weir.schema.user_hooks import Call
 from vllm_weir.util.h2d import upload
+from vllm_weir.worker.hook_results import on_its_way
 from vllm_weir.worker.row_functions import Given, RowFunction
 from vllm_weir.worker.steering.programs import AFTER_POST, ProgramTable
 from vllm_weir.worker.steering.slots import Slots
@@ -31,6 +32,8 @@ MOST_FUNCTIONS = 64
 """Functions with a number; further ones are called in steps without a graph."""
 MOST_ARGS = 256
 """Requests with different args of one function at a time."""
+_SPOILED = ""
+"""Name of the flags of rows that a function has spoiled, among its values."""
 
 
 class _Held(NamedTuple):
@@ -42,13 +45,23 @@ class _Held(NamedTuple):
 
 
 class GivenTo(NamedTuple):
-    """What a function gave one request: values by name, [n, ...] on the host, for rows at these positions."""
+    """What a function gave one request.
+
+    Attributes:
+        request_id, key, site: of the request, the function and the hook point.
+        positions: int64 [n], of its rows.
+        rows: int64 [n], where they stand among the step's tokens.
+        values: of all tokens, by name, on their way to the host.
+        spoiled: bool, of all tokens, likewise; None if the function gives no rows.
+    """
 
     request_id: str
     key: str
     site: Site
     positions: np.ndarray
+    rows: np.ndarray
     values: dict[str, torch.Tensor]
+    spoiled: torch.Tensor | None
 
 
 class _Function:
@@ -217,9 +230,10 @@ class MappedTaps:
     def _keep(self, function: _Function, place: Place, given: Given, chosen: torch.Tensor) -> None:
         """Write the values of a call to where the host reads them after the step."""
         kept = function.values.setdefault(place, {})
-        for name, value in given.values.items():
+        flags = {} if given.spoiled is None else {_SPOILED: given.spoiled}
+        for name, value in (given.values | flags).items():
             if name not in kept:
-                kept[name] = torch.zeros(self._max_tokens, *value.shape[1:], device=value.device)
+                kept[name] = value.new_zeros(self._max_tokens, *value.shape[1:])
             target = kept[name][: len(value)]
             target.copy_(torch.where(chosen.view(-1, *(1,) * (value.dim() - 1)), value, target))
 
@@ -229,22 +243,21 @@ class MappedTaps:
         return {number: one.failed for number, one in found.items() if one is not None and one.failed}
 
     def given(self, mask: int, batch: Batch, table: ProgramTable) -> Iterator[GivenTo]:
-        """Yield what the functions of a mask gave in the step that was issued; waits for the device."""
+        """Yield what the functions of a mask gave in the step that was issued."""
         programs = np.unique(batch.programs[batch.programs >= 0]).tolist()
         for place in places_in(mask):
             function = self._functions.get(place.function)
-            values = None if function is None or function.failed else function.values.get(place)
-            if not values:
+            if function is None or function.failed or not (values := function.values.get(place)):
                 continue
             named = {program: key for program in programs if (key := _key_at(table, program, place))}
-            on_host = {name: value[: len(batch.programs)].cpu() for name, value in values.items()} if named else {}
+            on_host = {name: on_its_way(value[: len(batch.programs)]) for name, value in values.items() if named}
+            flags = on_host.pop(_SPOILED, None)
             for program, key in named.items():
                 tokens = np.flatnonzero(batch.programs == program)
                 for owner in np.unique(batch.owners[tokens]).tolist():
                     own = tokens[batch.owners[tokens] == owner]
-                    index = torch.from_numpy(own)
-                    of_rows = {name: value[index] for name, value in on_host.items()}
-                    yield GivenTo(batch.request_ids[owner], key, self._site(place), batch.positions[own], of_rows)
+                    of = batch.request_ids[owner], key, self._site(place)
+                    yield GivenTo(*of, batch.positions[own], own, on_host, flags)
 
     def _site(self, place: Place) -> Site:
         site = self._sites[place.tap]

@@ -45,7 +45,7 @@ class StepNotice:
         scores: waits for their scores, and returns them by endpoint, float32; raises if they are
             lost. Given `score_reads`, it returns those instead of what the plan names.
         drafted: what the step drafted, if drafts decide on what readers are told.
-        told: what users' functions gave.
+        told: waits for what users' functions gave, and returns it by endpoint.
         sampled: waits until the step is sampled, and returns how many tokens of each request were,
             of all that have drafts; raises if that is lost.
     """
@@ -61,7 +61,7 @@ class StepNotice:
     drafted: DraftedStep | None = None
     sampled: Callable[[], Mapping[str, int]] = dict
     score_reads: ScoreReads | None = None
-    told: dict[str, list[messages.Told]] = field(default_factory=dict)
+    told: Callable[[], Mapping[str, list[messages.Told]]] = dict
 
     def drop_rejected(self, ledger: DraftLedger) -> None:
         """Leave out what belongs to rejected drafts; waits until the step is sampled."""
@@ -150,10 +150,12 @@ class Notifier:
     def _run(self) -> None:
         while (notice := self._notices.get()) is not None:
             broken, scores = "", {}
+            told: Mapping[str, list[messages.Told]] = {}
             try:
                 notice.arrived()
                 notice.drop_rejected(self._ledger)
                 scores = notice.scores(notice.score_reads)
+                told = notice.told()
             except Exception as e:  # noqa: BLE001 - a dead thread would leave every reader waiting for its timeout
                 broken = _describe(e)
             parts = (
@@ -162,15 +164,17 @@ class Notifier:
                 notice.steered,
                 notice.failures,
                 notice.scored,
-                notice.told,
+                told,
             )
             for endpoint in sorted(set().union(*parts)):
-                self._tell(endpoint, notice, broken, scores.get(endpoint, _NO_SCORES))
+                self._tell(endpoint, notice, broken, scores.get(endpoint, _NO_SCORES), told.get(endpoint, []))
         for socket in self._sockets.values():
             socket.close(linger=1000)
         self._context.term()
 
-    def _tell(self, endpoint: str, notice: StepNotice, broken: str, scores: np.ndarray) -> None:
+    def _tell(
+        self, endpoint: str, notice: StepNotice, broken: str, scores: np.ndarray, told: list[messages.Told]
+    ) -> None:
         """Send one reader's part of a notice; `broken` says why its rows are lost, if they are."""
         layout_updates = notice.layout_updates.get(endpoint) or messages.LayoutUpdate()
         maps_buffer = True
@@ -179,7 +183,7 @@ class Notifier:
                 maps_buffer = False
                 self._hand_over(endpoint, notice, layout_updates, broken)
             else:
-                maps_buffer = self._announce(endpoint, notice, layout_updates, broken, scores)
+                maps_buffer = self._announce(endpoint, notice, layout_updates, broken, scores, told)
         except Exception as e:  # noqa: BLE001 - as above
             self._report_loss(endpoint, layout_updates, _describe(e))
         for extent in layout_updates.retired:
@@ -203,6 +207,7 @@ class Notifier:
         layout_updates: messages.LayoutUpdate,
         broken: str,
         scores: np.ndarray,
+        told: list[messages.Told],
     ) -> bool:
         """Send the message; return whether the reader maps the buffer."""
         to = messages.ReaderEndpoint.parse(endpoint)
@@ -212,7 +217,7 @@ class Notifier:
         header = self._header(to, layout_updates, failures, notice.spill, broken)
         if len(scores):
             header.scored, header.scores = notice.scored[endpoint].tobytes(), scores.tobytes()
-        header.told = notice.told.get(endpoint, [])
+        header.told = told
         frames = [messages.encode(header), arrivals.tobytes(), steered.tobytes()]
         maps_buffer = not (layout_updates or len(arrivals)) or self._buffer_server.maps(endpoint)
         if not maps_buffer:
