@@ -13,6 +13,7 @@ import importlib
 import inspect
 import secrets
 import textwrap
+import weakref
 from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any
@@ -20,15 +21,15 @@ from typing import Any
 import msgspec
 
 from vllm_weir.errors import WeirError
-from vllm_weir.util.lru import LruCache
 
-MOST_KEPT = 4096
-_here: LruCache[Callable[..., Any]] = LruCache(MOST_KEPT)
-"""The last functions of this process that were described, by token."""
+_here: dict[str, Callable[..., Any]] = {}
+"""The functions of this process by token, as long as what describes them is there."""
 
 
-class Travelling(msgspec.Struct, frozen=True, omit_defaults=True):
+class Travelling(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
     """How a function is found in another process.
+
+    The function is kept as long as the object that `describe` returned, which copies of it are.
 
     Attributes:
         token: of the process's own table.
@@ -46,6 +47,12 @@ class Travelling(msgspec.Struct, frozen=True, omit_defaults=True):
     imports: dict[str, str] = {}
     why: str = ""
 
+    def __copy__(self) -> Travelling:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Travelling:
+        return self
+
 
 def describe(function: Callable[..., Any], field: str) -> Travelling:
     """Return how a function travels.
@@ -56,8 +63,23 @@ def describe(function: Callable[..., Any], field: str) -> Travelling:
     if not callable(function):
         got = type(function).__name__
         raise WeirError(f"expected a function of (rows, ctx), got {got}; code never comes over HTTP", field)
+    return _kept(_described(function), function)
+
+
+def describe_in(module: str, name: str, function: Callable[..., Any]) -> Travelling:
+    """Return how a function travels that a dotted path in a module names, itself or the `Hook` that has it."""
+    return _kept(Travelling(secrets.token_hex(8), name, module), function)
+
+
+def _kept(described: Travelling, function: Callable[..., Any]) -> Travelling:
+    """Keep a function as long as what describes it."""
+    _here[described.token] = function
+    weakref.finalize(described, _here.pop, described.token, None).atexit = False
+    return described
+
+
+def _described(function: Callable[..., Any]) -> Travelling:
     token, name = secrets.token_hex(8), getattr(function, "__qualname__", type(function).__name__)
-    _here.put(token, function, 1)
     module = getattr(function, "__module__", None)
     if module not in (None, "__main__") and _find(module, name) is function:
         return Travelling(token, name, module)
@@ -84,6 +106,8 @@ def find(described: Travelling) -> Callable[..., Any]:
         )
     if described.module:
         found = _find(described.module, described.name)
+        if isinstance(of_hook := getattr(found, "function", None), Travelling):
+            return find(of_hook)
         if found is None:
             raise WeirError(f"no {described.name} in {described.module}, which the engine's process imports", "hooks")
         return found

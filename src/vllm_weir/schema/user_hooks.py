@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.fields import set_fields
 from vllm_weir.schema.functions import Travelling, describe
 from vllm_weir.schema.instructions import HOOK, Instruction, LoweredIntervention
 from vllm_weir.schema.intervention_base import Intervention
-from vllm_weir.schema.vectors import MAX_ELEMENTS
+from vllm_weir.schema.vectors import MAX_ELEMENTS, as_array
 
 MODES = ("auto", "eager")
-MAX_ARGS = 64
+MAX_ARGS, MAX_TEXT = 64, 4096
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -84,7 +84,7 @@ class Hook(Intervention):
             raise WeirError(
                 "expected a text, and no state: a request that shares rows has not run there", f"{self.path}.key"
             )
-        set_fields(self, args=_parse_args(self.args, f"{self.path}.args"), state=state)
+        set_fields(self, args=parse_args(self.args, f"{self.path}.args", parse_arg), state=state)
 
     def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
         call = msgspec.msgpack.encode(Call(self.function, self.args, self.state))
@@ -96,24 +96,35 @@ class Hook(Intervention):
         return super().to_json() | {"function": self.function}
 
 
-def _parse_args(args: Any, field: str) -> dict[str, Any]:
-    """Return args as numbers and (dtype, shape, bytes)."""
+def parse_args(args: Any, field: str, parse: Callable[[Any, str], Any]) -> dict[str, Any]:
+    """Return args by name, each parsed by `parse`."""
     if args is None:
         return {}
     if not isinstance(args, Mapping) or not all(isinstance(name, str) for name in args) or len(args) > MAX_ARGS:
         raise WeirError(f"expected up to {MAX_ARGS} tensors and numbers by name", field)
-    return {name: _parse_arg(value, f"{field}.{name}") for name, value in args.items()}
+    return {name: parse(value, f"{field}.{brief(name)}") for name, value in args.items()}
 
 
-def _parse_arg(value: Any, field: str) -> Any:
-    if isinstance(value, (bool, int, float, str)):
-        return value
+def parse_arg(value: Any, field: str) -> Any:
+    """Return a number or text as it is, and a tensor, array or nested list as (dtype, shape, bytes).
+
+    Floats become float32; integers and bools keep their dtype.
+    """
     if isinstance(value, (tuple, list)) and len(value) == 3 and isinstance(value[2], bytes):
         return tuple(value)  # parsed before
-    if hasattr(value, "detach"):
-        value = value.detach().float().cpu().numpy()
-    array = np.asarray(value)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (bool, int, float, str)):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise WeirError("expected a number of 64 bits", field)
+        if isinstance(value, str) and len(value) > MAX_TEXT:
+            raise WeirError(f"{len(value)} characters, more than the limit of {MAX_TEXT}", field)
+        return value
+    if hasattr(value, "detach") and not value.is_floating_point():
+        value = value.detach().cpu().numpy()
+    array = as_array(value, field)
     if array.dtype.kind not in "fiub" or array.size > MAX_ELEMENTS:
         raise WeirError(f"expected numbers, got {array.dtype} of shape {list(array.shape)}", field)
-    array = np.ascontiguousarray(array, np.float32 if array.dtype.kind == "f" else None)
+    with np.errstate(over="ignore"):
+        array = np.array(array, np.float32 if array.dtype.kind == "f" else None, order="C")
     return str(array.dtype), array.shape, array.tobytes()
