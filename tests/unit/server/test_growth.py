@@ -18,6 +18,7 @@ from safetensors.numpy import save
 import vllm_weir as weir
 from tests.support import machine
 from tests.support.growth import FOLD, grown, grows, places
+from tests.support.hook_functions import probe_and_steer
 from tests.support.sae_reference import weights
 from tests.unit.admin_app import ADMIN, FACTS, D, Server, Workers, app_of, serving
 from vllm_weir.schema import keys
@@ -58,6 +59,18 @@ LENS_VECTOR = {"activations": [ROW, ROW], "layer_indices": [0, 1], "position_ind
 CHATS: dict[str, Any] = {
     "weir": {"weir": WEIR},
     "features": {"weir": READ},
+    "hooks": {
+        "weir": {
+            "v": 1,
+            "hooks": [
+                "steer",
+                {"name": "steer", "args": {"w": B64, "scale": 2.0}, "layers": [1], "positions": [1, 2]},
+                {"name": "steer", "args": {"w": ROW}, "when": {"probe": "own", "above": 0.5, "output": 0}},
+            ],
+            "probes": [PROBE],
+            "response": {"values": "b64"},
+        }
+    },
     "a lens": {"weir": {"v": 1, "lens": {"layers": [1], "top_k": 3, "positions": [1]}}},
     "as text": {"vllm_xargs": {"weir": json.dumps(WEIR), "mine": "x"}},
     "vllm-lens": {"extra_args": {"output_residual_stream": [0, 1], "apply_steering_vectors": [LENS_VECTOR]}},
@@ -93,6 +106,8 @@ def server(tmp_path_factory) -> Server:
         client.put("/v1/saes/mood", json={"path": str(folder / "sae")}).raise_for_status()
         module = {"name": "known", "vectors": {"resid_post": {"1": ROW}}}
         client.post("/v1/steering/modules/register", json=module).raise_for_status()
+        hook = weir.Hook(probe_and_steer, layers=[1, 2], args={"w": ROW, "scale": 3.0})
+        server.frontend.names.register_hook("steer", hook)
         yield server
 
 

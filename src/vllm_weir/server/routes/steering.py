@@ -18,6 +18,7 @@ from vllm_weir.schema.hooks import READ_ONLY_HOOKS
 from vllm_weir.schema.intervention_base import MAX_INTERVENTIONS, Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.interventions import Add, Clamp
+from vllm_weir.schema.named_hooks import Use
 from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.server.errors import declared, error
@@ -128,6 +129,9 @@ def _parse_fields(body: bodies.Fields) -> tuple[list[Intervention], tuple[AnyInt
     """
     tiers = from_fields({f"{p}{kind}": getattr(body, f"{p}{kind}") for p in TIERS for kind in ("vectors", "clamps")})
     own = None if body.interventions is None else parse_interventions(body.interventions, "interventions")
+    for one in own or ():
+        if isinstance(one, Use):
+            raise WeirError("requests name hooks themselves: neither modules nor what is set for all has one", one.path)
     if not tiers and not own:
         raise WeirError(
             "nothing to apply: give vectors, prefill_vectors or decode_vectors {hook: {layer: vector}}, clamps, "
