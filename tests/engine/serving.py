@@ -37,7 +37,7 @@ PLAIN = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 LORA = ["--enable-lora", "--max-lora-rank", "8"]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PATHS = [COMPLETIONS, CHAT]
-HOOKS = {"steer": "STEER", "watch": "watch", "fail": "fail"}
+HOOKS = {"steer": "STEER", "watch": "watch", "fail": "fail", "clip": "CLIP"}
 """The hooks of the shared server."""
 SAE = "mood"
 """The name of the shipped autoencoder on the shared server."""

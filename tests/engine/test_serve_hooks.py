@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from tests.engine.serving import COMPLETIONS, PATHS, choices, events, post, rows_of
+from tests.engine.serving import COMPLETIONS, HOOKS, PATHS, choices, events, post, rows_of
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import rel_err
 from vllm_weir.errors import WeirError
@@ -84,7 +84,7 @@ def test_the_client(weir_server):
         streamed = torch.cat([one.values["row"] for one in chunks if one.values is not None and "row" in one.values])
         assert torch.equal(streamed, out.values["row"]) and torch.equal(last.result.values["row"], streamed)
         told = {one["name"]: one for one in client.hooks.list()["hooks"]}
-        assert told.keys() == {"steer", "watch", "fail"} and told["steer"]["layers"] == [1, 2]
+        assert told.keys() == HOOKS.keys() and told["steer"]["layers"] == [1, 2]
         assert told["steer"]["args"] == {"w": {"dtype": "float32", "shape": [256]}, "scale": 3.0}
         with pytest.raises(WeirError, match="--weir-hook"):
             client.generate(PROMPT, hooks=weir.Hook(lambda rows, ctx: rows))

@@ -66,9 +66,7 @@ def weir_object(asked: Asked, inline_bytes: int | None, stream: bool) -> dict[st
         dose=parse_flag(asked.dose, "dose"),
         hooks=parse_hooks(asked.hooks, "hooks"),
     )
-    for one in (*spec.interventions, *spec.hooks):
-        if isinstance(one, Hook):
-            raise WeirError(NO_CODE, one.path)
+    refuse_code(spec)
     calls = any(isinstance(one, Use) for one in (*spec.interventions, *spec.hooks))
     reads = bool(spec.features or spec.lens or spec.probes)
     if inline_bytes is not None and (not isinstance(inline_bytes, int) or inline_bytes < 0):
@@ -88,6 +86,13 @@ def weir_object(asked: Asked, inline_bytes: int | None, stream: bool) -> dict[st
     if stream and (reads or calls or any(c.project is not None for c in spec.capture)):
         response["stream"] = True
     return out | {RESPONSE_KEY: response} if response else out
+
+
+def refuse_code(spec: RequestSpec) -> None:
+    """Raise WeirError if a request to a server has a function."""
+    for one in (*spec.interventions, *spec.hooks):
+        if isinstance(one, Hook):
+            raise WeirError(NO_CODE, one.path)
 
 
 def body_of(
