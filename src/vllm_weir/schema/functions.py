@@ -1,7 +1,8 @@
 """Functions of users: how they reach the engine's workers.
 
 A function travels by the name of its module, or as its source. It never comes from a client of a server. One that can
-travel in neither way, a lambda or a closure, runs where the engine is in the caller's process only.
+travel in neither way, a lambda or a closure, runs where the engine is in the caller's process only, or travels as a
+pickle where the setting `functions` of both processes says so.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import textwrap
 import weakref
 from collections.abc import Callable
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from vllm_weir.errors import WeirError
 
+SETTING = "the setting functions='cloudpickle' (WEIR_FUNCTIONS=cloudpickle)"
 _here: dict[str, Callable[..., Any]] = {}
 """The functions of this process by token, as long as what describes them is there."""
 
@@ -38,6 +40,7 @@ class Travelling(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
         source: of the function.
         imports: name -> module that the source uses under this name.
         why: why it can only be called in the process that made it; "" if it can travel.
+        pickled: by cloudpickle, if the engine's settings say so and nothing else will do.
     """
 
     token: str
@@ -46,6 +49,7 @@ class Travelling(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
     source: str = ""
     imports: dict[str, str] = {}
     why: str = ""
+    pickled: bytes = b""
 
     def __copy__(self) -> Travelling:
         return self
@@ -90,18 +94,37 @@ def _described(function: Callable[..., Any]) -> Travelling:
     return Travelling(token, function.__name__, source=source, imports=imports)
 
 
-def find(described: Travelling) -> Callable[..., Any]:
+def pickled(described: Travelling, field: str) -> Travelling:
+    """Return a function of this process as one that travels as a pickle; raise WeirError if it has none."""
+    try:
+        import cloudpickle
+
+        data = cloudpickle.dumps(find(described))
+    except Exception as e:  # noqa: BLE001 - whatever an object's own pickling raises
+        raise WeirError(f"{described.name} cannot be pickled: {type(e).__name__}: {e}", field) from None
+    return msgspec.structs.replace(described, pickled=data)
+
+
+def find(described: Travelling, unpickle: bool = False) -> Callable[..., Any]:
     """Return a function that was described, here or in another process.
+
+    Args:
+        described: the function.
+        unpickle: whether the settings of this process allow a pickle.
 
     Raises:
         WeirError: if it cannot be had here.
     """
     if (function := _here.get(described.token)) is not None:
         return function
+    if described.pickled and unpickle:
+        import cloudpickle
+
+        return cast(Callable[..., Any], cloudpickle.loads(described.pickled))
     if described.why:
         raise WeirError(
             f"the function {described.name} cannot reach the engine's process: {described.why}; define it in a module "
-            "that can be imported, and give numbers and tensors by args",
+            f"that can be imported, and give numbers and tensors by args, or start the engine with {SETTING}",
             "hooks",
         )
     if described.module:

@@ -96,10 +96,11 @@ class WorkerFunctions:
     Args:
         device: where their args go.
         tells: whether this worker tells readers; one of a tensor-parallel group does.
+        unpickle: whether functions may come as pickles of the caller's process.
     """
 
-    def __init__(self, device: torch.device, tells: bool = True) -> None:
-        self._device, self._tells = device, tells
+    def __init__(self, device: torch.device, tells: bool = True, unpickle: bool = False) -> None:
+        self._device, self._tells, self._unpickle = device, tells, unpickle
         self._held: dict[str, tuple[str, dict[str, OwnFunction]]] = {}
         """Request -> its reader's endpoint, and its functions by key."""
         self._told: dict[str, list[messages.Told]] = {}
@@ -119,7 +120,9 @@ class WorkerFunctions:
 
     def _load(self, wire: bytes) -> OwnFunction:
         call = msgspec.msgpack.decode(wire, type=Call)
-        return OwnFunction(call, find(call.function), {name: self._arg(value) for name, value in call.args.items()})
+        return OwnFunction(
+            call, find(call.function, self._unpickle), {name: self._arg(value) for name, value in call.args.items()}
+        )
 
     def _arg(self, value: Any) -> Any:
         if not isinstance(value, (list, tuple)):

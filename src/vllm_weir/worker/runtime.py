@@ -119,7 +119,7 @@ class WorkerRuntime:
         self._place_taps(model, anchors)
 
         self.saes = WorkerSAEs(device, settings.sae_bytes)
-        self.functions = WorkerFunctions(device, model_info.rank == 0)
+        self.functions = WorkerFunctions(device, model_info.rank == 0, settings.functions == "cloudpickle")
         self._active_taps = ActiveTaps()
         self.all_live = False
         failures = RequestFailures(self.planner, self.notifier, model_info.traits.uncertainty)

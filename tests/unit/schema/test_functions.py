@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import threading
 import weakref
 
 import msgspec
@@ -16,7 +17,7 @@ import vllm_weir as weir
 from tests.support.hook_functions import clamp_norm
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import _refuse_paths
-from vllm_weir.schema.functions import Travelling, _here, describe, find
+from vllm_weir.schema.functions import Travelling, _here, describe, find, pickled
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.user_hooks import Call
 from vllm_weir.util import saved
@@ -64,6 +65,24 @@ def test_what_cannot_travel_says_why():
         weir.Hook("rows + 1")
 
 
+def test_a_pickle_travels_only_where_both_sides_allow_it():
+    bound = torch.ones(2)
+
+    def closed(rows, ctx):
+        return rows * bound
+
+    described = pickled(describe(closed, "function"), "function")
+    there = msgspec.msgpack.decode(msgspec.msgpack.encode(described), type=Travelling)
+    there = msgspec.structs.replace(there, token="of another process")
+    assert torch.equal(find(there, unpickle=True)(torch.ones(2), None), torch.ones(2))
+    with pytest.raises(WeirError, match=r"uses bound of .* functions='cloudpickle' .WEIR_FUNCTIONS"):
+        find(there)
+    lock = threading.Lock()
+    with pytest.raises(WeirError, match="cannot be pickled: TypeError") as e:
+        pickled(describe(lambda rows, ctx: lock, "function"), "hooks[0].function")
+    assert e.value.field == "hooks[0].function"
+
+
 def test_what_is_saved_comes_back():
     given = {"rows": torch.arange(6).view(2, 3), "half": torch.ones(2, dtype=torch.bfloat16), "n": [1, 2.5, "x", None]}
     back = saved.decode(saved.encode(given | {"array": np.eye(2), "number": np.int64(4)}))
@@ -96,6 +115,7 @@ def test_tensors_of_integers_stay_integers():
 
 def test_functions_are_kept_as_long_as_something_names_them():
     """However many others are made meanwhile; copies count, too."""
+    weir.params()  # an error that vLLM's import keeps would keep the frames that import it
     gc.collect()
     before = len(_here)
 

@@ -34,6 +34,8 @@ from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compat.three_tier import scaled
 from vllm_weir.schema.compat.vllm_lens import in_lens_words, lens_capture, lens_interventions, refuse_lens
 from vllm_weir.schema.features import SetFeature
+from vllm_weir.schema.fields import with_fields
+from vllm_weir.schema.functions import pickled
 from vllm_weir.schema.hooks import DERIVED_HOOKS, Site
 from vllm_weir.schema.intervention_base import Intervention, at_most
 from vllm_weir.schema.intervention_kinds import AnyIntervention
@@ -277,9 +279,11 @@ class _Admission:
         return interventions
 
     def _settled(self, one: AnyIntervention) -> Intervention:
-        """Return what an intervention does that names something."""
+        """Return what an intervention does that names something, with a function as it travels."""
         if isinstance(one, Use):
-            return self.hooks.resolve(one, self.lookup)
+            one = self.hooks.resolve(one, self.lookup)
+        if isinstance(one, Hook) and one.function.why and self.capabilities.traits.pickles:
+            return with_fields(one, function=pickled(one.function, f"{one.path}.function"))
         return self.saes.resolve(one) if isinstance(one, SetFeature) else one
 
     def _captures(self, given: _Given) -> tuple[Capture, ...]:
