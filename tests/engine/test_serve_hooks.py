@@ -103,8 +103,18 @@ def test_a_function_that_raises_fails_its_own_request(weir_server):
     weir_server.check_nothing_held()
 
 
-@pytest.mark.parametrize("route", ["set", "modules/register"])
-def test_what_is_set_for_all_names_no_hook(weir_server, route):
-    body = {"interventions": [{"op": "hook", "name": "steer"}]} | ({"name": "m"} if route != "set" else {})
-    refused = weir_server.admin("POST", f"/v1/steering/{route}", json=body)
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "interventions[0]"
+def test_modules_and_what_is_set_for_all_name_hooks(weir_server):
+    """As requests do, with the same tokens, rows and values."""
+    capture = [{"hook": "resid_post", "layers": [1]}]
+    own = ask(weir_server.http, hooks=[STEER], capture=capture)
+    steered = {"interventions": [{"op": "hook", **STEER}]}
+    weir_server.admin("POST", "/v1/steering/modules/register", json={"name": "m", **steered}).raise_for_status()
+    by_module = ask(weir_server.http, modules=["m"], capture=capture)
+    weir_server.admin("POST", "/v1/steering/set", json=steered).raise_for_status()
+    (told,) = weir_server.http.get("/v1/steering").json()["interventions"]
+    assert (told["name"], told["layers"], told["args"]["scale"]) == ("steer", [1], 2.0) and "function" not in told
+    by_all = ask(weir_server.http, capture=capture)
+    for one in (by_module, by_all):
+        assert one["text"] == own["text"] and one["weir"]["values"] == own["weir"]["values"]
+        assert one["weir"]["activations"] == own["weir"]["activations"]
+    weir_server.restore()

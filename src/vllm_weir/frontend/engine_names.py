@@ -24,7 +24,7 @@ from vllm_weir.frontend.known_engine import KnownEngine
 from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.intervention_base import Intervention
-from vllm_weir.schema.intervention_kinds import AnyIntervention
+from vllm_weir.schema.intervention_kinds import AnyIntervention, Kept
 from vllm_weir.schema.named_hooks import Use
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.request import WIRE_KEY, WIRE_VERSION
@@ -57,7 +57,7 @@ class EngineNames:
         self.saes = SAERegistry()
         self.probes = ProbeRegistry()
         self.hooks = HookRegistry()
-        self.always: tuple[Intervention, ...] = ()
+        self.always: tuple[Kept, ...] = ()
         self.source: RegistryBackend | None = None
         self.lock = threading.RLock()
         self._engine, self._forget = engine, forget
@@ -89,7 +89,7 @@ class EngineNames:
             self.probes.load(contents.probes)
             self._replace_always(contents.always)
 
-    def _replace_always(self, interventions: Sequence[Intervention]) -> None:
+    def _replace_always(self, interventions: Sequence[Kept]) -> None:
         self.always = tuple(interventions)
         self._forget()
 
@@ -346,7 +346,7 @@ def _changed(named: Mapping[str, T], changes: Mapping[str, T | None]) -> dict[st
     return {name: one for name, one in {**named, **changes}.items() if one is not None}
 
 
-def refuse_gating(name: str, always: Sequence[Intervention]) -> None:
+def refuse_gating(name: str, always: Sequence[Kept]) -> None:
     """Raise WeirError if an intervention of every request is gated by the probe of this name."""
     if any(one.when is not None and one.when.probe == name for one in always):
         raise WeirError(

@@ -17,6 +17,8 @@ from vllm_weir.schema.user_hooks import Hook
 AnyIntervention = Intervention | SetFeature | Use
 """What a request may hold; admission turns a `SetFeature`, and a `Use`, into an `Intervention`."""
 KINDS: dict[str, type[Intervention]] = {kind.op: kind for kind in (Add, Ablate, Clamp, Replace, LowRank, Hook)}
+Kept = Intervention | Use
+"""What a server keeps under names and for all requests; each of its processes looks hooks up when a request comes."""
 STORED_KINDS = KINDS | {SetActivation.op: SetActivation}
 """With those that no request may hold."""
 
@@ -41,8 +43,10 @@ def _is_function(value: object) -> bool:
     return isinstance(value, Travelling) or callable(value)
 
 
-def parse_stored(data: object, path: str) -> Intervention:
+def parse_stored(data: object, path: str) -> Kept:
     """Parse the wire form of an intervention that a server has stored."""
+    if isinstance(data, Mapping) and data.get("op") == Use.op:
+        return Use.from_json(data, path)
     return _parse(data, path, STORED_KINDS, ", ".join(STORED_KINDS))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import parse_layers
-from vllm_weir.schema.fields import refuse_unknown_keys, set_fields
+from vllm_weir.schema.fields import refuse_unknown_keys, set_fields, with_fields
 from vllm_weir.schema.gates import When
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.scalars import plain
@@ -97,6 +97,22 @@ class Use:
             if (value := getattr(self, name)) is not None:
                 out[name] = value.to_json()
         return out
+
+    given: ClassVar[tuple[Vector, ...]] = ()
+    """As of an intervention: the vectors that it has; its tensors are args."""
+
+    def with_vectors(self, change: Callable[[Vector, str], Vector]) -> Use:
+        """Return itself, as an intervention without vectors does."""
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its args that are tensors."""
+        return sum(len(value[2]) for value in self.args.values() if isinstance(value, tuple))
+
+    def settled(self, hook: Hook) -> Use:
+        """Return what can be kept: with the args of the hook that it was resolved to, which name no vectors."""
+        return with_fields(self, args={name: hook.args[name] for name in self.args})
 
     def resolve(self, registered: Hook, lookup: Callable[[str, str], np.ndarray]) -> Hook:
         """Return the registered hook with what this changes.

@@ -39,6 +39,7 @@ TIERS = {
     "clamps": {"resid_post": {"1": [{"vector": ROW, "min": 0.0}]}, "resid_pre": CLAMPED},
 }
 ADD = {"op": "add", "vector": ROW, "layers": [1, 2], "positions": [1, 2], "hook": "resid_post"}
+HOOK = {"op": "hook", "name": "steer", "args": {"w": ROW, "scale": 2.0}, "layers": [1], "positions": [1, 2]}
 PROBE = {"kind": "linear", "name": "own", "weight": [ROW, ROW], "bias": [0.1, 0.2], "layer": 0, "positions": [1, 2]}
 WEIR = {
     "v": 1,
@@ -90,7 +91,7 @@ BODIES: dict[str, tuple[str, str, Any]] = {
     "an autoencoder": ("PUT", "/v1/saes/a", {"path": "/nowhere", "site": ["resid_post", 1]}),
     "a module": ("POST", "/v1/steering/modules/register", {"name": "m", **TIERS, "interventions": [ADD]}),
     "no module": ("POST", "/v1/steering/modules/unregister", {"name": "m"}),
-    "steering": ("POST", "/v1/steering/set", {"vectors": {"resid_post": {"1": ROW}}, "interventions": [ADD]}),
+    "steering": ("POST", "/v1/steering/set", {"vectors": {"resid_post": {"1": ROW}}, "interventions": [ADD, HOOK]}),
     "no steering": ("POST", "/v1/steering/clear", {"target": "main"}),
     "a mark": ("POST", "/v1/marks", {"id": "cmpl-1", "metadata": {"a": ["b"]}}),
 }  # fmt: skip

@@ -8,17 +8,20 @@ import sys
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
 
+import vllm_weir as weir
 from tests.support import served_hooks
-from tests.unit.admin_app import app_of, serving
+from tests.unit.admin_app import ADMIN, D, app_of, serving
 from vllm_weir.client.response_fields import hook_values_of, saved_of
 from vllm_weir.client.results import Choice, add_weir_fields
 from vllm_weir.errors import WeirError
 from vllm_weir.results.scores import HookValues
 from vllm_weir.schema.functions import find
+from vllm_weir.schema.user_hooks import Call
 from vllm_weir.server import hooks
 from vllm_weir.server.hook_values import ValueForm
 
@@ -88,6 +91,39 @@ def test_every_process_registers_them(tmp_path):
             asyncio.run(hooks.load_given(servers[0], environ))
         assert e.value.field == "--weir-hook"
         del served_hooks.DEEP
+
+
+def test_modules_and_what_is_set_for_all_keep_names_and_args(tmp_path):
+    """In every process, which looks the hook up itself; a vector that an arg names is what it was then."""
+    environ = {}
+    hooks.put_options([f"clip={HERE}:CLIP", f"own={HERE}:OWN"], environ)
+    served_hooks.OWN = weir.Hook(served_hooks.watch, layers=[1], args={"w": torch.zeros(D), "n": 1})
+    with serving(tmp_path, 2, vector_bytes=1024) as servers:
+        for server in servers:
+            asyncio.run(hooks.load_given(server, environ))
+        one, two = (TestClient(app_of(server), headers=ADMIN) for server in servers)
+        one.put("/v1/vectors/happy", json=[1.0] * D).raise_for_status()
+        asked = [{"op": "hook", "name": "own", "args": {"w": "happy"}}]
+        one.post("/v1/steering/modules/register", json={"name": "m", "interventions": asked}).raise_for_status()
+        two.post("/v1/steering/set", json={"interventions": asked}).raise_for_status()
+        one.put("/v1/vectors/happy", json=[2.0] * D).raise_for_status()
+        for server in servers:
+            server.frontend.names.refresh()
+            _, sent = server.frontend.admit("r", {"weir": {"v": 1, "modules": ["m"]}}, [5] * 8, 8, 4)
+            calls = [msgspec.msgpack.decode(call, type=Call) for call in sent.calls.values()]
+            assert [np.frombuffer(call.args["w"][2], "<f4").tolist() for call in calls] == [[1.0] * D]
+            assert calls[0].function.name == "OWN"
+        for body, field in (
+            ({"interventions": [{"op": "hook", "name": "clop"}]}, "interventions[0].name"),
+            ({"interventions": [{"op": "hook", "name": "own", "source": "x"}]}, "interventions[0].source"),
+            ({"interventions": asked * 40}, "name"),
+        ):
+            refused = two.post("/v1/steering/set", json=body)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == field, refused.text
+        kept = [{"op": "hook", "name": "own", "args": {"w": [1.0] * D}}]
+        (told,) = one.get("/v1/steering").json()["interventions"]
+        assert told.keys() == kept[0].keys() and told["args"]["w"]["shape"] == [D]
+    del served_hooks.OWN
 
 
 def view(values, saved=None):

@@ -38,7 +38,7 @@ from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.functions import pickled
 from vllm_weir.schema.hooks import DERIVED_HOOKS, Site
 from vllm_weir.schema.intervention_base import Intervention, at_most
-from vllm_weir.schema.intervention_kinds import AnyIntervention
+from vllm_weir.schema.intervention_kinds import AnyIntervention, Kept
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY
 from vllm_weir.schema.named_hooks import NO_CODE, Use
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
@@ -53,7 +53,7 @@ def unknown_reference(ref: str, field: str) -> np.ndarray:
     raise WeirError(f"no vector is registered under {ref!r}", field)
 
 
-def unknown_module(name: str, field: str) -> Sequence[Intervention]:
+def unknown_module(name: str, field: str) -> Sequence[Kept]:
     """Look up a module in an engine that has none registered: raise WeirError."""
     raise WeirError(f"no module is registered under {name!r}", field)
 
@@ -66,7 +66,7 @@ def admit(
     always: Sequence[AnyIntervention] = (),
     everyone: Sequence[Capture] = (),
     sinks: Collection[str] = (),
-    module: Callable[[str, str], Sequence[Intervention]] = unknown_module,
+    module: Callable[[str, str], Sequence[Kept]] = unknown_module,
     vocabulary: Vocabulary = UNKNOWN,
     has_embeddings: bool = False,
     saes: SAERegistry | None = None,
@@ -198,7 +198,7 @@ class _Admission:
     always: Sequence[AnyIntervention]
     everyone: Sequence[Capture]
     sinks: Collection[str]
-    module: Callable[[str, str], Sequence[Intervention]]
+    module: Callable[[str, str], Sequence[Kept]]
     vocabulary: Vocabulary
     has_embeddings: bool
     saes: SAERegistry
@@ -269,10 +269,13 @@ class _Admission:
     def _interventions(self, given: _Given) -> tuple[Intervention, ...]:
         """Return those of every request, of the request's modules, and its own, in the order in which they act."""
         modules = given.spec.modules
-        named = (one for m in modules for one in scaled(self.module(m.name, m.path), m.scale, f"{m.path}.scale"))
-        from_modules = at_most(named, "modules")
+        settled = ((list(map(self._settled, self.module(m.name, m.path))), m) for m in modules)
+        from_modules = at_most(
+            (one for kept, m in settled for one in scaled(kept, m.scale, f"{m.path}.scale")), "modules"
+        )
         # What many requests share is about images where there are some.
-        shared = [one for one in (*self.always, *from_modules) if self.vocabulary.occurs(one.positions)]
+        everybody = (*map(self._settled, self.always), *from_modules)
+        shared = [one for one in everybody if self.vocabulary.occurs(one.positions)]
         own = given.interventions
         interventions = tuple(resolve_tokens(self._settled(one), self.vocabulary) for one in (*shared, *own))
         check_units(interventions)
