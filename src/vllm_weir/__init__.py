@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         demo_model,
         demo_sae,
         flush,
+        list_hooks,
         list_probes,
         list_vectors,
         load_sae,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         mark,
         params,
         register,
+        register_hook,
         register_probe,
         remove_controller,
         saes,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
         unload_sae,
         unload_sae_async,
         unregister,
+        unregister_hook,
         unregister_probe,
     )
     from vllm_weir.api import list_vectors as list
@@ -68,6 +71,7 @@ if TYPE_CHECKING:
     from vllm_weir.schema.gates import When
     from vllm_weir.schema.hooks import Site
     from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
+    from vllm_weir.schema.named_hooks import Use
     from vllm_weir.schema.probe_files import load_probe
     from vllm_weir.schema.probes import AttentionProbe, MLPProbe, Probe
     from vllm_weir.schema.site_verdict import SiteVerdict
@@ -113,6 +117,7 @@ __all__ = [
     "SteeringVector",
     "Sweep",
     "TooLarge",
+    "Use",
     "WeirError",
     "When",
     "__version__",
@@ -128,6 +133,7 @@ __all__ = [
     "flush",
     "from_tiers",
     "list",
+    "list_hooks",
     "list_probes",
     "list_vectors",
     "load",
@@ -143,6 +149,7 @@ __all__ = [
     "open_writer",
     "params",
     "register",
+    "register_hook",
     "register_probe",
     "remove_controller",
     "saes",
@@ -156,6 +163,7 @@ __all__ = [
     "unload_sae",
     "unload_sae_async",
     "unregister",
+    "unregister_hook",
     "unregister_probe",
 ]
 
@@ -201,6 +209,7 @@ __getattr__, __dir__ = lazy_names(
         "SteeringVector": "vllm_weir.schema.compat.vllm_lens",
         "Sweep": "vllm_weir.experiments.sweep.result",
         "TooLarge": "vllm_weir.client.errors",
+        "Use": "vllm_weir.schema.named_hooks",
         "WeirError": "vllm_weir.errors",
         "When": "vllm_weir.schema.gates",
         "add_controller": "vllm_weir.api",
@@ -215,6 +224,7 @@ __getattr__, __dir__ = lazy_names(
         "flush": "vllm_weir.api",
         "from_tiers": "vllm_weir.schema.compat.three_tier",
         "list": "vllm_weir.api:list_vectors",
+        "list_hooks": "vllm_weir.api",
         "list_probes": "vllm_weir.api",
         "list_vectors": "vllm_weir.api",
         "load": "vllm_weir.storage.loading",
@@ -230,6 +240,7 @@ __getattr__, __dir__ = lazy_names(
         "open_writer": "vllm_weir.storage.loading",
         "params": "vllm_weir.api",
         "register": "vllm_weir.api",
+        "register_hook": "vllm_weir.api",
         "register_probe": "vllm_weir.api",
         "remove_controller": "vllm_weir.api",
         "saes": "vllm_weir.api",
@@ -243,6 +254,7 @@ __getattr__, __dir__ = lazy_names(
         "unload_sae": "vllm_weir.api",
         "unload_sae_async": "vllm_weir.api",
         "unregister": "vllm_weir.api",
+        "unregister_hook": "vllm_weir.api",
         "unregister_probe": "vllm_weir.api",
     },
 )

@@ -7,7 +7,7 @@ engine.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,16 @@ from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.json_text import dumps
 from vllm_weir.schema.keys import WIRE_KEY, refuse_slips
+from vllm_weir.schema.named_hooks import Use
 from vllm_weir.schema.probes import AnyProbe, parse_probe, parse_probes
-from vllm_weir.schema.request import RequestSpec, parse_captures, parse_features, parse_interventions, parse_lens
+from vllm_weir.schema.request import (
+    RequestSpec,
+    parse_captures,
+    parse_features,
+    parse_hooks,
+    parse_interventions,
+    parse_lens,
+)
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.schema.site_verdict import SiteVerdict
 from vllm_weir.schema.stop_rules import parse_stop_when
@@ -43,7 +51,7 @@ def params(
     *,
     capture: Capture | Mapping[str, Any] | Sequence[Capture | Mapping[str, Any]] | None = None,
     interventions: AnyIntervention | Mapping[str, Any] | Sequence[AnyIntervention | Mapping[str, Any]] | None = None,
-    hooks: Hook | Sequence[Hook] | None = None,
+    hooks: Hook | Use | str | Mapping[str, Any] | Sequence[Hook | Use | str | Mapping[str, Any]] | None = None,
     features: Features | Mapping[str, Any] | Sequence[Features | Mapping[str, Any]] | None = None,
     lens: Lens | Mapping[str, Any] | None = None,
     probes: AnyProbe | str | Mapping[str, Any] | Sequence[AnyProbe | str | Mapping[str, Any]] | None = None,
@@ -58,8 +66,8 @@ def params(
         capture: one `Capture` or a list of them (or their wire form).
         interventions: one intervention or a list of them (or their wire form), applied in the order
             given.
-        hooks: one `Hook` or a list of them, applied after the interventions. Among `interventions` a hook acts at its
-            place.
+        hooks: one `Hook`, a `Use` (or its wire form, or the name alone) of a registered one, or a list of these,
+            applied after the interventions. Among `interventions` a hook acts at its place.
         features: one `Features` or a list of them (or their wire form).
         lens: a `Lens` (or its wire form).
         probes: one `Probe`, `MLPProbe` or `AttentionProbe`, the name of a registered one, or a list
@@ -95,7 +103,7 @@ def params(
     if interventions is not None:
         spec = replace(spec, interventions=parse_interventions(interventions, "interventions"))
     if hooks is not None:
-        spec = replace(spec, hooks=parse_interventions(hooks, "hooks"))
+        spec = replace(spec, hooks=parse_hooks(hooks, "hooks"))
     if features is not None:
         spec = replace(spec, features=parse_features(features, "features"))
     if lens is not None:
@@ -186,6 +194,40 @@ def unregister_probe(llm: Any, name: str) -> None:
 def list_probes(llm: Any) -> dict[str, dict[str, Any]]:
     """Return the registered probes: name -> {"kind", "outputs", "hook", "layer", ...}, without their vectors."""
     return _frontend(llm).names.probes.infos()
+
+
+def register_hook(llm: Any, name: str, hook: Hook | Callable[..., Any]) -> None:
+    """Register a hook under a name for requests to this engine, replacing any other of that name.
+
+    Requests then name it: ``hooks=[weir.Use("clip", args={"w": w})]``. A request uses the hook that the name stands
+    for when the request is admitted.
+
+    Args:
+        llm: ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in class.
+        name: 1 to 256 characters.
+        hook: a `Hook`, whose args are what requests leave out; or a function alone, ``Hook(function)``.
+
+    Raises:
+        WeirError: if the engine cannot serve it; then the name keeps what it stood for.
+    """
+    _frontend(llm).names.register_hook(name, hook)
+
+
+def unregister_hook(llm: Any, name: str) -> None:
+    """Forget a registered hook; requests that were admitted keep it.
+
+    Raises:
+        WeirError: if there is no such name.
+    """
+    _frontend(llm).names.unregister_hook(name)
+
+
+def list_hooks(llm: Any) -> dict[str, dict[str, Any]]:
+    """Return the registered hooks: name -> {"function", "hook", "layers", "args", "positions", ...}.
+
+    An arg that is a tensor is told as {"dtype", "shape"}.
+    """
+    return _frontend(llm).names.hooks.infos()
 
 
 def load_sae(llm: Any, name: str, sae: SAE | str | os.PathLike) -> None:

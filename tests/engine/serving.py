@@ -37,6 +37,8 @@ PLAIN = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 LORA = ["--enable-lora", "--max-lora-rank", "8"]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PATHS = [COMPLETIONS, CHAT]
+HOOKS = {"steer": "STEER", "watch": "watch", "fail": "fail", "clip": "CLIP"}
+"""The hooks of the shared server."""
 SAE = "mood"
 """The name of the shipped autoencoder on the shared server."""
 
@@ -189,6 +191,8 @@ def _shared(folder: Path) -> Iterator[Server]:
     env |= {"WEIR_ADMIN_KEY": ADMIN_KEY, "WEIR_SAE_BYTES": str(room), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     sinks = {"archive": {"filesystem": {"url": str(folder / "archive")}}}
     more = [*LORA, "--weir-sae", f"{SAE}={weir.demo_sae()}"]
+    for name, attribute in HOOKS.items():
+        more += ["--weir-hook", f"{name}=tests.support.served_hooks:{attribute}"]
     more += ["--middleware", "tests.engine.serve_probe.Held"]
     more += ["--additional-config", json.dumps({"weir": {"sinks": sinks}})]
     with running(folder / "log", WEIR, *more, env=env, forked=True) as http:

@@ -454,3 +454,9 @@ def test_functions_travel_to_another_process(root):
         assert len(out.values) == 1
     with pytest.raises(WeirError, match="cannot reach the engine's process: it uses bound"):
         generated(llm, [prompt(20, 1)], [weir.params(sampling(2), hooks=weir.Hook(closed, layers=1))])
+    llm = get_llm(directory(), in_process=False, additional_config={"weir": {"functions": "cloudpickle"}})
+    hook, applied = both(closed, {"layers": 1})
+    weir.register_hook(llm, "closed", hook)
+    for one in (hook, weir.Use("closed")):
+        (out,) = generated(llm, [prompt(20, 1)], [weir.params(sampling(6), hooks=one, capture=CAPTURE)])
+        check(out, [applied], reference(directory()))

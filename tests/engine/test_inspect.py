@@ -162,6 +162,21 @@ def test_the_cache_tells_vectors_apart():
     assert key(100, weir.Ablate) != key(200, weir.Ablate)
 
 
+def test_hooks_by_name(model):
+    """Their values are in the metadata, and what the cache goes by has their args."""
+    w = torch.randn(256, generator=torch.Generator().manual_seed(3)) / 8
+    use = weir.Use("steer", args={"w": w}, layers=[2])
+    output = ask(model, weir={"hooks": [use, "watch"], "interventions": []})
+    assert output.metadata["values"]["probe"].shape == output.metadata["values"]["norm"].shape[:1]
+    assert output.metadata["saved"]["last"]["row"].shape == (256,)
+
+    def key(w: torch.Tensor) -> str:
+        config = GenerateConfig(extra_body={"weir": {"hooks": [weir.Use("steer", args={"w": w})]}})
+        return CacheEntry(None, config, INPUT, "m", CachePolicy(), None, []).key
+
+    assert key(w) == key(w.clone()) != key(w.flip(0))
+
+
 def test_choices_each_have_their_own(model):
     config = GenerateConfig(temperature=1.0, seed=3, num_choices=2, max_tokens=4)
     config.extra_body = {"weir": {"capture": [weir.Capture(layers=3)]}}
@@ -180,6 +195,7 @@ def test_refusals(model):
         ({"weir": {"capture": [weir.Capture(layers=99)]}}, "block 99 does not exist"),
         ({"weir": {"captures": []}}, "weir.captures"),
         ({"extra_args": {"apply_hooks": ["code"]}}, "runs no code"),
+        ({"weir": {"hooks": [weir.Hook(lambda rows, ctx: rows)]}}, "--weir-hook"),
         ({"extra_args": {"weir": {"v": 1}}, "weir": {"v": 1}}, "given twice"),
         ({"lora_request": {"lora_name": "nobody", "lora_path": "/nowhere"}}, "nowhere"),
     ):

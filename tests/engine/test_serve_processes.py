@@ -57,6 +57,7 @@ def test_two_processes_share_results_and_serve_loras(tmp_path, lora, folder):
     log = tmp_path / "log"
     env = {"WEIR_SERVE_DIRECTORY": str(tmp_path), "VLLM_LOGGING_LEVEL": "INFO"} | forking()
     more = ["--api-server-count", "2", *LORA, "--lora-modules", f"tiny={lora}"]
+    more += ["--weir-hook", "watch=tests.support.served_hooks:watch"]
     with running(log, WEIR, *more, env=env) as client:
         assert len(list(tmp_path.glob("weir-serve-*"))) == 1
         for _ in range(12):
@@ -65,6 +66,8 @@ def test_two_processes_share_results_and_serve_loras(tmp_path, lora, folder):
                 assert other.get(url).raise_for_status().content
                 assert third.delete(url).status_code == 204
                 assert one.get(url).status_code == 404
+                hooked = post(other, weir={"v": 1, "hooks": [{"name": "watch", "layers": [2]}]})["choices"][0]
+                assert len(hooked["weir"]["values"]["norm"]["values"]) > 6 and hooked["weir"]["saved"]["last"]
         named = post(client, weir=ASKED, lora_request={"lora_name": "tiny", "lora_int_id": 5})
         assert named["model"] == "tiny"
         same = post(client, weir=ASKED, model="tiny")

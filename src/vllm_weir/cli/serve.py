@@ -11,6 +11,7 @@ from vllm_weir.config.env import disabled
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.guard import refuse
 from vllm_weir.schema.json_text import fits_header
+from vllm_weir.server import hooks
 from vllm_weir.server.endpoint_plugin import load_route_modules
 from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
 from vllm_weir.server.modules import OPTION as MODULES_OPTION
@@ -26,6 +27,7 @@ HELP = f"""Weir's own options, the others are vLLM's:
   {OPTION} PATH, or {ADMIN_KEY} in the environment: the key for what changes all requests
   {SAE_OPTION} NAME=PATH, repeatable: a sparse autoencoder to load; NAME=PATH@HOOK.LAYER if its files do not say where
   it belongs
+  {hooks.OPTION} NAME=MODULE:ATTRIBUTE, repeatable: a weir.Hook or a function of (rows, ctx), for requests to name
   {MODULES_OPTION} NAME=FILE ...: modules to register, JSON files with the fields of /v1/steering/modules/register
 """
 GROUPS = (
@@ -46,6 +48,7 @@ def serve(arguments: list[str]) -> None:
     rest = prepare(arguments, os.environ)
     _check_loading()
     check_given(rest)
+    hooks.check_given()
     from vllm_weir.patches.serve_command import vllm_serve
 
     # vLLM kills its API-server processes when there are several. Runs after what this process
@@ -76,6 +79,8 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
         )
     rest, saes = _take(SAE_OPTION, rest, "name=path")
     put_options(saes, environ)
+    rest, functions = _take(hooks.OPTION, rest, "name=module:attribute")
+    hooks.put_options(functions, environ)
     rest, modules = _take(MODULES_OPTION, rest, "name=file", several=True)
     put_modules(modules, environ)
     for file in files:

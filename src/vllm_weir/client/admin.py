@@ -1,4 +1,4 @@
-"""Administration of a server: its named vectors, autoencoders and probes, and its steering of every request.
+"""Administration of a server: its named vectors, autoencoders, hooks and probes, and its steering of every request.
 
 Both clients share these classes: every method returns the result, or for an `AsyncClient` an
 awaitable of it.
@@ -109,6 +109,17 @@ class SAEAdmin:
     def list(self) -> Any:
         """Return the loaded autoencoders."""
         return self._request_json(SendRequest("GET", "/v1/saes"))
+
+
+class HookAdmin:
+    """``client.hooks``: the functions that the server's operator has loaded, for ``hooks=Use("name", ...)``."""
+
+    def __init__(self, request_json: Callable[[SendRequest], Any]) -> None:
+        self._request_json = request_json
+
+    def list(self) -> Any:
+        """Return the hooks that requests may name, with the args that they may replace."""
+        return self._request_json(SendRequest("GET", "/v1/hooks"))
 
 
 class ProbeAdmin:

@@ -77,6 +77,7 @@ class Client:
         self.vectors: admin.VectorAdmin = admin.VectorAdmin(self._request_json)
         self.saes: admin.SAEAdmin = admin.SAEAdmin(self._request_json)
         self.probes: admin.ProbeAdmin = admin.ProbeAdmin(self._request_json)
+        self.hooks: admin.HookAdmin = admin.HookAdmin(self._request_json)
         self.steering: admin.SteeringAdmin = admin.SteeringAdmin(self._request_json)
 
     @property
@@ -97,6 +98,7 @@ class Client:
         probes: Any = (),
         stop_when: Any = (),
         dose: bool = MEASURE_DOSE,
+        hooks: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -119,6 +121,8 @@ class Client:
             stop_when: Scores that end the generation, as for `weir.params`: ``"name > 0.9"``.
             dose: Whether to measure how much the interventions change the rows, as for
                 `weir.params`.
+            hooks: Functions that the server has loaded, each a `Use` (or its name, or its wire
+                form); what they give comes as ``values`` and ``saved``. A client sends no code.
             inline_bytes: Activations up to this size come within the response; larger ones are
                 fetched after it.
             save_to: A directory. Activations are streamed into files there (``choice.path``) and
@@ -131,7 +135,7 @@ class Client:
         Returns:
             A `Completion`; for a list of prompts, a list of them in the same order.
         """
-        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose)
+        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose, hooks)
         weir_fields = RequestFields(asked, inline_bytes, save_to)
         fields = fields | {"max_tokens": max_tokens}
         return self._generate_all(prompt, prompt_batch(prompt), weir_fields, fields, concurrency, progress)
@@ -149,6 +153,7 @@ class Client:
         probes: Any = (),
         stop_when: Any = (),
         dose: bool = MEASURE_DOSE,
+        hooks: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -156,7 +161,7 @@ class Client:
         **fields: Any,
     ) -> Any:
         """Answer a conversation (``/v1/chat/completions``) or a list of them, like `generate`."""
-        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose)
+        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose, hooks)
         weir_fields = RequestFields(asked, inline_bytes, save_to)
         fields = fields | {"max_tokens": max_tokens}
         return self._generate_all(messages, chat_batch(messages), weir_fields, fields, concurrency, progress)
@@ -174,16 +179,17 @@ class Client:
         probes: Any = (),
         stop_when: Any = (),
         dose: bool = MEASURE_DOSE,
+        hooks: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         **fields: Any,
     ) -> Iterator[Chunk]:
         """Iterate over a generation's chunks with ``for``, of a prompt or of chat messages.
 
-        The arguments are those of `generate`. Scores come with the tokens that they belong to;
+        The arguments are those of `generate`. Scores and values come with the tokens that they belong to;
         activations come at the end, in the last chunk's ``result``.
         """
-        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose)
+        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose, hooks)
         weir_fields = RequestFields(asked, inline_bytes, save_to)
         generation = generation_request(prompt, weir_fields, fields | {"max_tokens": max_tokens})
         route_and_prompt(prompt)  # a wrong prompt is refused here, not by the first iteration

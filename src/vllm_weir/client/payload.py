@@ -9,22 +9,26 @@ from typing import Any, NamedTuple
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.keys import WIRE_KEY, misplaced
+from vllm_weir.schema.named_hooks import NO_CODE, Use
 from vllm_weir.schema.probes import parse_probes
 from vllm_weir.schema.request import (
     MEASURE_DOSE,
     RequestSpec,
     parse_captures,
     parse_features,
+    parse_hooks,
     parse_interventions,
     parse_lens,
     parse_modules,
 )
 from vllm_weir.schema.stop_rules import parse_stop_when
+from vllm_weir.schema.user_hooks import Hook
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSE_KEY, MODULES_KEY = "response", "modules"
 _WEIR_ARGUMENTS = (
-    "capture", "interventions", "modules", "features", "lens", "probes", "stop_when", "dose", "inline_bytes", "save_to",
+    "capture", "interventions", "modules", "features", "lens", "probes", "stop_when", "dose", "hooks", "inline_bytes",
+    "save_to",
 )  # fmt: skip
 _RESERVED = ("stream", "prompt", "messages", WIRE_KEY)
 
@@ -40,6 +44,7 @@ class Asked(NamedTuple):
     probes: Any = ()
     stop_when: Any = ()
     dose: bool = MEASURE_DOSE
+    hooks: Any = ()
 
 
 NOTHING = Asked()
@@ -59,23 +64,35 @@ def weir_object(asked: Asked, inline_bytes: int | None, stream: bool) -> dict[st
         probes=parse_probes(asked.probes, "probes"),
         stop_when=parse_stop_when(asked.stop_when, "stop_when"),
         dose=parse_flag(asked.dose, "dose"),
+        hooks=parse_hooks(asked.hooks, "hooks"),
     )
+    refuse_code(spec)
+    calls = any(isinstance(one, Use) for one in (*spec.interventions, *spec.hooks))
     reads = bool(spec.features or spec.lens or spec.probes)
     if inline_bytes is not None and (not isinstance(inline_bytes, int) or inline_bytes < 0):
         raise WeirError(f"expected a number of bytes, at least 0, got {brief(inline_bytes)}", "inline_bytes")
     parse_modules(asked.modules, "modules")
     modules = asked.modules
     module_list = [modules] if isinstance(modules, (str, Mapping)) else list(modules or ())
-    changes = bool(spec.interventions or module_list or spec.stop_when or spec.dose != MEASURE_DOSE)
+    changes = bool(spec.interventions or spec.hooks or module_list or spec.stop_when or spec.dose != MEASURE_DOSE)
     if not spec.capture and not changes and not reads:
         return None
     out = spec.to_json() | ({MODULES_KEY: module_list} if module_list else {})
     response: dict[str, Any] = {}
     if inline_bytes is not None:
         response["inline_bytes"] = inline_bytes
-    if stream and (reads or any(c.project is not None for c in spec.capture)):
+    if calls:
+        response["values"] = "b64"
+    if stream and (reads or calls or any(c.project is not None for c in spec.capture)):
         response["stream"] = True
     return out | {RESPONSE_KEY: response} if response else out
+
+
+def refuse_code(spec: RequestSpec) -> None:
+    """Raise WeirError if a request to a server has a function."""
+    for one in (*spec.interventions, *spec.hooks):
+        if isinstance(one, Hook):
+            raise WeirError(NO_CODE, one.path)
 
 
 def body_of(

@@ -1,7 +1,9 @@
-"""What the fields of a response's ``weir`` object hold: receipts, scores, features, lenses and activations."""
+"""What the fields of a response's ``weir`` object hold: receipts, values of all kinds, and activations."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
 import json
 import math
@@ -16,7 +18,7 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.read_outs import FeatureValues, LensTokens
 from vllm_weir.results.receipt import InterventionReceipt, Receipt
-from vllm_weir.results.scores import Scores
+from vllm_weir.results.scores import HookValues, Scores
 from vllm_weir.schema.hooks import Site, parse_site
 from vllm_weir.schema.keys import PROJECTED_KEYS
 
@@ -90,6 +92,34 @@ def lens_of(data: Mapping[str, Any]) -> dict[int, LensTokens]:
         int(layer): LensTokens(_ints(one["positions"]), _ints(one["token_ids"]), _matrix(one["logprobs"]))
         for layer, one in data.items()
     }
+
+
+def hook_values_of(data: Mapping[str, Any]) -> HookValues | None:
+    """Return a response's ``values``, None if it has none; null (not finite) becomes NaN."""
+    if not data:
+        return None
+    return HookValues(
+        {name: _tensor(one) if "b64" in one else _matrix(one["values"]) for name, one in data.items()},
+        {name: _ints(one["positions"]) for name, one in data.items()},
+    )
+
+
+def saved_of(value: Any) -> Any:
+    """Return what a response's ``saved`` holds, with tensors and bytes for base64."""
+    if isinstance(value, dict):
+        if "b64" in value and value.keys() <= {"b64", "dtype", "shape"}:
+            return _tensor(value) if "dtype" in value else base64.b64decode(value["b64"])
+        return {key: saved_of(one) for key, one in value.items()}
+    return [saved_of(one) for one in value] if isinstance(value, list) else value
+
+
+def _tensor(packed: Mapping[str, Any]) -> torch.Tensor:
+    try:
+        data = bytearray(base64.b64decode(packed["b64"], validate=True))
+        dtype = getattr(torch, packed["dtype"])
+        return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(packed["shape"])
+    except (binascii.Error, AttributeError, TypeError, ValueError, RuntimeError, KeyError) as e:
+        raise WeirError(f"the values that the server sent cannot be read: {e}") from None
 
 
 def _ints(values: list[Any]) -> torch.Tensor:

@@ -15,16 +15,18 @@ from vllm_weir.client.errors import ServerError
 from vllm_weir.client.response_fields import (
     activations_of,
     features_of,
+    hook_values_of,
     lens_of,
     probe_scores_of,
     projected_of,
     receipt_of,
+    saved_of,
 )
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.read_outs import FeatureValues, LensTokens
 from vllm_weir.results.receipt import Receipt
-from vllm_weir.results.scores import Scores
+from vllm_weir.results.scores import HookValues, Scores
 
 ID = re.compile(r"[0-9a-f]{32}")
 
@@ -48,6 +50,9 @@ class Choice:
         probe_scores: The scores of probes, for a request with ``probes``; otherwise None.
         features: Features of autoencoders by name, for a request with ``features``.
         lens: The likeliest next tokens by block, for a request with ``lens``.
+        hook_values: What hooks gave for rows, for a request with ``hooks``; otherwise None.
+        hook_saved: What they saved, likewise.
+        values_refusal: Why the server sent neither; empty if it did.
         path: The file that holds the activations, for a request with ``save_to``.
         reference: The id of activations that are kept on the server and not fetched yet.
         refusal: Why the server kept no activations; empty if it did.
@@ -65,6 +70,9 @@ class Choice:
     probe_scores: Scores | None = None
     features: dict[str, FeatureValues] = field(default_factory=dict)
     lens: dict[int, LensTokens] = field(default_factory=dict)
+    hook_values: HookValues | None = None
+    hook_saved: dict[str, Any] | None = None
+    values_refusal: str = ""
     path: Path | None = None
     reference: str | None = None
     refusal: str = ""
@@ -87,6 +95,24 @@ class Choice:
     def scores(self) -> Any:
         """The `Scores` of probes, for a request with ``probes``; else `projected`, which may be None."""
         return self.projected if self.probe_scores is None else self.probe_scores
+
+    @property
+    def values(self) -> HookValues | None:
+        """What hooks gave for rows; None if they gave nothing.
+
+        Raises:
+            WeirError: If the server did not send it, with its reason.
+        """
+        if self.values_refusal:
+            raise WeirError(self.values_refusal, "values")
+        return self.hook_values
+
+    @property
+    def saved(self) -> dict[str, Any] | None:
+        """What hooks saved; None if they saved nothing. Raises as `values` does."""
+        if self.values_refusal:
+            raise WeirError(self.values_refusal, "saved")
+        return self.hook_saved
 
 
 @dataclass
@@ -160,6 +186,16 @@ class Completion:
         return self.choices[0].lens
 
     @property
+    def values(self) -> HookValues | None:
+        """What hooks gave for rows; see `Choice.values`."""
+        return self.choices[0].values
+
+    @property
+    def saved(self) -> dict[str, Any] | None:
+        """What hooks saved; see `Choice.saved`."""
+        return self.choices[0].saved
+
+    @property
     def receipt(self) -> Receipt | None:
         """What was really captured and changed."""
         return self.choices[0].receipt
@@ -179,6 +215,7 @@ class Chunk:
         probe_scores: The new scores of probes, for a request with ``probes``.
         features: The new rows of features, for a request with ``features``.
         lens: The new rows of the lens, for a request with ``lens``.
+        values: What hooks gave for new rows, for a request with ``hooks``; None for nothing.
         result: The whole completion, in the last chunk, which carries nothing else.
         raw: OpenAI's chunk; None in the last.
     """
@@ -192,6 +229,7 @@ class Chunk:
     probe_scores: Scores | None = None
     features: dict[str, FeatureValues] = field(default_factory=dict)
     lens: dict[int, LensTokens] = field(default_factory=dict)
+    values: HookValues | None = None
     result: Completion | None = None
     raw: Any = field(default=None, repr=False)
 
@@ -215,6 +253,8 @@ def add_weir_fields(choice: Choice, data: dict[str, Any]) -> None:
     choice.projected = projected_of(scores) if "sites" in scores else None
     choice.probe_scores = probe_scores_of(scores)
     choice.features, choice.lens = features_of(data.get("features") or {}), lens_of(data.get("lens") or {})
+    choice.hook_values, choice.values_refusal = hook_values_of(data.get("values") or {}), data.get("values_error", "")
+    choice.hook_saved = saved_of(data["saved"]) if data.get("saved") else None
     activations = data.get("activations")
     if activations is None:
         return

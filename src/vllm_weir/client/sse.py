@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from vllm_weir.client.errors import ServerError, error_from
-from vllm_weir.client.response_fields import features_of, lens_of, probe_scores_of, projected_of
+from vllm_weir.client.response_fields import features_of, hook_values_of, lens_of, probe_scores_of, projected_of
 from vllm_weir.client.results import Choice, Chunk, Completion, add_weir_fields, raw_type, weir_missing
 from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
@@ -16,6 +16,7 @@ from vllm_weir.results.read_outs import FeatureValues, LensTokens
 from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site
 
+SomeScores = TypeVar("SomeScores", bound=Scores)
 DONE = "[DONE]"
 
 
@@ -114,9 +115,11 @@ class StreamAssembler:
                 counts[site] = counts.get(site, 0) + chunk.projected.count(site)
         chunk.probe_scores = probe_scores_of(scores)
         chunk.features, chunk.lens = features_of(weir.get("features") or {}), lens_of(weir.get("lens") or {})
+        chunk.values = hook_values_of(weir.get("values") or {})
         rows = self._row_counts.setdefault(choice.index, {})
-        for name, values in (chunk.probe_scores or {}).items():
-            rows["probe", name] = rows.get(("probe", name), 0) + len(values)
+        for kind, found in (("probe", chunk.probe_scores), ("values", chunk.values)):
+            for name, values in (found or {}).items():
+                rows[kind, name] = rows.get((kind, name), 0) + len(values)
         for name, features in chunk.features.items():
             rows[name] = rows.get(name, 0) + len(features)
         for layer, lens in chunk.lens.items():
@@ -135,12 +138,8 @@ class StreamAssembler:
         if choice.projected is not None:
             chunk.projected = _skip_rows(choice.projected, self._score_counts.get(choice.index, {}))
         seen = self._row_counts.get(choice.index, {})
-        if choice.probe_scores is not None:
-            new = {name: seen.get(("probe", name), 0) for name in choice.probe_scores}
-            left = {name: n for name, n in new.items() if n < len(choice.probe_scores[name])}
-            values = {name: choice.probe_scores[name][n:] for name, n in left.items()}
-            positions = {name: choice.probe_scores.positions[name][n:] for name, n in left.items()}
-            chunk.probe_scores = Scores(values, positions) if left else None
+        chunk.probe_scores = _skip_scores(choice.probe_scores, seen, "probe")
+        chunk.values = _skip_scores(choice.hook_values, seen, "values")
         chunk.features = {
             name: FeatureValues(one.positions[n:], one.ids[n:], one.values[n:])
             for name, one in choice.features.items()
@@ -166,6 +165,15 @@ class StreamAssembler:
             raise ServerError("the stream ended before the response was complete")
         self._completion.choices = [self._choices[k] for k in sorted(self._choices)]
         return self._completion
+
+
+def _skip_scores(scores: SomeScores | None, seen: Mapping[Any, int], kind: str) -> SomeScores | None:
+    """Return `scores` without the first ``seen[kind, name]`` rows of each name; None if none are left."""
+    if scores is None:
+        return None
+    left = {name: n for name in scores if (n := seen.get((kind, name), 0)) < len(scores[name])}
+    values = {name: scores[name][n:] for name, n in left.items()}
+    return type(scores)(values, {name: scores.positions[name][n:] for name, n in left.items()}) if left else None
 
 
 def _skip_rows(scores: Activations, counts: dict[Site, int]) -> Activations:

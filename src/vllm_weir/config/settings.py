@@ -68,6 +68,8 @@ class Settings(BaseModel):
             `vllm_weir.worker.discovery.descriptions`.
         sinks: name -> ``{consumer: options}``: where captures may send their rows, and with ``"capture"`` what a sink
             gets of every request; see docs/guides/sinks.md.
+        functions: how a function of `weir.Hook` reaches the workers: ``"named"``, by its module or as its source, or
+            also, if neither will do, by ``"cloudpickle"``. Never from a client of a server.
         controllers: name -> ``{controller: options}``: what acts on the scores of probes, see
             docs/guides/controllers.md.
         marked_bytes, marked_seconds: how many bytes of rows wait for `weir.mark` (``keep="marked"``), and how long.
@@ -94,6 +96,7 @@ class Settings(BaseModel):
     timeout: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     refused: Literal["request", "start"] = "request"
     describe: dict[str, Any] | None = None
+    functions: Literal["named", "cloudpickle"] = "named"
     sinks: Annotated[Any, AfterValidator(parse_sinks)] = Field(default_factory=dict)
     controllers: Annotated[Any, AfterValidator(parse_controllers)] = Field(default_factory=dict)
     marked_bytes: Annotated[int, Field(ge=0, le=1 << 44)] = 1 << 30

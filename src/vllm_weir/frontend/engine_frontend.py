@@ -263,6 +263,7 @@ class EngineFrontend:
             names.probes.by_name_only() if step else names.probes,
             bool(media),
             by_client=self.served,
+            hooks=names.hooks,
         )
         if not self.served and admitted.told < len(admitted.probes):
             # There are no metrics: what scores every request comes back with each.

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.hook_registry import HookRegistry, check_hook
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.vector_registry import (
@@ -21,8 +22,10 @@ from vllm_weir.frontend.admission.vector_registry import (
 )
 from vllm_weir.frontend.known_engine import KnownEngine
 from vllm_weir.schema.features import SetFeature
+from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.intervention_base import Intervention
-from vllm_weir.schema.intervention_kinds import AnyIntervention
+from vllm_weir.schema.intervention_kinds import AnyIntervention, Kept
+from vllm_weir.schema.named_hooks import Use
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.request import WIRE_KEY, WIRE_VERSION
 
@@ -41,6 +44,7 @@ class EngineNames:
         vectors: vectors and modules by name.
         saes: sparse autoencoders by name.
         probes: by name.
+        hooks: by name; of this process alone.
         always: interventions of every request, before its own.
         source: the store, shared by a server's processes, from which `refresh` loads all of these;
             None if there is none.
@@ -52,7 +56,8 @@ class EngineNames:
         self.vectors = VectorRegistry()
         self.saes = SAERegistry()
         self.probes = ProbeRegistry()
-        self.always: tuple[Intervention, ...] = ()
+        self.hooks = HookRegistry()
+        self.always: tuple[Kept, ...] = ()
         self.source: RegistryBackend | None = None
         self.lock = threading.RLock()
         self._engine, self._forget = engine, forget
@@ -84,7 +89,7 @@ class EngineNames:
             self.probes.load(contents.probes)
             self._replace_always(contents.always)
 
-    def _replace_always(self, interventions: Sequence[Intervention]) -> None:
+    def _replace_always(self, interventions: Sequence[Kept]) -> None:
         self.always = tuple(interventions)
         self._forget()
 
@@ -267,6 +272,21 @@ class EngineNames:
         self.change(edit)
         self._scoring = tuple(probe for probe in self._scoring if probe.name not in dropped)
 
+    def register_hook(self, name: str, hook: Any) -> None:
+        """Register a hook, or a function, under a name; see `vllm_weir.api.register_hook`."""
+        checked = check_hook(name, hook)
+        if self._engine.capabilities is not None and self._engine.refusal is None:
+            self.settled([with_fields(checked, when=None, path="hook")])  # a request may bring the probe that gates it
+        with self.lock:
+            self.hooks.put(name, checked)
+            self._forget()  # what is kept of requests keeps functions, too
+
+    def unregister_hook(self, name: str) -> None:
+        """Forget a hook; raise WeirError if there is none of the name."""
+        with self.lock:
+            self.hooks.remove(name)
+            self._forget()
+
     def settled(
         self,
         interventions: Sequence[AnyIntervention],
@@ -289,7 +309,8 @@ class EngineNames:
             WeirError: if the engine cannot do them.
         """
         capabilities, find = self._engine.require_capabilities(), (vectors or self.vectors).find
-        settled = [self.saes.resolve(one) if isinstance(one, SetFeature) else one for one in interventions]
+        named = (self.hooks.resolve(one, find) if isinstance(one, Use) else one for one in interventions)
+        settled = [self.saes.resolve(one) if isinstance(one, SetFeature) else one for one in named]
         gating = self.probes if probes is None else probes
         admitted = admit({}, capabilities, True, find, settled, vocabulary=self._engine.vocabulary, probes=gating)
         for rows in admitted.by_position:
@@ -325,7 +346,7 @@ def _changed(named: Mapping[str, T], changes: Mapping[str, T | None]) -> dict[st
     return {name: one for name, one in {**named, **changes}.items() if one is not None}
 
 
-def refuse_gating(name: str, always: Sequence[Intervention]) -> None:
+def refuse_gating(name: str, always: Sequence[Kept]) -> None:
     """Raise WeirError if an intervention of every request is gated by the probe of this name."""
     if any(one.when is not None and one.when.probe == name for one in always):
         raise WeirError(

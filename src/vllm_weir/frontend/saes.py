@@ -17,7 +17,7 @@ from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.frontend.lookup import ask_workers, engine_of
 from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE
-from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_kinds import Kept
 from vllm_weir.schema.set_activation import SetActivation
 
 CallWorkers = Callable[..., Awaitable[list[Any]]]
@@ -70,9 +70,7 @@ def _refuse_used(frontend: EngineFrontend, name: str) -> None:
     refuse_used(frontend.names.saes.find(name, "name").key, name, frontend.names.always, frontend.names.vectors.modules)
 
 
-def refuse_used(
-    key: str, name: str, always: Sequence[Intervention], modules: Mapping[str, Sequence[Intervention]]
-) -> None:
+def refuse_used(key: str, name: str, always: Sequence[Kept], modules: Mapping[str, Sequence[Kept]]) -> None:
     """Raise WeirError if what is set for all, or a module, has an autoencoder encode rows.
 
     Args:

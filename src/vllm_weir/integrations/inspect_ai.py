@@ -24,7 +24,7 @@ from inspect_ai.model._providers.vllm import VLLMAPI
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from vllm_weir.client import AsyncClient
-from vllm_weir.client.payload import MODULES_KEY, RESPONSE_KEY
+from vllm_weir.client.payload import MODULES_KEY, RESPONSE_KEY, refuse_code
 from vllm_weir.client.results import Completion, completion_of
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import LENS_KEY, Activations
@@ -33,7 +33,14 @@ from vllm_weir.schema.compat.vllm_lens import lens_capture, lens_interventions, 
 from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
-from vllm_weir.schema.request import MEASURE_DOSE, WIRE_VERSION, RequestSpec, parse_captures, parse_interventions
+from vllm_weir.schema.request import (
+    MEASURE_DOSE,
+    WIRE_VERSION,
+    RequestSpec,
+    parse_captures,
+    parse_hooks,
+    parse_interventions,
+)
 
 ATTEMPT_TIMEOUT = 3600
 _responses: ContextVar[list[dict[str, Any]] | None] = ContextVar("weir_responses", default=None)
@@ -50,20 +57,21 @@ class WeirAPI(VLLMAPI):
 
     In ``GenerateConfig.extra_body`` it understands
 
-    * ``"weir"``: ``{"capture": [...], "interventions": [...], "dose": True}`` with Weir's objects or
-    their wire form;
+    * ``"weir"``: ``{"capture": [...], "interventions": [...], "hooks": [...], "dose": True}`` with
+    Weir's objects or their wire form; hooks by name;
     * ``"extra_args"``: vllm-lens's keys ``output_residual_stream`` and ``apply_steering_vectors``;
     * ``"lora_request"``: ``{"lora_name", "lora_path"}``: an adapter, loaded if the server does not
     have it.
 
     ``ModelOutput.metadata`` gets, for the first choice, ``"activations"`` (`vllm_weir.Activations`;
     for vllm-lens's key a dict with ``"residual_stream"``, [layers, rows, d_model]), ``"scores"``
-    (of captures that project), ``"receipt"``, ``"prompt_token_ids"`` and ``"token_ids"``; with
-    ``num_choices``, also a list of the same as ``"choices"``. Captured rows are not written to
-    Inspect's logs.
+    (of captures that project), ``"values"`` and ``"saved"`` (of hooks), ``"receipt"``,
+    ``"prompt_token_ids"`` and ``"token_ids"``; with ``num_choices``, also a list of the same as
+    ``"choices"``. Captured rows are not written to Inspect's logs.
 
     The arguments are those of Inspect's vLLM provider. Without an address (which may also be in
-    ``WEIR_BASE_URL`` or ``VLLM_BASE_URL``) it starts ``weir serve`` with `server_args`.
+    ``WEIR_BASE_URL`` or ``VLLM_BASE_URL``) it starts ``weir serve`` with `server_args`; `weir_hook`
+    and `weir_sae` may be lists.
     """
 
     def __init__(
@@ -144,8 +152,14 @@ class WeirAPI(VLLMAPI):
         if self._server.enable_lora:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         timeout, host = arguments.pop("timeout", None), arguments.pop("host", "127.0.0.1")
+        own = [
+            f"--{name.replace('_', '-')}={value}"
+            for name in ("weir_hook", "weir_sae")
+            if isinstance(arguments.get(name), (list, tuple))
+            for value in arguments.pop(name)
+        ]
         return start_local_server(
-            [_weir_command(), "serve", model_path, "--host", host, "--api-key", self.api_key or ""],
+            [_weir_command(), "serve", model_path, "--host", host, "--api-key", self.api_key or "", *own],
             host=host,
             port=port,
             api_key=self.api_key,
@@ -183,7 +197,9 @@ def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture 
         spec.capture + (() if lens is None else (lens,)),
         spec.interventions + (() if lens_steering is None else lens_interventions(lens_steering)),
         dose=spec.dose,
+        hooks=spec.hooks,
     )
+    refuse_code(spec)
     if arguments:
         body["vllm_xargs"] = dict(body.get("vllm_xargs") or {}) | arguments
     if spec != RequestSpec() or server_fields:
@@ -223,8 +239,8 @@ def _parse_weir_object(weir_object: Any) -> tuple[RequestSpec, dict[str, Any]]:
     if not isinstance(weir_object, Mapping):
         raise WeirError(f"expected an object, got {type(weir_object).__name__}", WIRE_KEY)
     for key in weir_object:
-        if key not in ("v", "capture", "interventions", "dose", MODULES_KEY, RESPONSE_KEY):
-            known = f"capture, interventions, dose, {MODULES_KEY}, {RESPONSE_KEY}, v"
+        if key not in ("v", "capture", "interventions", "hooks", "dose", MODULES_KEY, RESPONSE_KEY):
+            known = f"capture, interventions, hooks, dose, {MODULES_KEY}, {RESPONSE_KEY}, v"
             raise WeirError(f"unknown key; known are {known}", f"{WIRE_KEY}.{brief(key)}")
     if weir_object.get("v", WIRE_VERSION) != WIRE_VERSION:
         raise WeirError(f"this Weir reads version {WIRE_VERSION}", f"{WIRE_KEY}.v")
@@ -232,7 +248,8 @@ def _parse_weir_object(weir_object: Any) -> tuple[RequestSpec, dict[str, Any]]:
     interventions = parse_interventions(weir_object.get("interventions", ()), "interventions")
     server_fields = {key: weir_object[key] for key in (MODULES_KEY, RESPONSE_KEY) if key in weir_object}
     dose = parse_flag(weir_object.get("dose", MEASURE_DOSE), "dose")
-    return RequestSpec(captures, interventions, dose=dose), server_fields
+    hooks = parse_hooks(weir_object.get("hooks", ()), "hooks")
+    return RequestSpec(captures, interventions, dose=dose, hooks=hooks), server_fields
 
 
 def metadata_of(completion: Completion, lens: Capture | None, lens_only: bool) -> dict[str, Any]:
@@ -244,6 +261,7 @@ def metadata_of(completion: Completion, lens: Capture | None, lens_only: bool) -
             metadata["receipt"] = choice.receipt
         if choice.projected is not None:
             metadata["scores"] = choice.projected
+        metadata |= {name: told for name in ("values", "saved") if (told := getattr(choice, name)) is not None}
         rows = choice.activations if choice.projected is None else None
         if rows is not None:
             metadata["activations"] = rows if lens is None else _lens_rows(rows, lens, lens_only)

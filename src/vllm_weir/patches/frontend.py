@@ -240,6 +240,7 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
         kv_connector=unknown_connector(config),
         media_both_ways=both_ways,
         media_whole=both_ways or config.scheduler_config.disable_chunked_mm_input,
+        pickles=settings.functions == "cloudpickle",
     )
     frontend = EngineFrontend(
         settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len, traits

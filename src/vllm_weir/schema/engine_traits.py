@@ -18,6 +18,7 @@ class EngineTraits:
             steered request's keys and values from a plain one's; "" if there is none.
         media_both_ways: whether positions of an image attend to later ones of the same image.
         media_whole: whether all positions of an image, or the like, are computed in one step.
+        pickles: whether functions that cannot travel otherwise go to the workers by cloudpickle.
     """
 
     draft_tokens: int = 0
@@ -25,6 +26,7 @@ class EngineTraits:
     kv_connector: str = ""
     media_both_ways: bool = False
     media_whole: bool = False
+    pickles: bool = False
 
     @property
     def speculative(self) -> bool:

@@ -1,7 +1,8 @@
 """Functions of users: how they reach the engine's workers.
 
 A function travels by the name of its module, or as its source. It never comes from a client of a server. One that can
-travel in neither way, a lambda or a closure, runs where the engine is in the caller's process only.
+travel in neither way, a lambda or a closure, runs where the engine is in the caller's process only, or travels as a
+pickle where the setting `functions` of both processes says so.
 """
 
 from __future__ import annotations
@@ -13,25 +14,29 @@ import importlib
 import inspect
 import secrets
 import textwrap
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from types import CodeType, ModuleType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, cast
 
 import msgspec
 
 from vllm_weir.errors import WeirError
-from vllm_weir.util.lru import LruCache
 
-MOST_KEPT = 4096
-_here: LruCache[Callable[..., Any]] = LruCache(MOST_KEPT)
-"""The last functions of this process that were described, by token."""
-_tokens: WeakKeyDictionary[Callable[..., Any], str] = WeakKeyDictionary()
+SETTING = "the setting functions='cloudpickle' (WEIR_FUNCTIONS=cloudpickle)"
+_tokens: weakref.WeakKeyDictionary[Callable[..., Any], str] = weakref.WeakKeyDictionary()
 """Function -> its token: compiled hooks of one function are called together."""
+_here: dict[str, Callable[..., Any]] = {}
+"""The functions of this process by token, as long as what describes them is there."""
+_described_by: Counter[str] = Counter()
+"""Token -> how many objects describe its function."""
 
 
-class Travelling(msgspec.Struct, frozen=True, omit_defaults=True):
+class Travelling(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
     """How a function is found in another process.
+
+    The function is kept as long as the object that `describe` returned, which copies of it are.
 
     Attributes:
         token: of the process's own table.
@@ -40,6 +45,7 @@ class Travelling(msgspec.Struct, frozen=True, omit_defaults=True):
         source: of the function.
         imports: name -> module that the source uses under this name.
         why: why it can only be called in the process that made it; "" if it can travel.
+        pickled: by cloudpickle, if the engine's settings say so and nothing else will do.
     """
 
     token: str
@@ -48,6 +54,13 @@ class Travelling(msgspec.Struct, frozen=True, omit_defaults=True):
     source: str = ""
     imports: dict[str, str] = {}
     why: str = ""
+    pickled: bytes = b""
+
+    def __copy__(self) -> Travelling:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Travelling:
+        return self
 
 
 def describe(function: Callable[..., Any], field: str) -> Travelling:
@@ -59,8 +72,37 @@ def describe(function: Callable[..., Any], field: str) -> Travelling:
     if not callable(function):
         got = type(function).__name__
         raise WeirError(f"expected a function of (rows, ctx), got {got}; code never comes over HTTP", field)
+    return _kept(_described(function), function)
+
+
+def describe_in(module: str, name: str, function: Callable[..., Any]) -> Travelling:
+    """Return how a function travels that a dotted path in a module names, itself or the `Hook` that has it."""
+    return _kept(Travelling(_token_of(function), name, module), function)
+
+
+def _kept(described: Travelling, function: Callable[..., Any]) -> Travelling:
+    """Keep a function as long as what describes it."""
+    _here[described.token] = function
+    _described_by[described.token] += 1
+    weakref.finalize(described, _let_go, described.token).atexit = False
+    return described
+
+
+def _let_go(token: str) -> None:
+    _described_by[token] -= 1
+    if not _described_by[token]:
+        del _described_by[token], _here[token]
+
+
+def _token_of(function: Callable[..., Any]) -> str:
+    try:
+        return _tokens.setdefault(function, secrets.token_hex(8))
+    except TypeError:  # it has no hash, or cannot be referred to weakly
+        return secrets.token_hex(8)
+
+
+def _described(function: Callable[..., Any]) -> Travelling:
     token, name = _token_of(function), getattr(function, "__qualname__", type(function).__name__)
-    _here.put(token, function, 1)
     module = getattr(function, "__module__", None)
     if module not in (None, "__main__") and _find(module, name) is function:
         return Travelling(token, name, module)
@@ -71,29 +113,43 @@ def describe(function: Callable[..., Any], field: str) -> Travelling:
     return Travelling(token, function.__name__, source=source, imports=imports)
 
 
-def _token_of(function: Callable[..., Any]) -> str:
+def pickled(described: Travelling, field: str) -> Travelling:
+    """Return a function of this process as one that travels as a pickle; raise WeirError if it has none."""
     try:
-        return _tokens.setdefault(function, secrets.token_hex(8))
-    except TypeError:  # it has no hash
-        return secrets.token_hex(8)
+        import cloudpickle
+
+        data = cloudpickle.dumps(find(described))
+    except Exception as e:  # noqa: BLE001 - whatever an object's own pickling raises
+        raise WeirError(f"{described.name} cannot be pickled: {type(e).__name__}: {e}", field) from None
+    return msgspec.structs.replace(described, pickled=data)
 
 
-def find(described: Travelling) -> Callable[..., Any]:
+def find(described: Travelling, unpickle: bool = False) -> Callable[..., Any]:
     """Return a function that was described, here or in another process.
+
+    Args:
+        described: the function.
+        unpickle: whether the settings of this process allow a pickle.
 
     Raises:
         WeirError: if it cannot be had here.
     """
     if (function := _here.get(described.token)) is not None:
         return function
+    if described.pickled and unpickle:
+        import cloudpickle
+
+        return cast(Callable[..., Any], cloudpickle.loads(described.pickled))
     if described.why:
         raise WeirError(
             f"the function {described.name} cannot reach the engine's process: {described.why}; define it in a module "
-            "that can be imported, and give numbers and tensors by args",
+            f"that can be imported, and give numbers and tensors by args, or start the engine with {SETTING}",
             "hooks",
         )
     if described.module:
         found = _find(described.module, described.name)
+        if isinstance(of_hook := getattr(found, "function", None), Travelling):
+            return find(of_hook)
         if found is None:
             raise WeirError(f"no {described.name} in {described.module}, which the engine's process imports", "hooks")
         return found
@@ -126,7 +182,9 @@ def _source_of(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     for argument in (*node.args.args, *node.args.kwonlyargs):
         argument.annotation = None
     imports, missing = {}, []
-    for name in sorted(_global_names(code)):
+    defaults = (one for one in (*node.args.defaults, *node.args.kw_defaults) if one is not None)
+    in_defaults = {one.id for default in defaults for one in ast.walk(default) if isinstance(one, ast.Name)}
+    for name in sorted(_global_names(code) | in_defaults):
         if name in function.__globals__:
             value = function.__globals__[name]
             if isinstance(value, ModuleType):

@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.fields import refuse_unknown_keys
+from vllm_weir.schema.functions import Travelling
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
+from vllm_weir.schema.named_hooks import Use
 from vllm_weir.schema.set_activation import SetActivation
 from vllm_weir.schema.user_hooks import Hook
 
-AnyIntervention = Intervention | SetFeature
-"""What a request may hold; admission turns a `SetFeature` into an `Intervention`."""
+AnyIntervention = Intervention | SetFeature | Use
+"""What a request may hold; admission turns a `SetFeature`, and a `Use`, into an `Intervention`."""
 KINDS: dict[str, type[Intervention]] = {kind.op: kind for kind in (Add, Ablate, Clamp, Replace, LowRank, Hook)}
+Kept = Intervention | Use
+"""What a server keeps under names and for all requests; each of its processes looks hooks up when a request comes."""
 STORED_KINDS = KINDS | {SetActivation.op: SetActivation}
 """With those that no request may hold."""
 
@@ -29,11 +33,20 @@ def parse_intervention(data: object, path: str) -> AnyIntervention:
         return data
     if isinstance(data, Mapping) and data.get("op") == SetFeature.op:
         return SetFeature.from_json(data, path)
+    if isinstance(data, Mapping) and data.get("op") == Use.op and not _is_function(data.get("function")):
+        return Use.from_json(data, path)
     return _parse(data, path, KINDS, f"{', '.join(KINDS)}, {SetFeature.op}")
 
 
-def parse_stored(data: object, path: str) -> Intervention:
+def _is_function(value: object) -> bool:
+    """Return whether this is of the user's own process: JSON has no such thing."""
+    return isinstance(value, Travelling) or callable(value)
+
+
+def parse_stored(data: object, path: str) -> Kept:
     """Parse the wire form of an intervention that a server has stored."""
+    if isinstance(data, Mapping) and data.get("op") == Use.op:
+        return Use.from_json(data, path)
     return _parse(data, path, STORED_KINDS, ", ".join(STORED_KINDS))
 
 

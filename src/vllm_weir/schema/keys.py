@@ -15,7 +15,7 @@ WIRE_KEY = "weir"
 LENS_CAPTURE_KEY = "output_residual_stream"
 LENS_STEER_KEY = "apply_steering_vectors"
 LENS_REFUSED = {
-    "apply_hooks": "Weir runs no code from requests; use captures and interventions",
+    "apply_hooks": "Weir runs no code from requests; name a function that the server has loaded (--weir-hook)",
     "output_qk": "capture the hook points q and k, or q_rot and k_rot, instead",
 }
 """vllm-lens's keys that no request may carry, and why."""

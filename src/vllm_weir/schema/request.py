@@ -20,10 +20,12 @@ from vllm_weir.schema.intervention_base import MAX_INTERVENTIONS
 from vllm_weir.schema.intervention_kinds import AnyIntervention, parse_intervention
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import WIRE_KEY
+from vllm_weir.schema.named_hooks import Use
 from vllm_weir.schema.positions import Positions, check_listed
 from vllm_weir.schema.probes import AnyProbe, parse_probes
 from vllm_weir.schema.read_outs import ReadOut
 from vllm_weir.schema.stop_rules import StopText, parse_stop_when
+from vllm_weir.schema.user_hooks import Hook
 from vllm_weir.schema.vectors import number
 
 WIRE_VERSION = 1
@@ -113,7 +115,7 @@ class RequestSpec:
         probes: what scores its rows; a text is the name of a registered one.
         stop_when: rules about the scores, any of which ends generation.
         dose: whether the relative doses of its interventions are measured.
-        hooks: functions that are called after the interventions, which have the same form.
+        hooks: functions that are called after the interventions: `Hook` and `Use`.
     """
 
     capture: tuple[Capture, ...] = ()
@@ -124,7 +126,7 @@ class RequestSpec:
     probes: tuple[AnyProbe | str, ...] = ()
     stop_when: tuple[StopText, ...] = ()
     dose: bool = MEASURE_DOSE
-    hooks: tuple[AnyIntervention, ...] = ()
+    hooks: tuple[Hook | Use, ...] = ()
 
     @classmethod
     def carried_by(cls, extras: Mapping[str, Any]) -> RequestSpec:
@@ -165,7 +167,7 @@ class RequestSpec:
         probes = parse_probes(data.get("probes", ()), "probes")
         stop_when = parse_stop_when(data.get("stop_when"), "stop_when")
         dose = parse_flag(data.get("dose", MEASURE_DOSE), "dose")
-        hooks = parse_interventions(data.get("hooks", ()), "hooks")
+        hooks = parse_hooks(data.get("hooks", ()), "hooks")
         return cls(captures, interventions, modules, features, lens, probes, stop_when, dose, hooks)
 
     def to_json(self) -> dict[str, Any]:
@@ -222,6 +224,20 @@ def parse_interventions(interventions: object, path: str) -> tuple[AnyInterventi
     return tuple(parse_intervention(one, f"{path}[{i}]") for i, one in enumerate(interventions))
 
 
+def parse_hooks(hooks: object, path: str) -> tuple[Hook | Use, ...]:
+    """Parse one `Hook` or `Use`, the wire form of a `Use`, a name, or a list of these."""
+    if isinstance(hooks, (Hook, Use, Mapping, str)):
+        hooks = [hooks]
+    if isinstance(hooks, Sequence) and not isinstance(hooks, (str, bytes)):
+        hooks = [{"name": one} if isinstance(one, str) else one for one in hooks[: MAX_INTERVENTIONS + 1]]
+        hooks = [{"op": Use.op, **one} if isinstance(one, Mapping) else one for one in hooks]
+    parsed = parse_interventions(hooks, path)
+    for one in parsed:
+        if not isinstance(one, (Hook, Use)):
+            raise WeirError(f"expected a Hook or Use, got {one.op!r}, which belongs in interventions", one.path)
+    return parsed  # type: ignore[return-value]
+
+
 def parse_modules(modules: object, path: str) -> tuple[Module, ...]:
     """Parse a module's name, its wire form, or a list of either."""
     if isinstance(modules, (Module, Mapping, str)):
@@ -265,7 +281,7 @@ def parse_lens(lens: object, path: str) -> Lens | None:
 
 def _selectors(data: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """Yield (field, selector) of what a wire form has positions for."""
-    for name in ("capture", "interventions", "features", "lens", "probes"):
+    for name in ("capture", "interventions", "hooks", "features", "lens", "probes"):
         given = data.get(name)
         for one in given if isinstance(given, (list, tuple)) else (given,):
             if isinstance(one, Mapping):

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.fields import set_fields
 from vllm_weir.schema.functions import Travelling, describe
 from vllm_weir.schema.instructions import HOOK, IN_GRAPHS, Instruction, LoweredIntervention
 from vllm_weir.schema.intervention_base import Intervention, Lookup
 from vllm_weir.schema.row_shapes import RowShape
-from vllm_weir.schema.vectors import MAX_ELEMENTS
+from vllm_weir.schema.vectors import MAX_ELEMENTS, as_array
 
 MODES = ("auto", "compiled", "eager")
-MAX_ARGS = 64
+MAX_ARGS, MAX_TEXT = 64, 4096
 MOST_BY_ROW = 16_384
 """Values of a compiled hook's arg up to which each row has its request's; a larger one is a part of the function."""
 
@@ -51,7 +51,7 @@ class Call(msgspec.Struct, frozen=True):
     def identity(self) -> str:
         """Digest of what compiled calls that can be made together have in common."""
         function, by_row = self.function, self.by_row
-        found = function.module or function.source or function.token, function.name
+        found = function.module or function.token, function.name
         fixed = [(name, value) for name, value in sorted(self.args.items()) if name not in by_row]
         return _digest(msgspec.msgpack.encode((found, fixed, by_row, self.state, self.picked, self.d_head)))
 
@@ -124,7 +124,7 @@ class Hook(Intervention):
             raise WeirError(
                 "expected a text, and no state: a request that shares rows has not run there", f"{self.path}.key"
             )
-        set_fields(self, args=_parse_args(self.args, f"{self.path}.args"), state=state)
+        set_fields(self, args=parse_args(self.args, f"{self.path}.args", parse_arg), state=state)
 
     def lower(self, shape: RowShape, lookup: Lookup) -> LoweredIntervention:
         """Return the instruction that calls the function; raise WeirError for a head or neuron that rows do not have.
@@ -153,24 +153,35 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def _parse_args(args: Any, field: str) -> dict[str, Any]:
-    """Return args as numbers and (dtype, shape, bytes)."""
+def parse_args(args: Any, field: str, parse: Callable[[Any, str], Any]) -> dict[str, Any]:
+    """Return args by name, each parsed by `parse`."""
     if args is None:
         return {}
     if not isinstance(args, Mapping) or not all(isinstance(name, str) for name in args) or len(args) > MAX_ARGS:
         raise WeirError(f"expected up to {MAX_ARGS} tensors and numbers by name", field)
-    return {name: _parse_arg(value, f"{field}.{name}") for name, value in args.items()}
+    return {name: parse(value, f"{field}.{brief(name)}") for name, value in args.items()}
 
 
-def _parse_arg(value: Any, field: str) -> Any:
-    if isinstance(value, (bool, int, float, str)):
-        return value
+def parse_arg(value: Any, field: str) -> Any:
+    """Return a number or text as it is, and a tensor, array or nested list as (dtype, shape, bytes).
+
+    Floats become float32; integers and bools keep their dtype.
+    """
     if isinstance(value, (tuple, list)) and len(value) == 3 and isinstance(value[2], bytes):
         return tuple(value)  # parsed before
-    if hasattr(value, "detach"):
-        value = value.detach().float().cpu().numpy()
-    array = np.asarray(value)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (bool, int, float, str)):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise WeirError("expected a number of 64 bits", field)
+        if isinstance(value, str) and len(value) > MAX_TEXT:
+            raise WeirError(f"{len(value)} characters, more than the limit of {MAX_TEXT}", field)
+        return value
+    if hasattr(value, "detach") and not value.is_floating_point():
+        value = value.detach().cpu().numpy()
+    array = as_array(value, field)
     if array.dtype.kind not in "fiub" or array.size > MAX_ELEMENTS:
         raise WeirError(f"expected numbers, got {array.dtype} of shape {list(array.shape)}", field)
-    array = np.ascontiguousarray(array, np.float32 if array.dtype.kind == "f" else None)
+    with np.errstate(over="ignore"):
+        array = np.array(array, np.float32 if array.dtype.kind == "f" else None, order="C")
     return str(array.dtype), array.shape, array.tobytes()

@@ -69,7 +69,7 @@ class Vector:
             cached = _cached_vector(value)
             if cached is not None and cached.array is not None and cached.array.ndim in ndim:
                 return cached
-            value = _decode(value, field)
+            value = decode(value, field)
         return cls(array=_checked(value, field, ndim))
 
     @classmethod
@@ -125,7 +125,8 @@ def digest_of(array: np.ndarray) -> str:
     return content.hexdigest()[:32]
 
 
-def _decode(value: Mapping, field: str) -> np.ndarray:
+def decode(value: Mapping, field: str) -> np.ndarray:
+    """Return the array of ``{"b64", "dtype", "shape"}``; raise WeirError if it is none."""
     refuse_unknown_keys(value, ("b64", "dtype", "shape"), field, "a vector is {ref} or {b64, dtype, shape}")
     dtype, shape, text = value.get("dtype"), value.get("shape"), value.get("b64")
     if not isinstance(text, str):
@@ -163,8 +164,12 @@ def _base64_bytes(text: Any) -> bytes:
         return base64.b64decode(text, validate=True)
 
 
-def _checked(value: Any, field: str, ndim: tuple[int, ...]) -> np.ndarray:
-    """Return a read-only float32 copy of finite numbers with an accepted number of dimensions."""
+def as_array(value: Any, field: str) -> np.ndarray:
+    """Return a tensor, array or nested list as an array; floats of a tensor as float32.
+
+    Raises:
+        WeirError: if a nested list is not rectangular, or holds something else than numbers.
+    """
     if hasattr(value, "detach"):
         value = _of_tensor(value, field)
     elif isinstance(value, (list, tuple)) and any(hasattr(v, "detach") for v in value):
@@ -172,9 +177,14 @@ def _checked(value: Any, field: str, ndim: tuple[int, ...]) -> np.ndarray:
     if isinstance(value, (list, tuple)):
         _refuse_other_leaves(value, field, MAX_NDIM)
     try:
-        array = np.asarray(value)
+        return np.asarray(value)
     except (ValueError, TypeError):
         raise WeirError("not a rectangular array of numbers", field) from None
+
+
+def _checked(value: Any, field: str, ndim: tuple[int, ...]) -> np.ndarray:
+    """Return a read-only float32 copy of finite numbers with an accepted number of dimensions."""
+    array = as_array(value, field)
     if array.dtype.kind not in "fiu":
         raise WeirError(f"expected numbers, got {array.dtype}", field)
     if array.ndim not in ndim or array.size == 0:

@@ -84,7 +84,7 @@ def _unread(spec: RequestSpec, scores_taken: bool) -> tuple[str, str] | None:
     if spec.dose:
         return "measured doses", "dose"
     used = {rule.name for rule in spec.stop_when}
-    gates = [one.when for one in spec.interventions if one.when is not None]
+    gates = [one.when for one in (*spec.interventions, *spec.hooks) if one.when is not None]
     used |= {gate.probe for gate in gates}
     if scores_taken or any(gate.controller for gate in gates):
         return None

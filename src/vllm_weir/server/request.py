@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.compat.fork_requests import KnownNames
@@ -27,6 +27,7 @@ class WeirRequest:
         extra_args: Weir's part of ``SamplingParams.extra_args``, plain JSON data.
         inline_bytes: Up to this many bytes of rows come inline with the choice.
         stream: Whether chunks carry new scores as they arrive.
+        binary: Whether the values of hooks come as base64 instead of numbers.
         lens: Whether the response has vllm-lens's fields.
         own: Whether the key ``weir`` was given, so that rows come in Weir's form.
         origins: For the lists in ``weir``, the fork's fields that their first entries stand for.
@@ -35,6 +36,7 @@ class WeirRequest:
     extra_args: Mapping[str, Any]
     inline_bytes: int
     stream: bool = False
+    binary: bool = False
     lens: bool = False
     own: bool = False
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -73,9 +75,9 @@ class WeirRequest:
         if not extra_args and not fork:
             return None
         refuse_lens(extra_args)
-        inline, stream = limits.inline_default, False
+        options = _ResponseOptions(limits.inline_default)
         if WIRE_KEY in extra_args:
-            extra_args[WIRE_KEY], inline, stream = _weir_object(extra_args[WIRE_KEY], limits)
+            extra_args[WIRE_KEY], options = _weir_object(extra_args[WIRE_KEY], limits)
         origins: Mapping[str, tuple[str, ...]] = {}
         if fork:
             extra_args[WIRE_KEY], origins = with_fork(extra_args.get(WIRE_KEY), fork, names)
@@ -83,8 +85,9 @@ class WeirRequest:
             extra_args[LENS_CAPTURE_KEY] = _lens_layers(extra_args[LENS_CAPTURE_KEY])
         return cls(
             extra_args,
-            inline_bytes=min(inline, limits.inline_bytes),
-            stream=stream,
+            inline_bytes=min(options.inline_bytes, limits.inline_bytes),
+            stream=options.stream,
+            binary=options.binary,
             lens=extra_args.get(LENS_CAPTURE_KEY) is not None,
             own=WIRE_KEY in extra_args,
             origins=origins,
@@ -105,14 +108,22 @@ def _gather(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def _weir_object(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], int, bool]:
-    """Return the wire form without ``response``, and what that holds: inline bytes, and stream."""
+class _ResponseOptions(NamedTuple):
+    """What ``response`` holds, see `WeirRequest`."""
+
+    inline_bytes: int
+    stream: bool = False
+    binary: bool = False
+
+
+def _weir_object(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], _ResponseOptions]:
+    """Return the wire form without ``response``, and what that holds."""
     if isinstance(data, str):
         data = loads(data, WIRE_KEY)
     if not isinstance(data, Mapping):
         raise WeirError(f"expected an object, got {type(data).__name__}", WIRE_KEY)
     weir_object = dict(data)
-    inline, stream = _response_options(weir_object.pop(RESPONSE, None), limits)
+    options = _response_options(weir_object.pop(RESPONSE, None), limits)
     captures = weir_object.get("capture")
     capture_list = captures if isinstance(captures, Sequence) and not isinstance(captures, str) else [captures]
     for i, capture in enumerate(capture_list):
@@ -127,7 +138,7 @@ def _weir_object(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], int, 
     lens = weir_object.get("lens")
     if isinstance(lens, Mapping) and lens.get("path") is not None:
         raise WeirError("over HTTP only the logit lens is served, which has no path", "lens.path")
-    return weir_object, inline, stream
+    return weir_object, options
 
 
 def _check_probe_names(probes: Any) -> None:
@@ -139,21 +150,24 @@ def _check_probe_names(probes: Any) -> None:
             raise WeirError(f"{name!r} is a key of responses; choose another name", f"probes[{i}].name")
 
 
-def _response_options(data: Any, limits: ServerLimits) -> tuple[int, bool]:
+def _response_options(data: Any, limits: ServerLimits) -> _ResponseOptions:
     path = f"{WIRE_KEY}.{RESPONSE}"
     if data is None:
         data = {}
     if not isinstance(data, Mapping):
         raise WeirError(f"expected an object, got {type(data).__name__}", path)
     for key in data:
-        if key not in ("inline_bytes", "stream"):
-            raise WeirError("unknown key; known are inline_bytes, stream", f"{path}.{brief(key)}")
+        if key not in ("inline_bytes", "stream", "values"):
+            raise WeirError("unknown key; known are inline_bytes, stream, values", f"{path}.{brief(key)}")
     inline, stream = data.get("inline_bytes", limits.inline_default), data.get("stream", False)
     if type(inline) is not int or inline < 0:
         raise WeirError("expected a number of bytes, at least 0", f"{path}.inline_bytes")
     if not isinstance(stream, bool):
         raise WeirError("expected true or false", f"{path}.stream")
-    return inline, stream
+    values = data.get("values", "numbers")
+    if values not in ("numbers", "b64"):
+        raise WeirError("expected 'numbers' or 'b64'", f"{path}.values")
+    return _ResponseOptions(inline, stream, values == "b64")
 
 
 def _lens_layers(value: Any) -> Any:

@@ -11,6 +11,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.frontend.receive.release import HeldSequences
 from vllm_weir.server.errors import TYPES, error_body
+from vllm_weir.server.hook_values import ValueForm
 from vllm_weir.server.lens_response import activations_field
 from vllm_weir.server.request import WeirRequest
 from vllm_weir.server.response_body import NO_LOCK, new_values, projects, weir_object, whole
@@ -42,6 +43,7 @@ class ResponseBuilder:
         self._server = server
         self._views: dict[int, OutputView] = {}
         self._streamed_ends: dict[int, tuple[int, int]] = {}  # choice -> ends of the rows, and of the scores, streamed
+        self._value_form = ValueForm(request.binary, server.limits.inline_bytes)
         self._spooled: list[str] = []  # ids of the results that this response refers to
 
     def add_view(self, choice: int, view: OutputView | None) -> None:
@@ -104,10 +106,10 @@ class ResponseBuilder:
         # Rows in vllm-lens's field are not sent a second time.
         rows = self.request.own or self.several
         # A receipt alone is built in the event loop, which must not wait for a thread.
-        cpu_lock = self._server.cpu_lock if view.part.has_rows else NO_LOCK
+        cpu_lock = self._server.cpu_lock if view.part.has_rows or view.pending.admitted.calls else NO_LOCK
         inline_bytes = self._server.inline_bytes(self.request.inline_bytes)
         try:
-            out = weir_object(view, inline_bytes, self._spool, rows, cpu_lock)
+            out = weir_object(view, inline_bytes, self._spool, rows, cpu_lock, self._value_form)
             if self.request.lens and choice == 0 and not projects(view):
                 with cpu_lock:
                     self.lens = activations_field(view.activations(), self._server.limits.lens_bytes)
@@ -159,9 +161,9 @@ class ResponseBuilder:
             return False  # a chat's opening chunk; the token of these scores is in a later one
         self._streamed_ends[index] = view.end, view.scored_end
         if _receipt_only(view):  # scores of probes, which are here
-            values = new_values(view, start, scored_start)
+            values = new_values(view, start, scored_start, self._value_form)
         else:
-            values = await self._server.run(lambda: new_values(view, start, scored_start))
+            values = await self._server.run(lambda: new_values(view, start, scored_start, self._value_form))
         if values:
             choice["weir"] = values
         return bool(values)
@@ -176,12 +178,13 @@ class ResponseBuilder:
 
 def _streams(view: OutputView) -> bool:
     """Return whether a sequence has values that come with its tokens."""
-    return projects(view) or bool(view.part.read_outs) or view.pending.admitted.told > 0
+    admitted = view.pending.admitted
+    return projects(view) or bool(view.part.read_outs) or admitted.told > 0 or bool(admitted.calls)
 
 
 def _receipt_only(view: OutputView) -> bool:
-    """Return whether a sequence has no rows to wait for, so that no thread is needed."""
-    return not view.part.has_rows and view.concluded()
+    """Return whether a sequence has no rows to wait for, and no values of hooks, so that no thread is needed."""
+    return not view.part.has_rows and not view.pending.admitted.calls and view.concluded()
 
 
 def _event(data: Any) -> str:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-
-import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site
+from vllm_weir.server.hook_values import NUMBERS, ValueForm, floats
 
 NO_LOCK: AbstractContextManager = nullcontext()
 Spool = Callable[[Activations, int], dict[str, Any]]
@@ -27,7 +25,12 @@ def whole(view: OutputView) -> OutputView:
 
 
 def weir_object(
-    view: OutputView, inline_bytes: int, spool: Spool, rows: bool = True, cpu_lock: AbstractContextManager = NO_LOCK
+    view: OutputView,
+    inline_bytes: int,
+    spool: Spool,
+    rows: bool = True,
+    cpu_lock: AbstractContextManager = NO_LOCK,
+    value_form: ValueForm = NUMBERS,
 ) -> dict[str, Any]:
     """Return the object of one finished sequence; waits for its rows.
 
@@ -37,6 +40,7 @@ def weir_object(
         spool: Stores rows to be fetched.
         rows: Whether to include rows; False if the response carries them in another form.
         cpu_lock: Held while the object is built, but neither while waiting nor while `spool` runs.
+        value_form: How the values of hooks come.
 
     Raises:
         WeirError: If rows were lost.
@@ -44,6 +48,7 @@ def weir_object(
     view.wait()
     with cpu_lock:
         out: dict[str, Any] = {"receipt": view.receipt().to_dict(), **read_values(view)}
+        out |= value_form.told(view)
         acts = view.activations()
         found = (projected(acts) if projects(view) else {}) | probe_scores(view)
         if found:
@@ -72,17 +77,18 @@ def projects(view: OutputView) -> bool:
     return bool(view.part.spec.site_requests) and postprocess is not None and bool(postprocess.directions)
 
 
-def new_values(view: OutputView, start: int, scored_start: int) -> dict[str, Any]:
-    """Return the scores, features and lens at positions from `start` on; waits for them.
+def new_values(view: OutputView, start: int, scored_start: int, value_form: ValueForm = NUMBERS) -> dict[str, Any]:
+    """Return the scores, features, lens and values of hooks at positions from `start` on; waits for them.
 
     Args:
         view: of all rows so far.
         start: first position of the rows.
         scored_start: first position of the probes' scores.
+        value_form: How the values of hooks come.
     """
     later = view.with_start(start, scored_start=scored_start)
     found = (new_projected(view, start) if projects(view) else {}) | probe_scores(later)
-    return ({"scores": found} if found else {}) | read_values(later)
+    return ({"scores": found} if found else {}) | read_values(later) | value_form.values(later)
 
 
 def probe_scores(view: OutputView) -> dict[str, Any]:
@@ -92,7 +98,7 @@ def probe_scores(view: OutputView) -> dict[str, Any]:
     """
     found = view.scores() or Scores({}, {})
     return {
-        name: {"positions": found.positions[name].tolist(), "values": _floats(values)}
+        name: {"positions": found.positions[name].tolist(), "values": floats(values)}
         for name, values in found.items()
         if len(values)
     }
@@ -107,7 +113,7 @@ def read_values(view: OutputView) -> dict[str, Any]:
         return {}
     values = view.read_values()
     features = {
-        name: {"positions": one.positions.tolist(), "ids": one.ids.tolist(), "values": _floats(one.values)}
+        name: {"positions": one.positions.tolist(), "ids": one.ids.tolist(), "values": floats(one.values)}
         for name, one in values.features.items()
         if len(one)
     }
@@ -115,7 +121,7 @@ def read_values(view: OutputView) -> dict[str, Any]:
         str(layer): {
             "positions": one.positions.tolist(),
             "token_ids": one.token_ids.tolist(),
-            "logprobs": _floats(one.logprobs),
+            "logprobs": floats(one.logprobs),
         }
         for layer, one in values.lens.items()
         if len(one)
@@ -131,7 +137,7 @@ def new_projected(view: OutputView, start: int) -> dict[str, Any]:
 
 def projected(acts: Activations) -> dict[str, Any]:
     """Return products with directions by site, with positions and tokens; one that is not finite is null."""
-    out: dict[str, Any] = {"sites": {name(site): _floats(acts[site]) for site in acts.sites}}
+    out: dict[str, Any] = {"sites": {name(site): floats(acts[site]) for site in acts.sites}}
     try:
         return {"positions": acts.positions.tolist(), "token_ids": acts.token_ids.tolist(), **out}
     except WeirError:  # the sites have different positions
@@ -148,18 +154,6 @@ def name(site: Site) -> str:
 def size_of(acts: Activations) -> int:
     """Return the bytes of the rows alone."""
     return sum(acts[site].nbytes for site in acts.sites)
-
-
-def _floats(rows: torch.Tensor) -> list[Any]:
-    values = rows.float().tolist()
-    return values if bool(torch.isfinite(rows).all()) else _finite(values)
-
-
-def _finite(values: Any) -> Any:
-    """Return nested lists of numbers with null for those that are not finite."""
-    if isinstance(values, list):
-        return [_finite(v) for v in values]
-    return values if math.isfinite(values) else None
 
 
 def _inline(acts: Activations, inline_bytes: int) -> tuple[int, bytes | None]:

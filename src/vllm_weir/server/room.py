@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.vector_registry import RegistryContents
+from vllm_weir.schema.named_hooks import Use
 from vllm_weir.server.limits import ServerLimits
 
 
@@ -18,7 +19,9 @@ def check_room(contents: RegistryContents, limits: ServerLimits) -> None:
         for v in n.directions.values()
         if v.array is not None
     }
-    for one in (*(i for module in contents.modules.values() for i in module), *contents.always):
+    for k, one in enumerate((*(i for module in contents.modules.values() for i in module), *contents.always)):
+        if isinstance(one, Use):
+            arrays[f"hook {k}"] = one.nbytes
         arrays |= {v.digest: v.array.nbytes for v in one.given if v.array is not None}
     for registered in contents.probes.values():
         arrays |= {v.digest: v.array.nbytes for v in registered.probe.given if v.array is not None}

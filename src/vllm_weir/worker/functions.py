@@ -47,6 +47,7 @@ class WorkerFunctions:
         tells: whether this worker tells readers; one of a tensor-parallel group does.
         anew: whether a position may be computed anew with another token, as after a draft that is rejected.
         parameters: gives the model's weights; None: there is no model.
+        unpickle: whether functions may come as pickles of the caller's process.
 
     Attributes:
         params: see `HookContext`, by request, of those that join in the coming step.
@@ -59,8 +60,9 @@ class WorkerFunctions:
         tells: bool = True,
         anew: bool = False,
         parameters: Parameters | None = None,
+        unpickle: bool = False,
     ) -> None:
-        self._device, self._in_graphs, self._parameters = device, in_graphs, parameters
+        self._device, self._in_graphs, self._parameters, self._unpickle = device, in_graphs, parameters, unpickle
         self.params: Mapping[str, Mapping[str, Any]] = {}
         self._held: dict[str, tuple[str, dict[str, OwnFunction]]] = {}
         """Request -> its reader's endpoint, and its functions by key."""
@@ -88,7 +90,9 @@ class WorkerFunctions:
     def _load(self, wire: bytes, params: Mapping[str, Any]) -> OwnFunction:
         call = msgspec.msgpack.decode(wire, type=Call)
         args = {name: self._arg(value) for name, value in call.args.items()}
-        return OwnFunction(call, find(call.function), args, call.identity if call.compiled else None, params)
+        return OwnFunction(
+            call, find(call.function, self._unpickle), args, call.identity if call.compiled else None, params
+        )
 
     def _mapped_of(self, own: OwnFunction) -> RowFunction:
         mapped = self._mapped.get(own.group)

@@ -127,7 +127,12 @@ class WorkerRuntime:
 
         self.saes = WorkerSAEs(device, settings.sae_bytes)
         self.functions = WorkerFunctions(
-            device, self.in_graphs, model_info.rank == 0, model_info.traits.speculative, parameters
+            device,
+            self.in_graphs,
+            model_info.rank == 0,
+            model_info.traits.speculative,
+            parameters,
+            settings.functions == "cloudpickle",
         )
         self._active_taps = ActiveTaps(self.in_graphs.number_of)
         self.all_live = False

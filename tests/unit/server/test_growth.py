@@ -18,6 +18,7 @@ from safetensors.numpy import save
 import vllm_weir as weir
 from tests.support import machine
 from tests.support.growth import FOLD, grown, grows, places
+from tests.support.hook_functions import probe_and_steer
 from tests.support.sae_reference import weights
 from tests.unit.admin_app import ADMIN, FACTS, D, Server, Workers, app_of, serving
 from vllm_weir.schema import keys
@@ -38,6 +39,7 @@ TIERS = {
     "clamps": {"resid_post": {"1": [{"vector": ROW, "min": 0.0}]}, "resid_pre": CLAMPED},
 }
 ADD = {"op": "add", "vector": ROW, "layers": [1, 2], "positions": [1, 2], "hook": "resid_post"}
+HOOK = {"op": "hook", "name": "steer", "args": {"w": ROW, "scale": 2.0}, "layers": [1], "positions": [1, 2]}
 PROBE = {"kind": "linear", "name": "own", "weight": [ROW, ROW], "bias": [0.1, 0.2], "layer": 0, "positions": [1, 2]}
 WEIR = {
     "v": 1,
@@ -58,6 +60,18 @@ LENS_VECTOR = {"activations": [ROW, ROW], "layer_indices": [0, 1], "position_ind
 CHATS: dict[str, Any] = {
     "weir": {"weir": WEIR},
     "features": {"weir": READ},
+    "hooks": {
+        "weir": {
+            "v": 1,
+            "hooks": [
+                "steer",
+                {"name": "steer", "args": {"w": B64, "scale": 2.0}, "layers": [1], "positions": [1, 2]},
+                {"name": "steer", "args": {"w": ROW}, "when": {"probe": "own", "above": 0.5, "output": 0}},
+            ],
+            "probes": [PROBE],
+            "response": {"values": "b64"},
+        }
+    },
     "a lens": {"weir": {"v": 1, "lens": {"layers": [1], "top_k": 3, "positions": [1]}}},
     "as text": {"vllm_xargs": {"weir": json.dumps(WEIR), "mine": "x"}},
     "vllm-lens": {"extra_args": {"output_residual_stream": [0, 1], "apply_steering_vectors": [LENS_VECTOR]}},
@@ -77,7 +91,7 @@ BODIES: dict[str, tuple[str, str, Any]] = {
     "an autoencoder": ("PUT", "/v1/saes/a", {"path": "/nowhere", "site": ["resid_post", 1]}),
     "a module": ("POST", "/v1/steering/modules/register", {"name": "m", **TIERS, "interventions": [ADD]}),
     "no module": ("POST", "/v1/steering/modules/unregister", {"name": "m"}),
-    "steering": ("POST", "/v1/steering/set", {"vectors": {"resid_post": {"1": ROW}}, "interventions": [ADD]}),
+    "steering": ("POST", "/v1/steering/set", {"vectors": {"resid_post": {"1": ROW}}, "interventions": [ADD, HOOK]}),
     "no steering": ("POST", "/v1/steering/clear", {"target": "main"}),
     "a mark": ("POST", "/v1/marks", {"id": "cmpl-1", "metadata": {"a": ["b"]}}),
 }  # fmt: skip
@@ -93,6 +107,8 @@ def server(tmp_path_factory) -> Server:
         client.put("/v1/saes/mood", json={"path": str(folder / "sae")}).raise_for_status()
         module = {"name": "known", "vectors": {"resid_post": {"1": ROW}}}
         client.post("/v1/steering/modules/register", json=module).raise_for_status()
+        hook = weir.Hook(probe_and_steer, layers=[1, 2], args={"w": ROW, "scale": 3.0})
+        server.frontend.names.register_hook("steer", hook)
         yield server
 
 

@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 
 import vllm_weir as weir
 from tests.support import machine
+from tests.support.hook_functions import probe_and_steer
 from tests.support.refusals import ADMISSION, PARSE, refusals
 from tests.support.sae_reference import weights
 from tests.unit.admin_app import ADMIN, D, Server, Workers, app_of, serving
@@ -37,6 +38,8 @@ def server(tmp_path_factory) -> Server:
         server.frontend.engine.vocabulary = Vocabulary(100, SimpleNamespace(all_special_ids=[0], max_token_id=98))
         answer = TestClient(app_of(server), headers=ADMIN).put("/v1/saes/mood", json={"path": str(folder / "sae")})
         answer.raise_for_status()
+        hook = weir.Hook(probe_and_steer, layers=[1, 2], args={"w": [0.5] * D, "scale": 3.0})
+        server.frontend.names.register_hook("steer", hook)
         yield server
 
 

@@ -45,7 +45,7 @@ class View(SimpleNamespace):
     """Stands for a view whose rows are there."""
 
     start, end, scored_end = 0, 3, 3
-    pending = SimpleNamespace(admitted=SimpleNamespace(told=0))
+    pending = SimpleNamespace(admitted=SimpleNamespace(told=0, calls={}))
     part = SimpleNamespace(spec=SimpleNamespace(postprocess=None, site_requests=(1,)), has_rows=True, read_outs=())
 
     def activations(self):
@@ -53,6 +53,12 @@ class View(SimpleNamespace):
         return acts()
 
     def scores(self):
+        return None
+
+    def values(self):
+        return None
+
+    def saved(self):
         return None
 
     def receipt(self):
@@ -124,7 +130,7 @@ def test_only_the_last_chunk_of_a_choice_changes(server):
 def test_scores_come_with_their_token_and_not_before_it(server, monkeypatch):
     """The chunk that opens a chat had those of the first token, whose own chunk then had none."""
     monkeypatch.setattr(module, "projects", lambda _: True)
-    monkeypatch.setattr(module, "new_values", lambda view, start, _: {"scores": {"positions": [start]}})
+    monkeypatch.setattr(module, "new_values", lambda view, start, *_: {"scores": {"positions": [start]}})
     deltas = ({"role": "assistant", "content": ""}, {"content": "é"})
     sent = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     opening, token = map(told_of, rewritten(reply(server, View(), stream=True), *sent))
@@ -377,11 +383,11 @@ def test_scores_of_probes_stand_under_their_names(server):
 def test_scores_of_probes_are_streamed_from_where_the_last_ended(server, monkeypatch):
     """The last token has a score already and no row, where the stream waits for scores."""
     asked = []
-    monkeypatch.setattr(module, "new_values", lambda view, *starts: asked.append(starts) or {"scores": {"p": {}}})
+    monkeypatch.setattr(module, "new_values", lambda view, *starts: asked.append(starts[:2]) or {"scores": {"p": {}}})
     views = [View(end=3, scored_end=4), View(end=3, scored_end=4), View(end=4, scored_end=5)]
     for view in views:
         view.part = SimpleNamespace(spec=View.part.spec, has_rows=False, read_outs=())
-        view.pending = SimpleNamespace(admitted=SimpleNamespace(told=1))
+        view.pending = SimpleNamespace(admitted=SimpleNamespace(told=1, calls={}))
         view.concluded = lambda: True
 
     async def go():

@@ -15,6 +15,8 @@ from vllm_weir.worker.functions import Part, WorkerFunctions
 from vllm_weir.worker.tap.mapped import MappedTaps
 
 CPU = torch.device("cpu")
+KEPT: list[weir.Hook] = []
+"""A function of this process is found as long as its hook lives."""
 
 
 def nothing(rows, ctx):
@@ -23,7 +25,8 @@ def nothing(rows, ctx):
 
 def lowered(function, shape, *hook, **more):
     """A hook's key and what workers are told, at a hook point whose rows have this shape."""
-    ((key, call),) = weir.Hook(function, *hook, **more).lower(shape, None).calls.items()
+    KEPT.append(weir.Hook(function, *hook, **more))
+    ((key, call),) = KEPT[-1].lower(shape, None).calls.items()
     return key, call
 
 

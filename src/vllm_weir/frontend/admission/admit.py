@@ -20,6 +20,7 @@ from vllm_weir.frontend.admission.capture_groups import (
     with_read_outs,
 )
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.hook_registry import HookRegistry
 from vllm_weir.frontend.admission.lowering import lower
 from vllm_weir.frontend.admission.postprocesses import PostprocessChoice, postprocesses_of
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry
@@ -33,10 +34,13 @@ from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compat.three_tier import scaled
 from vllm_weir.schema.compat.vllm_lens import in_lens_words, lens_capture, lens_interventions, refuse_lens
 from vllm_weir.schema.features import SetFeature
+from vllm_weir.schema.fields import with_fields
+from vllm_weir.schema.functions import pickled
 from vllm_weir.schema.hooks import DERIVED_HOOKS, Site
 from vllm_weir.schema.intervention_base import Intervention, at_most
-from vllm_weir.schema.intervention_kinds import AnyIntervention
+from vllm_weir.schema.intervention_kinds import AnyIntervention, Kept
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY
+from vllm_weir.schema.named_hooks import NO_CODE, Use
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
 from vllm_weir.schema.resolved_probes import ResolvedProbe
 from vllm_weir.schema.row_parts import WHOLE
@@ -49,7 +53,7 @@ def unknown_reference(ref: str, field: str) -> np.ndarray:
     raise WeirError(f"no vector is registered under {ref!r}", field)
 
 
-def unknown_module(name: str, field: str) -> Sequence[Intervention]:
+def unknown_module(name: str, field: str) -> Sequence[Kept]:
     """Look up a module in an engine that has none registered: raise WeirError."""
     raise WeirError(f"no module is registered under {name!r}", field)
 
@@ -62,13 +66,14 @@ def admit(
     always: Sequence[AnyIntervention] = (),
     everyone: Sequence[Capture] = (),
     sinks: Collection[str] = (),
-    module: Callable[[str, str], Sequence[Intervention]] = unknown_module,
+    module: Callable[[str, str], Sequence[Kept]] = unknown_module,
     vocabulary: Vocabulary = UNKNOWN,
     has_embeddings: bool = False,
     saes: SAERegistry | None = None,
     probes: ProbeRegistry | None = None,
     has_media: bool = False,
     by_client: bool = False,
+    hooks: HookRegistry | None = None,
 ) -> AdmittedRequest:
     """Check and resolve a request's keys.
 
@@ -87,6 +92,7 @@ def admit(
         vocabulary: the engine's.
         saes: the sparse autoencoders that the workers hold; None for none.
         probes: the registered probes; None for none.
+        hooks: the registered hooks; None for none.
 
     Raises:
         WeirError: naming the field, for anything that cannot be done exactly as asked.
@@ -104,6 +110,7 @@ def admit(
         saes or SAERegistry(),
         probes or ProbeRegistry(),
         has_media,
+        hooks or HookRegistry(),
     )
     try:
         return admission.admit(_Given.parse(extra_args, capabilities.num_layers, by_client))
@@ -154,7 +161,7 @@ def _refuse_paths(spec: RequestSpec) -> None:
             )
     for one in (*spec.interventions, *spec.hooks):
         if isinstance(one, Hook):
-            raise WeirError("code never comes over HTTP", one.path)
+            raise WeirError(NO_CODE, one.path)
     if spec.lens is not None and spec.lens.path is not None:
         raise WeirError("over HTTP only the logit lens is served, which has no path", f"{spec.lens.at}.path")
 
@@ -191,14 +198,17 @@ class _Admission:
     always: Sequence[AnyIntervention]
     everyone: Sequence[Capture]
     sinks: Collection[str]
-    module: Callable[[str, str], Sequence[Intervention]]
+    module: Callable[[str, str], Sequence[Kept]]
     vocabulary: Vocabulary
     has_embeddings: bool
     saes: SAERegistry
     probes: ProbeRegistry
     has_media: bool
+    hooks: HookRegistry
 
     def admit(self, given: _Given) -> AdmittedRequest:
+        named = [self._settled(one) if isinstance(one, Use) else one for one in given.interventions]
+        given = given._replace(interventions=tuple(named))
         spec, capabilities = given.spec, self.capabilities
         interventions = self._interventions(given)
         lowered = lower(interventions, capabilities, self.lookup, self.has_token_ids, self._check)
@@ -230,6 +240,7 @@ class _Admission:
             given=tuple(map(GivenIntervention.of, interventions)),
             dose=spec.dose,
             calls=lowered.calls,
+            functions=tuple(one.function for one in interventions if isinstance(one, Hook)),
         )
         if admitted.probes and (selectors := len(admitted.engine_spec.selectors)) > MAX_SELECTORS:
             raise WeirError(
@@ -258,15 +269,25 @@ class _Admission:
     def _interventions(self, given: _Given) -> tuple[Intervention, ...]:
         """Return those of every request, of the request's modules, and its own, in the order in which they act."""
         modules = given.spec.modules
-        named = (one for m in modules for one in scaled(self.module(m.name, m.path), m.scale, f"{m.path}.scale"))
-        from_modules = at_most(named, "modules")
+        settled = ((list(map(self._settled, self.module(m.name, m.path))), m) for m in modules)
+        from_modules = at_most(
+            (one for kept, m in settled for one in scaled(kept, m.scale, f"{m.path}.scale")), "modules"
+        )
         # What many requests share is about images where there are some.
-        shared = [one for one in (*self.always, *from_modules) if self.vocabulary.occurs(one.positions)]
+        everybody = (*map(self._settled, self.always), *from_modules)
+        shared = [one for one in everybody if self.vocabulary.occurs(one.positions)]
         own = given.interventions
-        settled = (self.saes.resolve(one) if isinstance(one, SetFeature) else one for one in (*shared, *own))
-        interventions = tuple(resolve_tokens(one, self.vocabulary) for one in settled)
+        interventions = tuple(resolve_tokens(self._settled(one), self.vocabulary) for one in (*shared, *own))
         check_units(interventions)
         return interventions
+
+    def _settled(self, one: AnyIntervention) -> Intervention:
+        """Return what an intervention does that names something, with a function as it travels."""
+        if isinstance(one, Use):
+            one = self.hooks.resolve(one, self.lookup)
+        if isinstance(one, Hook) and one.function.why and self.capabilities.traits.pickles:
+            return with_fields(one, function=pickled(one.function, f"{one.path}.function"))
+        return self.saes.resolve(one) if isinstance(one, SetFeature) else one
 
     def _captures(self, given: _Given) -> tuple[Capture, ...]:
         """Return the request's own, whose sinks have to exist, and those of every request."""

@@ -18,6 +18,7 @@ from vllm_weir.frontend.admission.scoring import by_move
 from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.features import SetFeature
+from vllm_weir.schema.functions import Travelling
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.intervention_base import Intervention
@@ -71,6 +72,7 @@ class AdmittedRequest:
         given: the kind and the hook point of each intervention as it was given.
         dose: whether the relative doses of its interventions are measured.
         calls: what workers are told of the functions that they call for it, by key.
+        functions: the same, which keeps them in this process.
     """
 
     spec: ResolvedSpec
@@ -92,6 +94,7 @@ class AdmittedRequest:
     given: tuple[GivenIntervention, ...] = ()
     dose: bool = False
     calls: dict[str, bytes] = field(default_factory=dict)
+    functions: tuple[Travelling, ...] = ()
 
     @property
     def cells(self) -> CellLayout:

@@ -12,7 +12,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.frontend.admission.sae_registry import SharedSAE
-from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_kinds import Kept
 from vllm_weir.schema.interventions import Add
 from vllm_weir.schema.vectors import KEPT, Vector
 
@@ -53,8 +53,8 @@ class RegistryContents:
 
     generation: int = 0
     vectors: Mapping[str, NamedVector] = field(default_factory=dict)
-    modules: Mapping[str, tuple[Intervention, ...]] = field(default_factory=dict)
-    always: tuple[Intervention, ...] = ()
+    modules: Mapping[str, tuple[Kept, ...]] = field(default_factory=dict)
+    always: tuple[Kept, ...] = ()
     tiers: int = 0
     saes: Mapping[str, SharedSAE] = field(default_factory=dict)
     probes: Mapping[str, RegisteredProbe] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class VectorRegistry:
 
     def __init__(self) -> None:
         self._by_name: dict[str, NamedVector] = {}
-        self._modules: Mapping[str, tuple[Intervention, ...]] = {}
+        self._modules: Mapping[str, tuple[Kept, ...]] = {}
         self._by_digest: dict[str, Vector] = {}
         self.version = 0
 
@@ -143,11 +143,11 @@ class VectorRegistry:
         return named.directions[None]
 
     @property
-    def modules(self) -> Mapping[str, tuple[Intervention, ...]]:
+    def modules(self) -> Mapping[str, tuple[Kept, ...]]:
         """The modules by name."""
         return self._modules
 
-    def module(self, name: str, field: str) -> Sequence[Intervention]:
+    def module(self, name: str, field: str) -> Sequence[Kept]:
         """Return the interventions under a name.
 
         For a vector with a direction per block, these are an `Add` at each of the blocks.

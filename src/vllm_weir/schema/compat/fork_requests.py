@@ -14,6 +14,7 @@ from vllm_weir.schema.fields import refuse_unknown_keys
 from vllm_weir.schema.gates import When
 from vllm_weir.schema.hooks import normalise_hook
 from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_kinds import Kept
 from vllm_weir.schema.interventions import Add, Clamp, Replace
 from vllm_weir.schema.probes import Probe
 from vllm_weir.schema.request import MAX_INTERVENTIONS
@@ -41,7 +42,7 @@ class KnownNames(NamedTuple):
         d_model: width of the residual stream.
     """
 
-    module: Callable[[str, str], Sequence[Intervention]]
+    module: Callable[[str, str], Sequence[Kept]]
     d_model: int
 
 

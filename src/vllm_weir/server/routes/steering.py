@@ -16,9 +16,11 @@ from vllm_weir.frontend.admission.vector_registry import RegistryContents, Vecto
 from vllm_weir.schema.compat.three_tier import FORK_HOOKS, TIERS, from_fields
 from vllm_weir.schema.hooks import READ_ONLY_HOOKS
 from vllm_weir.schema.intervention_base import MAX_INTERVENTIONS, Intervention
-from vllm_weir.schema.intervention_kinds import AnyIntervention
+from vllm_weir.schema.intervention_kinds import AnyIntervention, Kept
 from vllm_weir.schema.interventions import Add, Clamp
+from vllm_weir.schema.named_hooks import Use
 from vllm_weir.schema.request import parse_interventions
+from vllm_weir.schema.user_hooks import Hook
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.room import check_room
@@ -72,7 +74,7 @@ def _steering(routes: APIRouter) -> None:
     def get_steering(state: State, target: Target = None) -> bodies.SteeringState:
         _main_only(target)
         contents = state.names.read()
-        active = _active_layers(contents.always[: contents.tiers])
+        active = _active_layers([one for one in contents.always[: contents.tiers] if isinstance(one, Intervention)])
         interventions = [_with_digests(one) for one in contents.always]
         return bodies.SteeringState(active_layers=active, interventions=interventions)
 
@@ -154,7 +156,7 @@ def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
         kept = [one for one in before[: contents.tiers] if _replacement_key(one) not in replaced]
         # Stable: additions stay in order, and clamps follow them.
         merged = sorted((*kept, *from_tiers), key=lambda one: isinstance(one, Clamp))
-        rest = tuple(before[contents.tiers :]) if own is None else from_list
+        rest = tuple(before[contents.tiers :]) if own is None else _kept(own, from_list)
         if len(merged) + len(rest) > MAX_INTERVENTIONS:
             raise WeirError(f"more than {MAX_INTERVENTIONS} interventions for every request; clear some", "vectors")
         after = replace(contents, always=(*merged, *rest), tiers=len(merged))
@@ -180,9 +182,15 @@ def _resolve_names(
     return [state.frontend.names.settled(part, registry) for part in parts]
 
 
-def _replacement_key(one: Intervention) -> tuple[Any, ...]:
+def _kept(given: Sequence[AnyIntervention], settled: Sequence[Intervention]) -> tuple[Kept, ...]:
+    """Return what is stored of interventions, in which a hook stays a name: code is not shared."""
+    pairs = zip(given, settled, strict=True)
+    return tuple(one.settled(hook) if isinstance(one, Use) and isinstance(hook, Hook) else hook for one, hook in pairs)
+
+
+def _replacement_key(one: Kept) -> tuple[Any, ...]:
     """Return the key under which an intervention of the fork's fields replaces an earlier one."""
-    return type(one), one.hook, one.layers, one.positions
+    return type(one), getattr(one, "hook", ""), one.layers, one.positions
 
 
 def register_module(state: ServerState, body: bodies.RegisterModule) -> bodies.ModuleChanged:
@@ -194,7 +202,8 @@ def register_module(state: ServerState, body: bodies.RegisterModule) -> bodies.M
             raise WeirError(f"a vector is named {body.name!r}; delete it or choose another name", "name")
         from_tiers, from_list = _resolve_names(state, contents, tiers, own or ())
         state.frontend.names.settled((*from_tiers, *from_list))
-        after = replace(contents, modules={**contents.modules, body.name: (*from_tiers, *from_list)})
+        kept = (*from_tiers, *_kept(own or (), from_list))
+        after = replace(contents, modules={**contents.modules, body.name: kept})
         check_room(after, state.limits)
         return after
 
@@ -248,7 +257,7 @@ def _names_of(hook: str) -> tuple[str, ...]:
     return (hook, FORK_HOOKS[hook]) if hook in FORK_HOOKS else (hook,)
 
 
-def _with_digests(one: Intervention) -> dict[str, Any]:
+def _with_digests(one: Kept) -> dict[str, Any]:
     """Return an intervention's wire form, with vectors by digest."""
     return one.with_vectors(lambda vector, _at: Vector(ref=vector.digest)).to_json()
 

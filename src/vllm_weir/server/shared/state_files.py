@@ -29,8 +29,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.frontend.admission.sae_registry import SharedSAE
 from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
-from vllm_weir.schema.intervention_base import Intervention
-from vllm_weir.schema.intervention_kinds import parse_stored
+from vllm_weir.schema.intervention_kinds import Kept, parse_stored
 from vllm_weir.schema.probes import parse_probe
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.server.errors import StateNotSaved
@@ -171,7 +170,7 @@ def _to_json(contents: RegistryContents, arrays: dict[str, np.ndarray]) -> dict[
     def with_digests(item: Any) -> Any:
         return item.with_vectors(lambda v, _at: Vector(ref=digest_of(v)))
 
-    def wire_forms(interventions: Sequence[Intervention]) -> list[dict[str, Any]]:
+    def wire_forms(interventions: Sequence[Kept]) -> list[dict[str, Any]]:
         return [with_digests(one).to_json() for one in interventions]
 
     return {
@@ -194,7 +193,7 @@ def _to_json(contents: RegistryContents, arrays: dict[str, np.ndarray]) -> dict[
 def _from_json(data: Mapping[str, Any], vector_of: Callable[[str], Vector]) -> RegistryContents:
     """Return the state that `_to_json` wrote; `vector_of` returns the vector with a digest."""
 
-    def parse(wire_form: dict[str, Any], path: str) -> Intervention:
+    def parse(wire_form: dict[str, Any], path: str) -> Kept:
         return parse_stored(wire_form, path).with_vectors(lambda v, _at: vector_of(v.ref))
 
     return RegistryContents(

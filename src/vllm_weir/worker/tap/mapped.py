@@ -28,7 +28,7 @@ from vllm_weir.worker.steering.slots import Slots
 from vllm_weir.worker.tap import cpu_kernel
 from vllm_weir.worker.tap.batch import Batch
 
-MOST_FUNCTIONS = 64
+MOST_FUNCTIONS = 32
 """Functions with a number; further ones are called in steps without a graph."""
 MOST_ARGS = 256
 """Requests with different args of one function at a time."""
