@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_weir.analysis.plot_style import INK, colours, finish, label_bar, label_tokens, pyplot
+from vllm_weir.analysis.plot_style import INK, colours, finish, label_bar, label_tokens, page, pyplot, save
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.grid import Grid
 
@@ -38,20 +40,44 @@ class HeatMap(NamedTuple):
     cells: list[list[str]]
 
 
-def hooks_to_draw(grid: Grid, hook: str | None) -> list[str]:
-    """Return the hook points of a grid, or the one that was asked for; raise WeirError if it has none of the name."""
-    hooks = [str(label) for label in grid.axes["hook"]]
+def draw_grid(
+    grid: Grid, columns: Sequence[str], label: str, about: str, path: Path, hook: str | None, one_page: bool
+) -> list[Path]:
+    """Draw a heat map for each hook point of a grid, or for one, and return the files.
+
+    Args:
+        grid: axes ``hook``, ``layer``, ``position``, and ``head`` if heads are told apart.
+        columns: a text for each position.
+        label: what the numbers are.
+        about: follows the hook point in the titles.
+        path: of the file; several hook points get one each, with their names in it.
+        hook: draw this hook point alone.
+        one_page: all hook points of an ``.html`` go into one file instead.
+    """
+    hooks = [str(name) for name in grid.axes["hook"]]
     if hook is not None and hook not in hooks:
         raise WeirError(f"there is no {brief(hook)!r}; the hook points are {', '.join(hooks)}", "hook")
-    return hooks if hook is None else [hook]
+    hooks = hooks if hook is None else [hook]
+    figures = [_draw(_table(grid.sel(hook=name), columns), label, f"{name}: {about}") for name in hooks]
+    if one_page and path.suffix.lower() == ".html" and len(figures) > 1:
+        return [_one_page(figures, path)]
+    names = [path if len(hooks) == 1 else path.with_name(f"{path.stem}.{name}{path.suffix}") for name in hooks]
+    return [save(one.figure, target, one.title, one.cells) for target, one in zip(names, figures, strict=True)]
 
 
-def paths_by_hook(path: Path, hooks: list[str]) -> list[Path]:
-    """Return a file for each hook point: with its name in the path if there are several."""
-    return [path if len(hooks) == 1 else path.with_name(f"{path.stem}.{name}{path.suffix}") for name in hooks]
+def _table(part: Any, columns: Sequence[str]) -> HeatMapTable:
+    """Return the numbers of a hook point, layer by position, or by head."""
+    layers = [str(layer) for layer in part.axes["layer"]]
+    if "head" not in part.axes:
+        return HeatMapTable(part.array, layers, list(columns), "layer")
+    heads = part.axes["head"]
+    if len(columns) == 1:
+        return HeatMapTable(part.array[:, 0], layers, [f"head {n}" for n in heads], f"layer, at {columns[0]}")
+    rows = [f"{layer}.{head}" for layer in layers for head in heads]
+    return HeatMapTable(part.array.transpose(0, 2, 1).reshape(len(rows), -1), rows, list(columns), "layer.head")
 
 
-def draw_heat_map(table: HeatMapTable, label: str, title: str) -> HeatMap:
+def _draw(table: HeatMapTable, label: str, title: str) -> HeatMap:
     """Draw one figure; `label` says what the numbers are."""
     numbers, rows, columns, what = table
     plt = pyplot()
@@ -68,7 +94,18 @@ def draw_heat_map(table: HeatMapTable, label: str, title: str) -> HeatMap:
     return HeatMap(figure, title, cells)
 
 
-def by_head(part: Grid) -> tuple[np.ndarray, list[str]]:
-    """Return numbers [layers * heads, positions] of a grid with axes layer, position, head, and the rows' labels."""
-    labels = [f"{layer}.{head}" for layer in part.axes["layer"] for head in part.axes["head"]]
-    return part.array.transpose(0, 2, 1).reshape(len(labels), -1), labels
+def _one_page(figures: list[HeatMap], path: Path) -> Path:
+    """Write a page with several figures."""
+    pages = [page(*one) for one in figures]
+    for one in figures:
+        pyplot().close(one.figure)
+    head = pages[0][: pages[0].index("</head>")]
+    title = html.escape(figures[0].title)
+    bodies = [text[text.index("<body>") + 6 : text.index("</body>")] for text in pages]
+    text = head.replace(f"<title>{title}</title>", "<title>sweep</title>") + "</head><body>" + "".join(bodies)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "</body></html>\n", encoding="utf-8")
+    except OSError as e:
+        raise WeirError(f"cannot write {path}: {e.strerror or e}", "path") from e
+    return path

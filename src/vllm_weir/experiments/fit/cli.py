@@ -47,9 +47,9 @@ def fit(
     Exit code 0: done; 1: refused or failed.
     """
     with exit_on_error():
-        from vllm_weir.experiments.fit.files import read_prompts
         from vllm_weir.experiments.fit.plot import plot_auc
         from vllm_weir.experiments.fit.run import fit as run
+        from vllm_weir.experiments.prompts import read_prompts
 
         _check_files(out, plot, hook)
         blocks = layers if layers == "all" else parse_ints(layers, "'all' or ints", "layers")
