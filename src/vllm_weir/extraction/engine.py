@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.readings import CaptureReading, FeatureReading, Reading
+from vllm_weir.extraction.readings import CaptureReading, FeatureReading
 from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.frontend.request_stream import RequestStream
 from vllm_weir.util.chat_text import chat_text
@@ -125,7 +125,7 @@ class VllmEngine:
         except WeirError as e:
             warnings.warn(f"a run that goes on will not notice other weights: {e.message}", stacklevel=2)
             self.weights = None
-        self.reading: Reading
+        self.reading: CaptureReading | FeatureReading
         if spec.features is None:
             self.reading = CaptureReading(spec.capture, capabilities)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,24 +20,13 @@ ACTIVE_BYTES = 8 + 32
 """Bytes of one feature of a row while it is under way: on the bus, and as tensors of an output."""
 
 
-class Reading(Protocol):
-    """What a run asks of each request.
+class CaptureReading:
+    """Rows of a capture; raises WeirError if the engine cannot capture them.
 
     Attributes:
-        asked: Arguments of `weir.params`.
+        asked: Arguments of `weir.params` for each request.
         row_bytes: Most bytes of rows that a token gives.
     """
-
-    asked: dict[str, Any]
-    row_bytes: int
-
-    def rows(self, output: Any) -> list[Any]:
-        """Return what is written of an output, with an empty request id."""
-        ...
-
-
-class CaptureReading:
-    """Rows of a capture; raises WeirError if the engine cannot capture them."""
 
     def __init__(self, capture: Capture, capabilities: Any) -> None:
         layers = capture.resolve_layers(capabilities.num_layers)
@@ -47,11 +36,11 @@ class CaptureReading:
                 raise WeirError(f"{capture.hook}[{layer}] cannot be captured: {reason}", "hook")
         dtype = capture.dtype or capabilities.dtype
         widths = [row_width(capabilities.shape(Site(capture.hook, layer))) for layer in layers]
-        self.asked = {"capture": capture}
+        self.asked: dict[str, Any] = {"capture": capture}
         self.row_bytes = sum(_record_bytes(capture, width, dtype) for width in widths)
 
     def rows(self, output: Any) -> list[Batch]:
-        """Return a batch for each site."""
+        """Return what is written of an output: a batch for each site, with an empty request id."""
         acts = output.activations
         _check_complete(output, acts)
         rows = []
@@ -63,7 +52,7 @@ class CaptureReading:
 
 
 class FeatureReading:
-    """Features of an autoencoder, which is loaded onto the engine's workers."""
+    """Features of an autoencoder, which is loaded onto the engine's workers; attributes as of `CaptureReading`."""
 
     def __init__(self, spec: FeatureSpec, llm: Any) -> None:
         from vllm_weir.api import load_sae
@@ -73,7 +62,7 @@ class FeatureReading:
             load_sae(llm, self._name, spec.load())
         except WeirError as e:
             raise WeirError(str(e) if e.field.startswith("sae.") else e.message, "sae") from None
-        self.asked = {"features": spec.asked}
+        self.asked: dict[str, Any] = {"features": spec.asked}
         self.row_bytes = ACTIVE_BYTES * (spec.asked.top_k or len(spec.asked.ids))
 
     def rows(self, output: Any) -> list[FeatureBatch]:

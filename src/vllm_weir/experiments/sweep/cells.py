@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from vllm_weir.experiments.metrics import BoundMetric, OnOutput
+from vllm_weir.experiments.sweep.checkpoint import Checkpoint, NoCheckpoint
 from vllm_weir.experiments.sweep.plan import BASE_RUN, SOURCE_RUN, Job, SweepPlan
 from vllm_weir.frontend.request_stream import RequestStream
 from vllm_weir.guard.request_extras import extras_in, set_extras, with_extras
@@ -20,16 +21,6 @@ from vllm_weir.schema.keys import WIRE_KEY
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.vectors import Vector
-
-
-class Values(Protocol):
-    """Numbers by key, as `Checkpoint` keeps them."""
-
-    values: dict[int, float]
-
-    def add(self, key: int, value: float) -> None:
-        """Keep a number."""
-        ...
 
 
 class CellRunner:
@@ -49,7 +40,12 @@ class CellRunner:
     """
 
     def __init__(
-        self, stream: RequestStream, plan: SweepPlan, metric: BoundMetric, store: Values, report: Callable[[int], Any]
+        self,
+        stream: RequestStream,
+        plan: SweepPlan,
+        metric: BoundMetric,
+        store: Checkpoint | NoCheckpoint,
+        report: Callable[[int], Any],
     ) -> None:
         self._stream, self._plan, self._metric, self._store, self._report = stream, plan, metric, store, report
         self._rows: dict[tuple[int, int], RunRows] = {}
