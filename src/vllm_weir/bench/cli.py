@@ -189,7 +189,6 @@ def pool(
 
 
 def _show(result: BenchResult, markdown: Path | None, chart: Path | None) -> None:
-    """Write the table and the chart."""
     from vllm_weir.bench.report import as_markdown
 
     if markdown is not None:

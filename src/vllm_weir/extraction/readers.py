@@ -143,7 +143,6 @@ class Lines:
     unit = "line"
 
     def counter(self, name: str) -> RecordCounter:
-        """Return a counter for a file."""
         return _LineCounter(name)
 
     def read(
@@ -217,7 +216,6 @@ class Parquet:
     unit = "row"
 
     def counter(self, name: str) -> RecordCounter:
-        """Return a counter for a file."""
         return _FileCounter(name, self._count)
 
     def _count(self, store: ObjectStore, name: str, column: str) -> int:
@@ -250,7 +248,6 @@ class Arrow:
     unit = "row"
 
     def counter(self, name: str) -> RecordCounter:
-        """Return a counter for a file."""
         return _FileCounter(name, self._count)
 
     def _count(self, store: ObjectStore, name: str, column: str) -> int:

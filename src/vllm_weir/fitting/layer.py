@@ -45,7 +45,6 @@ class Direction:
 
     @classmethod
     def from_wire(cls, data: list[Any]) -> Direction:
-        """Parse what `to_wire` returns."""
         return cls(np.frombuffer(data[0]), np.frombuffer(data[1]), *data[2:])
 
 
@@ -80,7 +79,6 @@ class LayerFit:
 
     @classmethod
     def from_wire(cls, data: list[Any]) -> LayerFit:
-        """Parse what `to_wire` returns."""
         direction, held, area, norm, doses = data
         return cls(
             Direction.from_wire(direction),

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_weir.experiments.attribute.arithmetic import PatchedPlace
-from vllm_weir.experiments.grid import Grid
-from vllm_weir.experiments.grid_file import GridFile
+from vllm_weir.experiments.grid import Grid, GridFile
 from vllm_weir.experiments.metrics import Baseline
 from vllm_weir.schema.hooks import Site
 
@@ -107,7 +106,7 @@ class Attribution:
         Raises:
             WeirError: for another suffix, without matplotlib, or if a file cannot be written.
         """
-        from vllm_weir.experiments.heat_map import draw_grid
+        from vllm_weir.experiments.plots import draw_grid
 
         columns = [self.tokens[int(position)] for position in self.grid.axes["position"]]
         label, about = f"estimated change of {self.metric}", f"attribution, {self.mode}"

@@ -106,7 +106,6 @@ class CallerRows:
         return out.request_id
 
     def fit(self, site: Site, names: Sequence[str], task: FitTask) -> LayerFit:
-        """Fit a block."""
         return self._rows.fit(site, names, task)
 
     def close(self, failure: BaseException | None = None) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.grid import Grid
-from vllm_weir.experiments.grid_file import GridFile
+from vllm_weir.experiments.grid import Grid, GridFile
 from vllm_weir.experiments.metrics import Baseline
 from vllm_weir.experiments.mode import DENOISE
 from vllm_weir.experiments.sweep.plan import BASE_RUN, SOURCE_RUN, SweepPlan
@@ -95,7 +94,7 @@ class Sweep:
         Raises:
             WeirError: for another suffix, without matplotlib, or if a file cannot be written.
         """
-        from vllm_weir.experiments.heat_map import draw_grid
+        from vllm_weir.experiments.plots import draw_grid
 
         about = f"path to {self.to}, {self.mode}" if self.to else self.mode
         if normalised and self.baseline.clean != self.baseline.corrupt:
