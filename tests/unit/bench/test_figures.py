@@ -192,9 +192,9 @@ def test_bad_options_name_themselves(bad: str, monkeypatch: Any) -> None:
     assert done.exit_code == 2 and option in done.stderr
 
 
-def test_without_the_repository_stock_and_weir_are_timed_and_others_refused(tmp_path: Path, monkeypatch: Any) -> None:
+def test_without_the_repository_stock_and_weir_are_timed_and_others_refused(monkeypatch: Any) -> None:
     """As where the package comes from a wheel."""
-    monkeypatch.setattr(systems, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(systems, "REPOSITORY", None)
     systems.known_systems.cache_clear()
     try:
         assert list(systems.known_systems()) == ["stock", "weir"] and cli._systems(None) == ("stock", "weir")

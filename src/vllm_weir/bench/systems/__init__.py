@@ -11,15 +11,16 @@ from vllm_weir.bench.systems.weir import WeirSystem
 
 __all__ = ["StockSystem", "WeirSystem", "known_systems"]
 
-REPOSITORY = Path(__file__).parents[4]
-"""Of an editable installation; elsewhere a folder of Python's."""
+_INSTALLED = Path(__file__).parents[3]
+REPOSITORY = _INSTALLED.parent if _INSTALLED.name == "src" else None
+"""The checkout that an editable installation is of; None for an installed package."""
 
 
 @cache
 def known_systems() -> dict[str, type[StockSystem]]:
     """Return the systems that can be timed, by name: stock and Weir, and in a checkout those of its bench/systems."""
     systems: list[type[StockSystem]] = [StockSystem, WeirSystem]
-    if (REPOSITORY / "bench" / "systems" / "__init__.py").is_file():
+    if REPOSITORY is not None:
         sys.path.append(str(REPOSITORY))
         from bench.systems import RIVALS
 
