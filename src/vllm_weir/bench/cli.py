@@ -33,7 +33,8 @@ NO_PLOTS = "matplotlib is not installed; it comes with vllm-weir's extra named p
 def bench(
     context: typer.Context,
     systems: Annotated[
-        str | None, typer.Option(help=f"Of {', '.join(SYSTEMS)}; with commas. [all; with --against: stock,weir]")
+        str | None,
+        typer.Option(help=f"Of {', '.join(SYSTEMS)}; with commas. [all that are there; with --against: stock,weir]"),
     ] = None,
     cases: Annotated[
         str | None,
