@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml scripts/setup_env.py $(wildcard scripts/site/*.py) $(wi
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --flavour $(FLAVOUR) $(if $(VLLM),--vllm $(VLLM)) --stamp $(STAMP)
 
 demo: $(STAMP)
-	@$(BIN)/python -m vllm_weir.demo $(MODEL) $(ARGS)
+	@$(BIN)/python -m examples.demo $(MODEL) $(ARGS)
 
 bench: $(STAMP)
 	@$(BIN)/weir bench $(ARGS)

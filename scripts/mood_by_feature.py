@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # importing vLLM twice takes most of the time on a CPU
 
 import torch  # noqa: E402
 
 import vllm_weir as weir  # noqa: E402
-from vllm_weir.demo.pictures import MoodShares, moods_by_value  # noqa: E402
+from examples.demo.pictures import MoodShares, moods_by_value  # noqa: E402
 from vllm_weir.demo.probe import auc  # noqa: E402
 from vllm_weir.demo.stories import make_stories, openings, sentiment_of, well_formed  # noqa: E402
 

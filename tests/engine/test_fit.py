@@ -18,8 +18,8 @@ from tests.support.steering_packages import repeng, steering_vectors
 from vllm_weir.demo.stories import make_stories
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.vectors.load import load_vector
-from vllm_weir.fitting.auc import auc
 from vllm_weir.fitting.folds import split
+from vllm_weir.fitting.layer import auc
 
 pytestmark = pytest.mark.engine("demo")
 LAYERS, PAIRS = 6, 25  # an odd number of pairs: their votes on a sign are no tie

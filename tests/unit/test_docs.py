@@ -119,6 +119,17 @@ def test_layout_that_every_reader_of_markdown_understands(page: Path) -> None:
         assert free or len(line) <= 100, f"{page}:{k}: {len(line)} characters"
 
 
+def test_the_map_has_a_line_for_each_folder() -> None:
+    table = (ROOT / "docs" / "structures.md").read_text()
+    source = ROOT / "src" / "vllm_weir"
+    named = set(re.findall(r"`([\w./]+)`", "".join(re.findall(r"^\| (`[^|]+) \|", table, re.M))))
+    folders = {
+        p.relative_to(source).as_posix() + "/" for p in source.rglob("*") if p.is_dir() and p.name != "__pycache__"
+    }
+    modules = {p.name for p in source.glob("*.py")}
+    assert named == folders | modules
+
+
 def test_glossary_is_sorted_and_used() -> None:
     glossary = ROOT / "docs" / "glossary.md"
     entries = re.findall(r"^\| ([^|]+?) \|", glossary.read_text(), re.M)[1:]

@@ -169,7 +169,6 @@ def _head_names(heads: Sequence[int] | None, n: int) -> list[str]:
 
 
 def _head_maps(numbers: np.ndarray, names: list[str], queries: list[str], head_names: list[str], hook: str) -> Any:
-    """Return a figure with a map for each head."""
     plt = pyplot()
     columns = min(len(head_names), max(1, math.ceil(math.sqrt(len(head_names) * len(queries) / len(names)))), 8)
     lines = -(-len(head_names) // columns)

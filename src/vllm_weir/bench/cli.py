@@ -33,7 +33,8 @@ NO_PLOTS = "matplotlib is not installed; it comes with vllm-weir's extra named p
 def bench(
     context: typer.Context,
     systems: Annotated[
-        str | None, typer.Option(help=f"Of {', '.join(SYSTEMS)}; with commas. [all; with --against: stock,weir]")
+        str | None,
+        typer.Option(help=f"Of {', '.join(SYSTEMS)}; with commas. [all that are there; with --against: stock,weir]"),
     ] = None,
     cases: Annotated[
         str | None,
@@ -106,7 +107,7 @@ def bench(
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as work:
         settings = model_fields(model or ("demo" if small else "llama-8b"), Path(work), cuda)
         settings |= {
-            "systems": _names(systems or ",".join(SYSTEMS), SYSTEMS, "--systems"),
+            "systems": _systems(systems),
             "cases": _names(cases or ",".join(DEFAULT_CASES), CASES, "--cases", SETS),
             "batches": _ints(batches, "--batches")
             if batches
@@ -189,7 +190,6 @@ def pool(
 
 
 def _show(result: BenchResult, markdown: Path | None, chart: Path | None) -> None:
-    """Write the table and the chart."""
     from vllm_weir.bench.report import as_markdown
 
     if markdown is not None:
@@ -361,6 +361,19 @@ def _names(
     if not names:
         raise typer.BadParameter(f"{option}: name at least one of {', '.join(known)}")
     return tuple(n for n in known if n in names)
+
+
+def _systems(text: str | None) -> tuple[str, ...]:
+    from vllm_weir.bench.systems import known_systems
+
+    known = known_systems()
+    names = _names(text or ",".join(known), SYSTEMS, "--systems")
+    if absent := [name for name in names if name not in known]:
+        raise typer.BadParameter(
+            f"--systems: the adapter of {', '.join(absent)} comes with Weir's repository (bench/systems), not with the "
+            "package; run weir bench from a checkout installed with pip install -e"
+        )
+    return names
 
 
 def _ints(text: str, option: str) -> tuple[int, ...]:

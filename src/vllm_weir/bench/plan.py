@@ -208,7 +208,6 @@ class BenchPlan(BaseModel):
 
     @property
     def named_workloads(self) -> tuple[str, ...]:
-        """The workloads that were asked for."""
         return tuple(case for case in self.cases if case in WORKLOADS)
 
     @property
@@ -246,7 +245,6 @@ class BenchPlan(BaseModel):
         return out
 
     def workload_sizes(self) -> list[BatchSize]:
-        """Return the sizes of the workloads that were asked for."""
         kinds = dict.fromkeys(WORKLOADS[case] for case in self.named_workloads)
         return [self.workloads.of_kind(kind) for kind in kinds]
 

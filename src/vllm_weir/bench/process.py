@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_weir.bench.plan import BenchPlan
-from vllm_weir.bench.systems import BY_NAME
+from vllm_weir.bench.systems import known_systems
 
 
 class WorkerTimeout(Exception):
@@ -63,7 +63,7 @@ class WorkerProcess:
         out.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if plan.dummy:  # a function is sent to the engine's process: `fill_engine`
             out["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        return out | BY_NAME[self.system].environ(plan)
+        return out | known_systems()[self.system].environ(plan)
 
     def _listen(self) -> None:
         assert self.process.stdout is not None

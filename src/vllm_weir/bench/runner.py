@@ -16,7 +16,7 @@ from vllm_weir.bench.deadlines import Deadlines, TaskTimes
 from vllm_weir.bench.plan import BenchPlan, BenchTask, EngineChoice
 from vllm_weir.bench.process import WorkerExited, WorkerProcess, WorkerTimeout
 from vllm_weir.bench.result import UNCOMPARED, BenchResult, RowCheck, mark_checks, set_ratios, startup
-from vllm_weir.bench.systems import BY_NAME
+from vllm_weir.bench.systems import known_systems
 
 RESTARTS = 4
 
@@ -95,7 +95,7 @@ class Bench:
             choices: dict[EngineChoice, dict[str, list[BenchTask]]] = {}
             for name in self.plan.systems:
                 for task in self.plan.workload_tasks(name):
-                    choice = BY_NAME[name].engine_choice(self.plan, task.case)
+                    choice = known_systems()[name].engine_choice(self.plan, task.case)
                     choices.setdefault(choice, {}).setdefault(name, []).append(task)
             for choice, of_systems in choices.items():
                 out += self._together(of_systems, choice)
@@ -285,7 +285,7 @@ class Bench:
 
     def check_steering(self, name: str, case: str) -> None:
         """Compare rows after an intervention with what it should make of the rows before it, if the system has them."""
-        if not BY_NAME[name].compares_steering:
+        if not known_systems()[name].compares_steering:
             return
         worker = self.workers.get(name) or self.restart(name)
         left = min(self.plan.case_seconds, self.deadlines.left_of_run())

@@ -200,10 +200,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     plan = BenchPlan.model_validate_json(Path(sys.argv[1]).read_text())
-    from vllm_weir.bench.systems import BY_NAME
+    from vllm_weir.bench.systems import known_systems
 
     with contextlib.suppress(KeyboardInterrupt):
-        serve(plan, BY_NAME[sys.argv[2]](plan, Path(sys.argv[3])), answers)
+        serve(plan, known_systems()[sys.argv[2]](plan, Path(sys.argv[3])), answers)
 
 
 if __name__ == "__main__":

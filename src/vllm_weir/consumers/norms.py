@@ -34,12 +34,10 @@ class RunningNorms:
 
     @property
     def mean(self) -> float:
-        """Mean of the norms."""
         return self.total / self.rows
 
     @property
     def std(self) -> float:
-        """Standard deviation of the norms."""
         return math.sqrt(max(0.0, self.squares / self.rows - self.mean**2))
 
 

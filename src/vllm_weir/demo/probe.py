@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_weir.fitting import layer
+
 
 @dataclass(frozen=True)
 class LogisticProbe:
@@ -69,12 +71,10 @@ def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
         scores: [n].
         labels: [n], 0 or 1 (or bool); both must occur.
     """
-    positive, negative = scores[labels.bool()], scores[~labels.bool()].sort().values
+    positive, negative = scores[labels.bool()], scores[~labels.bool()]
     if not len(positive) or not len(negative):
         raise ValueError("both classes must occur")
-    below = torch.searchsorted(negative, positive.contiguous(), right=False)
-    not_above = torch.searchsorted(negative, positive.contiguous(), right=True)
-    return float((below + not_above).double().mean() / (2 * len(negative)))
+    return layer.auc(positive.double().cpu().numpy(), negative.double().cpu().numpy())
 
 
 def accuracy(scores: torch.Tensor, labels: torch.Tensor) -> float:

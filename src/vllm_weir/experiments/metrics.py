@@ -271,7 +271,6 @@ def as_number(value: Any) -> float:
 
 
 def _token_ids(value: Any, tokenizer: Any, pairs: int, field_name: str) -> list[int]:
-    """Return a token id for each pair."""
     value = plain(value)
     several = not isinstance(value, str) and not is_int(value)
     if several and not (isinstance(value, Sequence) or getattr(value, "ndim", 0) == 1):

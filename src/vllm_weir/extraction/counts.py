@@ -25,7 +25,6 @@ class RecordCounts:
     skipped: dict[int, str] = field(default_factory=dict)
 
     def add(self, other: RecordCounts) -> None:
-        """Add the counts of `other`."""
         for name in ("requests", "rows", "tokens", "bytes", "held", "truncated"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.skipped |= other.skipped

@@ -43,7 +43,6 @@ class FeatureBatch:
 
     @property
     def row_count(self) -> int:
-        """Number of its rows."""
         return len(self.features)
 
     @property

@@ -55,7 +55,6 @@ class OutputTarget:
         is_claimed(self.store, self.layout)
 
     def writer(self) -> RecordWriter:
-        """Open a writer."""
         return open_writer(self.url, self.layout, **self.options)
 
     def count(self) -> int:
@@ -64,7 +63,6 @@ class OutputTarget:
 
     @property
     def store(self) -> ObjectStore:
-        """The store of the dataset."""
         return ObjectStore(self.url, self.options.get("storage_options"))
 
 
@@ -88,7 +86,6 @@ class FeatureTarget(OutputTarget):
         is_claimed(self.store, self.layout)
 
     def writer(self) -> FeatureWriter:
-        """Open a writer."""
         store = ObjectStore(self.url, self.options.get("storage_options"), fsync=bool(self.options.get("fsync", False)))
         return FeatureWriter(store, self.info, self.options.get("shard_bytes", PART_BYTES))
 

@@ -9,7 +9,7 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,40 +41,8 @@ class InputFile:
     blank: bool = False
 
 
-class RecordCounter(Protocol):
-    """Counts the records of a file, whose bytes it is fed in order."""
-
-    def feed(self, block: bytes) -> None:
-        """Take the next bytes of the file."""
-        ...
-
-    def part(self, store: ObjectStore, column: str) -> InputFile:
-        """Return the counted file, after all bytes."""
-        ...
-
-
-class FileReader(Protocol):
-    """A reader of one kind of file.
-
-    Attributes:
-        unit: What a record is called in messages.
-    """
-
-    unit: str
-
-    def counter(self, name: str) -> RecordCounter:
-        """Return a counter for a file."""
-        ...
-
-    def read(
-        self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield the units, counted from 1, and raw values of records `start` to `stop` - 1, or exceptions."""
-        ...
-
-
 class _LineCounter:
-    """Counts the lines that `text_lines` yields."""
+    """Counts the lines that `text_lines` yields, of a file whose bytes it is fed in order."""
 
     def __init__(self, name: str) -> None:
         self.name, self.lines, self.records, self.offset = name, 0, 0, 0
@@ -138,12 +106,15 @@ class _LineCounter:
 
 
 class Lines:
-    """Plain text with one text a line."""
+    """Plain text with one text a line.
+
+    Attributes:
+        unit: What a record is called in messages.
+    """
 
     unit = "line"
 
-    def counter(self, name: str) -> RecordCounter:
-        """Return a counter for a file."""
+    def counter(self, name: str) -> _LineCounter:
         return _LineCounter(name)
 
     def read(
@@ -216,8 +187,7 @@ class Parquet:
 
     unit = "row"
 
-    def counter(self, name: str) -> RecordCounter:
-        """Return a counter for a file."""
+    def counter(self, name: str) -> _FileCounter:
         return _FileCounter(name, self._count)
 
     def _count(self, store: ObjectStore, name: str, column: str) -> int:
@@ -249,8 +219,7 @@ class Arrow:
 
     unit = "row"
 
-    def counter(self, name: str) -> RecordCounter:
-        """Return a counter for a file."""
+    def counter(self, name: str) -> _FileCounter:
         return _FileCounter(name, self._count)
 
     def _count(self, store: ObjectStore, name: str, column: str) -> int:
@@ -292,7 +261,12 @@ def _values(array: pa.Array, first: int, start: int, stop: int) -> Iterator[tupl
     yield from enumerate(array.slice(low, high - low).to_pylist() if low < high else [], first + low + 1)
 
 
-READERS: dict[str, FileReader] = {"jsonl": JsonLines(), "txt": Lines(), "parquet": Parquet(), "arrow": Arrow()}
+READERS: dict[str, Lines | Parquet | Arrow] = {
+    "jsonl": JsonLines(),
+    "txt": Lines(),
+    "parquet": Parquet(),
+    "arrow": Arrow(),
+}
 _ENDINGS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip

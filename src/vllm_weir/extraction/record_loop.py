@@ -5,53 +5,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.counts import RecordCounts
 from vllm_weir.extraction.engine import PIECE_BYTES, PIECES_AHEAD, PromptRows, ReadAheadEngine
+from vllm_weir.extraction.feature_writer import FeatureWriter
 from vllm_weir.extraction.prompt_reader import Prompt, PromptReader
 from vllm_weir.extraction.run_spec import request_id
 from vllm_weir.schema.row_notes import KEY as ROW_NOTES_KEY
-from vllm_weir.storage.object_store import ObjectStore
+from vllm_weir.storage.layouts.base import Writer
 
-
-class RecordWriter(Protocol):
-    """The methods of a `Writer` that a run uses."""
-
-    store: ObjectStore
-
-    def holds(self, request_id: str) -> bool:
-        """Return whether a request is in the dataset, or finished by this writer."""
-        ...
-
-    def write(self, batch: Any) -> None:
-        """Add rows of a request."""
-        ...
-
-    def finish_request(self, request_id: str, metadata: Mapping[str, Any] | None = None) -> None:
-        """Declare a request complete."""
-        ...
-
-    def flush(self) -> None:
-        """Publish finished requests."""
-        ...
-
-    def tidy(self) -> None:
-        """Bring what several writers have published into order."""
-        ...
-
-    def close(self) -> None:
-        """Flush and end."""
-        ...
-
-    def __enter__(self) -> RecordWriter: ...
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+RecordWriter = Writer | FeatureWriter
 
 
 class RecordLoop:

@@ -85,7 +85,6 @@ class RunSpec:
 
     @property
     def capture(self) -> Capture:
-        """The capture of each request."""
         picked = {name: value for name in PICKS if (value := getattr(self, name)) is not None}
         try:
             return Capture(

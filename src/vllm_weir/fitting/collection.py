@@ -73,7 +73,6 @@ class RowCollection:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows."""
         return sum(rows.nbytes for rows in self._rows.values())
 
     def fit(self, site: Site, names: Sequence[str], task: FitTask) -> LayerFit:

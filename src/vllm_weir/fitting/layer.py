@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.fitting.auc import auc
 from vllm_weir.fitting.folds import Folds
 from vllm_weir.fitting.methods import Classes, Method, MethodOptions, mean_of
 
@@ -46,7 +45,6 @@ class Direction:
 
     @classmethod
     def from_wire(cls, data: list[Any]) -> Direction:
-        """Parse what `to_wire` returns."""
         return cls(np.frombuffer(data[0]), np.frombuffer(data[1]), *data[2:])
 
 
@@ -81,7 +79,6 @@ class LayerFit:
 
     @classmethod
     def from_wire(cls, data: list[Any]) -> LayerFit:
-        """Parse what `to_wire` returns."""
         direction, held, area, norm, doses = data
         return cls(
             Direction.from_wire(direction),
@@ -162,3 +159,16 @@ def unit(vector: np.ndarray) -> np.ndarray:
     """Return the unit vector along a vector, or zeros."""
     length = np.linalg.norm(vector)
     return vector / length if length > 0 else vector
+
+
+def auc(positive: np.ndarray, negative: np.ndarray) -> float:
+    """Return the share of (positive, negative) pairs of scores in the right order; ties count half.
+
+    Args:
+        positive: scores [n], n >= 1.
+        negative: scores [m], m >= 1.
+    """
+    ordered = np.sort(negative)
+    below = np.searchsorted(ordered, positive, side="left")
+    not_above = np.searchsorted(ordered, positive, side="right")
+    return float((below + not_above).mean() / (2 * len(negative)))

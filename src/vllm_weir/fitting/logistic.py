@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_weir.fitting.products import InnerProducts
+from vllm_weir.fitting.components import InnerProducts
 
 MAX_NEWTON, MAX_CONJUGATE, MAX_HALVINGS = 100, 200, 40
 TOLERANCE = 1e-8

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_weir.core.external_kv import ExternalKV
+from vllm_weir.core.cache_keys import ExternalKV
 from vllm_weir.patches.scheduler_output import without
 from vllm_weir.schema.engine_request import EngineRequest
 

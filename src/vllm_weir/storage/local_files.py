@@ -48,11 +48,9 @@ class LocalFiles:
                     self._list(f"{path}/{folder}", f"{prefix}{folder}/", "", True, sizes)
 
     def isfile(self, path: str) -> bool:
-        """Return whether there is a file at `path`."""
         return os.path.isfile(path)
 
     def exists(self, path: str) -> bool:
-        """Return whether there is anything at `path`."""
         return os.path.exists(path or "/")
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -60,7 +58,6 @@ class LocalFiles:
         os.makedirs(path or "/", exist_ok=exist_ok)
 
     def size(self, path: str) -> int:
-        """Return the size of a file in bytes."""
         return os.path.getsize(path)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -70,11 +67,9 @@ class LocalFiles:
             return file.read() if end is None else file.read(max(0, end - (start or 0)))
 
     def cat_ranges(self, paths: Sequence[str], starts: Sequence[int], ends: Sequence[int], **_: Any) -> list[bytes]:
-        """Return a byte range of each of several files."""
         return [self.cat_file(*one) for one in zip(paths, starts, ends, strict=True)]
 
     def rm_file(self, path: str) -> None:
-        """Delete a file."""
         os.remove(path)
 
     def open(self, path: str, mode: str = "rb", compression: str | None = None) -> Any:

@@ -128,7 +128,6 @@ class RowStream(IterableDataset):
 
     @property
     def _epoch_batches(self) -> int:
-        """Batches (or rows) of this share in an epoch."""
         (first, end), size = self._share_rows, self.batch_size or 1
         return (end - first) // size if self.drop_last else -(-(end - first) // size)
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tests.support.machine import module, needs
 from tests.unit.bench.fakes import DECODE, PREFILL, Fake, by_key, decode, plan, result, run_fake
-from vllm_weir.bench import cli, deadlines, runner
+from vllm_weir.bench import cli, deadlines, runner, systems
 from vllm_weir.bench.chart import draw_chart
 from vllm_weir.bench.plan import BenchTask
 from vllm_weir.bench.process import WorkerExited, WorkerTimeout
@@ -190,6 +190,18 @@ def test_bad_options_name_themselves(bad: str, monkeypatch: Any) -> None:
     command = ["bench", "--model", "demo", *of_workloads, option, value]  # the last one counts
     done = CliRunner().invoke(app, command, env=WIDE)
     assert done.exit_code == 2 and option in done.stderr
+
+
+def test_without_the_repository_stock_and_weir_are_timed_and_others_refused(monkeypatch: Any) -> None:
+    """As where the package comes from a wheel."""
+    monkeypatch.setattr(systems, "REPOSITORY", None)
+    systems.known_systems.cache_clear()
+    try:
+        assert list(systems.known_systems()) == ["stock", "weir"] and cli._systems(None) == ("stock", "weir")
+        done = CliRunner().invoke(app, ["bench", "--systems", "stock,native", "--model", "demo"], env=WIDE)
+        assert done.exit_code == 2 and "the adapter of native comes with Weir's repository" in done.output
+    finally:
+        systems.known_systems.cache_clear()
 
 
 def test_turns_are_taken_and_all_is_written(monkeypatch: Any, tmp_path: Path) -> None:

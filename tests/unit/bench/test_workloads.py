@@ -19,7 +19,7 @@ from vllm_weir.bench.plan import BatchSize, BenchPlan, EngineChoice
 from vllm_weir.bench.report import as_markdown, columns
 from vllm_weir.bench.result import pool
 from vllm_weir.bench.runner import Bench
-from vllm_weir.bench.systems import BY_NAME, instruments
+from vllm_weir.bench.systems import instruments, known_systems
 from vllm_weir.bench.systems.stock import StockSystem, chosen_rows, shape
 
 TEXTS = SIZES.of_kind("texts")
@@ -35,7 +35,7 @@ def test_the_defaults_are_the_ones_that_the_documentation_names() -> None:
 
 
 def test_every_case_has_a_title_and_every_system_a_sentence_for_what_it_cannot_do() -> None:
-    assert set(TITLES) == set(CASES) and set(CANNOT) == set(SYSTEMS) == set(BY_NAME) == set(COLOURS)
+    assert set(TITLES) == set(CASES) and set(CANNOT) == set(SYSTEMS) == set(known_systems()) == set(COLOURS)
     for reasons in CANNOT.values():
         assert set(reasons) <= set(CASES) and all(len(reason) > 20 for reason in reasons.values())
     assert can_run("weir", "chat_mix") and not can_run("native", "chat_mix") and can_run("transformers", "long_one")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import vllm_weir as weir
 from tests.unit.request_strategies import served
-from vllm_weir.core.external_kv import ExternalKV
+from vllm_weir.core.cache_keys import ExternalKV
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request

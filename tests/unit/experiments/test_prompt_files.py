@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.unit.refusals import refused
-from vllm_weir.experiments.fit.files import read_prompts
+from vllm_weir.experiments.prompts import read_prompts
 
 TEXTS = ["one\u2028two", "three\x0cfour\x85five", "six\x1cseven"]
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_weir.core.external_kv import ExternalKV
+from vllm_weir.core.cache_keys import ExternalKV
 from vllm_weir.patches import kv_connectors
 from vllm_weir.patches.kv_connectors import RELOADED, ConnectorGuard, Kind, connectors_of, kind_of, unknown_connector
 from vllm_weir.patches.scheduler_output import without

@@ -24,8 +24,7 @@ import vllm_weir as weir
 from tests.support.sae_reference import weights, write_npz, write_v6
 from tests.unit.refusals import refused
 from vllm_weir.errors import StoreError, WeirError
-from vllm_weir.experiments.grid import Grid
-from vllm_weir.experiments.grid_file import GridFile
+from vllm_weir.experiments.grid import Grid, GridFile
 from vllm_weir.experiments.vectors.load import load_vector
 from vllm_weir.schema.gguf import write_gguf
 from vllm_weir.schema.json_text import is_json

@@ -128,7 +128,6 @@ def _matching(sae: Any, dataset: FeatureDataset) -> SAE:
 
 
 def _chosen(feature: Any, top: int | None, order: str, info: FeatureInfo, totals: FeatureTotals) -> list[int]:
-    """Return the features to show."""
     if feature is not None:
         if top is not None:
             raise WeirError("give feature or top, not both", "top")

@@ -61,7 +61,6 @@ class StockSystem:
         return self.plan.engine(choice.kind)
 
     def start(self, arguments: dict[str, Any]) -> Any:
-        """Start the engine."""
         from vllm import LLM
 
         return LLM(**arguments)

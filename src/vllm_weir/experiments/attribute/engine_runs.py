@@ -45,7 +45,6 @@ class EngineRuns:
 
     @property
     def tokenizer(self) -> Any:
-        """The engine's tokenizer; None if it has none."""
         return None if self.model.skip_tokenizer_init else self.llm.get_tokenizer()
 
     def load_twin(self, device: Any) -> Twin:

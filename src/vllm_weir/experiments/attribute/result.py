@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_weir.experiments.attribute.arithmetic import PatchedPlace
-from vllm_weir.experiments.grid import Grid
-from vllm_weir.experiments.grid_file import GridFile
+from vllm_weir.experiments.grid import Grid, GridFile
 from vllm_weir.experiments.metrics import Baseline
 from vllm_weir.schema.hooks import Site
 
@@ -92,7 +91,9 @@ class Attribution:
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in [head, *lines])
 
     def plot(self, path: str | PathLike, *, hook: str | None = None) -> list[Path]:
-        """Draw a heat map for each hook point, layer by position; rows are heads of layers if heads were asked for.
+        """Draw a heat map for each hook point, layer by position.
+
+        If heads were asked for, rows are heads of layers, or columns are heads if there is one position.
 
         Args:
             path: ``.png`` or ``.svg``, one file for each hook point, whose name is added to the
@@ -105,10 +106,11 @@ class Attribution:
         Raises:
             WeirError: for another suffix, without matplotlib, or if a file cannot be written.
         """
-        from vllm_weir.experiments.attribute.figures import draw
+        from vllm_weir.experiments.plots import draw_grid
 
-        label = f"estimated change of {self.metric}"
-        return draw(self.grid, self.tokens, label, self.mode, Path(path), hook)
+        columns = [self.tokens[int(position)] for position in self.grid.axes["position"]]
+        label, about = f"estimated change of {self.metric}", f"attribution, {self.mode}"
+        return draw_grid(self.grid, columns, label, about, Path(path), hook, one_page=False)
 
     def save(self, path: str | PathLike) -> Path:
         """Write a file that `load` reads: a ``.npz`` archive, whatever the path's suffix.

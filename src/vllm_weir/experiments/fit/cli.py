@@ -47,9 +47,9 @@ def fit(
     Exit code 0: done; 1: refused or failed.
     """
     with exit_on_error():
-        from vllm_weir.experiments.fit.files import read_prompts
-        from vllm_weir.experiments.fit.plot import plot_auc
         from vllm_weir.experiments.fit.run import fit as run
+        from vllm_weir.experiments.plots import plot_auc
+        from vllm_weir.experiments.prompts import read_prompts
 
         _check_files(out, plot, hook)
         blocks = layers if layers == "all" else parse_ints(layers, "'all' or ints", "layers")
@@ -111,7 +111,6 @@ def _metric(answer: str | None, wrong: str | None, check: bool) -> Any:
 
 
 def _show(found: Any, files: list[str], as_json: bool) -> None:
-    """Print the result."""
     areas = found.auc_by_layer
     if as_json:
         result = {"method": found.method, "hook": found.hook, "convention": found.convention, "details": found.details}

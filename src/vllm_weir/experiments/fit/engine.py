@@ -78,7 +78,6 @@ class FitEngine:
         self.longest = self.model.max_model_len - 1
 
     def tokenizer(self) -> Any:
-        """Return the engine's tokenizer; None if it has none."""
         return None if self.model.skip_tokenizer_init else self._llm.get_tokenizer()
 
     def open_rows(self, prompts: int) -> FitRows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,29 +23,12 @@ CallWorkers = Callable[..., list[Any]]
 KEEP, FIT, DROP = "weir_keep_rows", "weir_fit_rows", "weir_drop_rows"
 
 
-class FitRows(Protocol):
-    """A row of each prompt at each block.
+class WorkerRows:
+    """Rows that stay on the workers, which fit them; directions, scores' areas and means come back.
 
     Attributes:
         place: where they are, in a word.
         capture: what a request for a prompt's rows asks.
-    """
-
-    place: str
-    capture: Capture
-
-    def take(self, out: Any) -> str:
-        """Take in the output of a request; return the name of its prompt for `fit`."""
-
-    def fit(self, site: Site, names: Sequence[str], task: FitTask) -> LayerFit:
-        """Fit a block; see `RowCollection.fit`."""
-
-    def close(self, failure: BaseException | None = None) -> None:
-        """Forget the rows; `failure` is what is being raised meanwhile, which no other error may replace."""
-
-
-class WorkerRows:
-    """Rows that stay on the workers, which fit them; directions, scores' areas and means come back.
 
     Args:
         call: calls all workers.
@@ -74,7 +57,7 @@ class WorkerRows:
             raise
 
     def take(self, out: Any) -> str:
-        """Return the name of an output's prompt."""
+        """Take in the output of a request; return the name of its prompt for `fit`."""
         view = view_of(out.outputs[0])
         assert view is not None, "the request has Weir's keys"
         if view.pending.failure:
@@ -82,13 +65,13 @@ class WorkerRows:
         return view.pending.request_id
 
     def fit(self, site: Site, names: Sequence[str], task: FitTask) -> LayerFit:
-        """Have the worker that has a block fit it."""
+        """Have the worker that has a block fit it; see `RowCollection.fit`."""
         answers = self._call(FIT, self._key, list(site), list(names), task.to_wire())
         _raise_first(answers)
         return LayerFit.from_wire(next(answer["fit"] for answer in answers if answer))
 
     def close(self, failure: BaseException | None = None) -> None:
-        """Have the workers forget the rows."""
+        """Have the workers forget the rows; `failure` is being raised meanwhile, and no other error may replace it."""
         try:
             self._call(DROP, self._key)
         except Exception as e:
@@ -99,6 +82,8 @@ class WorkerRows:
 
 class CallerRows:
     """Rows that come to this process, for requests and hook points that the workers cannot fit alone.
+
+    Its methods and attributes are those of `WorkerRows`.
 
     Args:
         capture: of one hook point.
@@ -121,11 +106,14 @@ class CallerRows:
         return out.request_id
 
     def fit(self, site: Site, names: Sequence[str], task: FitTask) -> LayerFit:
-        """Fit a block."""
         return self._rows.fit(site, names, task)
 
     def close(self, failure: BaseException | None = None) -> None:
         """Forget nothing: the rows go with this object."""
+
+
+FitRows = WorkerRows | CallerRows
+"""A row of each prompt at each block."""
 
 
 def stays_on_workers(frontend: EngineFrontend, sites: Sequence[Site]) -> bool:

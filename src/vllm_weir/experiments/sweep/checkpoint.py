@@ -150,7 +150,6 @@ class Checkpoint:
             raise WeirError(f"another process is writing {self.path}", "checkpoint") from None
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> Checkpoint:

@@ -139,7 +139,6 @@ def _prompts(
 
 
 def _show(result: Sweep, saved: list[str], plots: list[str], as_json: bool) -> None:
-    """Print the result."""
     files = saved + plots
     if as_json:
         axes = {name: list(labels) for name, labels in result.grid.axes.items()}

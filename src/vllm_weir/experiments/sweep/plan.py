@@ -87,12 +87,10 @@ class SweepPlan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the grid."""
         return tuple(len(labels) for labels in self.axes.values())
 
     @property
     def cells(self) -> int:
-        """Cells of the grid."""
         return math.prod(self.shape)
 
     @property

@@ -70,11 +70,9 @@ class EngineFacts:
 
     @property
     def special_ids(self) -> Sequence[int]:
-        """Ids of the special tokens."""
         return () if self.tokenizer is None else self.tokenizer.all_special_ids
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token."""
         if self.tokenizer is None:
             return [str(token) for token in token_ids]
         return [self.tokenizer.decode([token]) for token in token_ids]

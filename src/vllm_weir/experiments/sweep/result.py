@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.grid import Grid
-from vllm_weir.experiments.grid_file import GridFile
+from vllm_weir.experiments.grid import Grid, GridFile
 from vllm_weir.experiments.metrics import Baseline
 from vllm_weir.experiments.mode import DENOISE
 from vllm_weir.experiments.sweep.plan import BASE_RUN, SOURCE_RUN, SweepPlan
@@ -95,15 +94,15 @@ class Sweep:
         Raises:
             WeirError: for another suffix, without matplotlib, or if a file cannot be written.
         """
-        from vllm_weir.experiments.sweep.figures import Drawing, draw
+        from vllm_weir.experiments.plots import draw_grid
 
         about = f"path to {self.to}, {self.mode}" if self.to else self.mode
         if normalised and self.baseline.clean != self.baseline.corrupt:
             ends = "corrupt 0, clean 1" if self.mode == DENOISE else "clean 0, corrupt 1"
-            drawing = Drawing(self.normalised, f"{self.metric}: {ends}", about, self.position_labels)
+            grid, label = self.normalised, f"{self.metric}: {ends}"
         else:
-            drawing = Drawing(self.grid, self.metric, about, self.position_labels)
-        return draw(drawing, Path(path), hook)
+            grid, label = self.grid, self.metric
+        return draw_grid(grid, self.position_labels, label, about, Path(path), hook, one_page=True)
 
     def save(self, path: str | PathLike) -> Path:
         """Write a file that `load` reads: a ``.npz`` archive, whatever the path's suffix.

@@ -82,7 +82,6 @@ class _ForeignReader:
         self._errors: list[WeirError] = []
 
     def read(self) -> Index:
-        """Read the files and return their index."""
         if not all(file.is_first_rank for file in self._files):
             self._builder.notes.append("files of tensor-parallel ranks other than 0 are left out")
         for file in self._files:

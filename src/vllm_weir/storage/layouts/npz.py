@@ -48,7 +48,6 @@ class NpzWriter(BufferedWriter):
         self._files = set(store.names(deep=True, folder_prefix=FOLDER))
 
     def holds(self, request_id: str) -> bool:
-        """Return whether there is a manifest of the request."""
         return f"{folder_of(request_id)}/{MANIFEST}" in self._files
 
     def _check_open(self, request_id: str) -> None:

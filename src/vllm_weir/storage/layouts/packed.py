@@ -122,7 +122,6 @@ class PackedWriter(BufferedWriter):
 
     @property
     def _next_name(self) -> str:
-        """Name of the next file."""
         return f"{PREFIX}{self.name}-{self._count:06d}{SUFFIX}"
 
 

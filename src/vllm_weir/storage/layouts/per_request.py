@@ -29,7 +29,6 @@ class PerRequestWriter(BufferedWriter):
         self._files = set(store.names())
 
     def holds(self, request_id: str) -> bool:
-        """Return whether there is a file of the request."""
         return safe_name(request_id) + SUFFIX in self._files
 
     def _check_open(self, request_id: str) -> None:

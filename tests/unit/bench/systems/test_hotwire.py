@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.systems.hotwire import HotwireSystem
 from tests.unit.bench.fakes import Fake, plan, run_fake
 from vllm_weir.bench.plan import BatchSize
-from vllm_weir.bench.systems.hotwire import HotwireSystem
 from vllm_weir.bench.systems.stock import StockSystem
 
 SIZE = BatchSize(kind="decode", count=3, prompt=4, generated=2)

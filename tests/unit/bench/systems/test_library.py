@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from bench.systems.interp_engine import LLM_DEFAULTS, InterpEngineSystem
+from bench.systems.library import LibrarySystem
+from bench.systems.nnsight import NnsightSystem
 from tests.unit.bench.fakes import plan
 from vllm_weir.bench.plan import BenchPlan
-from vllm_weir.bench.systems.interp_engine import LLM_DEFAULTS, InterpEngineSystem
-from vllm_weir.bench.systems.library import LibrarySystem
-from vllm_weir.bench.systems.nnsight import NnsightSystem
 from vllm_weir.bench.weights import LLAMA_8B, make_model
 
 SYSTEMS = (NnsightSystem, InterpEngineSystem)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_weir.bench.systems import transformers_hooks
-from vllm_weir.bench.systems.transformers_hooks import HookedModel, batches
+from bench.systems import transformers_hooks
+from bench.systems.transformers_hooks import HookedModel, batches
 from vllm_weir.util.transformers_reference import TransformersReference
 
 PROMPTS = [list(range(3, 3 + n)) for n in (7, 1, 20, 12, 5)]

@@ -56,7 +56,7 @@ def test_noise_is_denoise_with_the_prompts_exchanged():
     assert tuple(noise.baseline) == pytest.approx(tuple(reversed(denoise.baseline)))
 
 
-def test_heads_add_up_to_their_row(network):
+def test_heads_add_up_to_their_row(network, tmp_path):
     heads = weir.attribute(network, ids(HAPPY), ids(SAD), metric=lambda x: x[5] - x[9], hooks="z", heads="all")
     whole = weir.attribute(network, ids(HAPPY), ids(SAD), metric=lambda x: x[5] - x[9], hooks="z")
     assert heads.grid.axes["head"] == (0, 1, 2, 3) and heads.top[0].head is not None
@@ -65,6 +65,9 @@ def test_heads_add_up_to_their_row(network):
         network, ids(HAPPY), ids(SAD), metric=lambda x: x[5] - x[9], hooks="z", heads=[2, 0], layers=[4], positions=-1
     )
     assert np.array_equal(some.grid.array, heads.grid.array[:, 4:5, -1:, [2, 0]])
+    pages = [result.plot(tmp_path / "a.html")[0].read_text() for result in (heads, some)]
+    assert ">4.2<" in pages[0] and ">head 2<" not in pages[0]
+    assert ">head 2<" in pages[1] and ">4.2<" not in pages[1]
 
 
 def test_positions_and_layers_choose_a_part_of_the_grid(result):

@@ -9,7 +9,7 @@ import torch
 from vllm import SamplingParams
 
 import vllm_weir as weir
-from vllm_weir.experiments.sweep.template import RequestTemplate
+from vllm_weir.experiments.sweep.cells import RequestTemplate
 from vllm_weir.schema.keys import WIRE_KEY
 from vllm_weir.schema.request import RequestSpec
 

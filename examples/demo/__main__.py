@@ -1,6 +1,6 @@
-"""``python -m vllm_weir.demo [MODEL]``."""
+"""``python -m examples.demo [MODEL]``."""
 
-from vllm_weir.demo.run import app
+from examples.demo.run import app
 
 # vLLM's child processes import this module.
 if __name__ == "__main__":

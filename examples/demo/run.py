@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from examples.demo import steering
+from examples.demo.pictures import TokenScores, curves, doses, heat_map
+from examples.demo.reading import SAMPLED, StoryRows, compiler, is_local, read, start_engine
+from examples.demo.reference import parameter_count, reference_rows, worst_error
 from vllm_weir.api import demo_model
 from vllm_weir.demo import probe as pr
-from vllm_weir.demo import steering
-from vllm_weir.demo.pictures import TokenScores, curves, doses, heat_map
-from vllm_weir.demo.reading import SAMPLED, StoryRows, compiler, is_local, read, start_engine
-from vllm_weir.demo.reference import parameter_count, reference_rows, worst_error
 from vllm_weir.demo.stories import Story, make_stories
 
 app = typer.Typer(add_completion=False)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_weir.demo import pictures
-from vllm_weir.demo.pictures import MoodShares, moods_by_value
+from examples.demo import pictures
+from examples.demo.pictures import MoodShares, moods_by_value
 
 
 def test_moods_by_value(tmp_path: Path, monkeypatch: Any) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from bench.systems.library import LibrarySystem
 from vllm_weir.bench.plan import BatchSize, EngineChoice
-from vllm_weir.bench.systems.library import LibrarySystem
 
 PROMPTS_OF_A_TRACE = 100
 """Saved tensors of a step travel in one message, which msgpack limits to 4 GB."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from bench.systems.library import LibrarySystem
 from vllm_weir.bench.plan import BatchSize, EngineChoice
-from vllm_weir.bench.systems.library import LibrarySystem
 
 LLM_DEFAULTS = {"max_num_batched_tokens": 16_384, "max_num_seqs": 1024}
 """What `vllm.LLM` takes for workloads on a large GPU; the asynchronous engine under interp-engine has far less."""
