@@ -15,6 +15,7 @@ from vllm_weir.schema.fields import set_fields
 from vllm_weir.schema.functions import Travelling, describe
 from vllm_weir.schema.instructions import HOOK, Instruction, LoweredIntervention
 from vllm_weir.schema.intervention_base import Intervention, Lookup
+from vllm_weir.schema.row_parts import WHOLE
 from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.vectors import MAX_ELEMENTS
 
@@ -101,13 +102,14 @@ class Hook(Intervention):
         The kernels see whole rows: the worker cuts the heads or neurons out of them, and puts the new ones back.
         """
         self.part.check(shape, self.hook, self.path)
-        picked = self.neurons if self.heads is None else self.heads
-        part = picked, 0 if self.heads is None else shape[1]
+        return self._lower(self.neurons, 0) if self.heads is None else self._lower(self.heads, shape[1])
+
+    def _lower(self, *part: Any) -> LoweredIntervention:
+        """Return it for a part of rows, `picked` and `d_head` of a `Call`; without one, for whole rows."""
         call = msgspec.msgpack.encode(Call(self.function, self.args, self.state, *part))
-        if self.key is None:
-            key = _digest(call)
-        else:
-            key = f"key {self.key}" + ("" if picked is None else f" of {_digest(msgspec.msgpack.encode(part))}")
+        key = f"key {self.key}" if self.key is not None else _digest(call)
+        if self.key is not None and self.part != WHOLE:
+            key += f" of {_digest(msgspec.msgpack.encode(part))}"
         return LoweredIntervention((Instruction(HOOK, "", b=float(self.key is None), key=key),), {}, calls={key: call})
 
     def to_json(self) -> dict[str, Any]:
