@@ -105,11 +105,8 @@ class OwnFunction:
         positions: np.ndarray,
         rows: torch.Tensor,
         weight: Callable[[str], WholeWeight],
-    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor], torch.Tensor | None]:
-        """Call the function.
-
-        Returns:
-            The new rows, None for none; what it gave by name; and bool [n], which rows were finite and are not now.
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """Call the function; return the new rows, None for none, and what it gave by name.
 
         Raises:
             WeirError: if it raises, or returns something else.
@@ -150,9 +147,7 @@ class OwnFunction:
         if not isinstance(given, Mapping):
             raise WeirError(f"the hook {name} returned {_brief(given)} where values by name belong", "hooks")
         values = {key: _values(key, value, len(rows), name) for key, value in given.items()}
-        if new is None:
-            return None, values, None
-        return self._whole(rows, new), values, _finite(own) & ~_finite(new.to(own.dtype))
+        return None if new is None else self._whole(rows, new), values
 
     def _weight(self, name: str, weight: Callable[[str], WholeWeight]) -> torch.Tensor:
         found = self.weights.get(name) or weight(name)
@@ -261,9 +256,10 @@ class WorkerFunctions:
             return self._parameters.get(name, f"{request_id} {key} {site} {positions[0]}")
 
         try:
-            new, values, spoiled = function.run(request_id, site, positions, rows, weight)
+            new, values = function.run(request_id, site, positions, rows, weight)
             told = self._told_of(request_id, site, positions, values, function.saved)
-            if spoiled is not None and self._tells:
+            if new is not None and self._tells:
+                spoiled = _finite(rows) & ~_finite(new.to(rows.dtype))
                 told.append(_flags(request_id, function.call.function.name, site, positions, spoiled))
         except WeirError:
             self._failed.setdefault(request_id, set()).add(key)
@@ -328,8 +324,8 @@ class WorkerFunctions:
 
 
 def _finite(rows: torch.Tensor) -> torch.Tensor:
-    """Return bool [n], which rows [n, ...] are finite."""
-    return rows.isfinite().flatten(1).all(1)
+    """Return bool [n], which rows [n, width] are finite."""
+    return rows.isfinite().all(1)
 
 
 def _flags(request_id: str, name: str, site: Site, positions: np.ndarray, spoiled: torch.Tensor) -> _Sending:
