@@ -16,6 +16,7 @@ from vllm_weir.schema.fields import set_fields
 from vllm_weir.schema.functions import Travelling, describe
 from vllm_weir.schema.instructions import HOOK, IN_GRAPHS, Instruction, LoweredIntervention
 from vllm_weir.schema.intervention_base import Intervention, Lookup
+from vllm_weir.schema.row_parts import WHOLE
 from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.vectors import MAX_ELEMENTS, as_array
 
@@ -132,14 +133,15 @@ class Hook(Intervention):
         The kernels see whole rows: the worker cuts the heads or neurons out of them, and puts the new ones back.
         """
         self.part.check(shape, self.hook, self.path)
-        picked = self.neurons if self.heads is None else self.heads
-        part = picked, 0 if self.heads is None else shape[1]
-        call = Call(self.function, self.args, self.state, *part, self.mode == "compiled")
+        return self._lower(self.neurons, 0) if self.heads is None else self._lower(self.heads, shape[1])
+
+    def _lower(self, picked: Any = None, d_head: int = 0) -> LoweredIntervention:
+        """Return it for a part of rows; without one, for whole rows."""
+        call = Call(self.function, self.args, self.state, picked, d_head, self.mode == "compiled")
         wire = msgspec.msgpack.encode(call)
-        if self.key is None:
-            key = _digest(wire)
-        else:
-            key = f"key {self.key}" + ("" if picked is None else f" of {_digest(msgspec.msgpack.encode(part))}")
+        key = f"key {self.key}" if self.key is not None else _digest(wire)
+        if self.key is not None and self.part != WHOLE:
+            key += f" of {_digest(msgspec.msgpack.encode((picked, d_head)))}"
         if call.compiled and not call.state:
             key = f"{call.identity}{IN_GRAPHS}{key}"
         return LoweredIntervention((Instruction(HOOK, "", b=float(self.key is None), key=key),), {}, calls={key: wire})
