@@ -119,6 +119,7 @@ class Told(msgspec.Struct, array_like=True):
         positions: int32 bytes, of the rows; None of what was saved.
         shape: of the values, float32.
         data: the values, or msgpack of what was saved (`vllm_weir.util.saved`).
+        first: of a saved list, the item at which `data` begins; those before are as they were. -1: it is gone.
     """
 
     request_id: str
@@ -128,6 +129,7 @@ class Told(msgspec.Struct, array_like=True):
     positions: bytes | None
     shape: list[int]
     data: bytes
+    first: int = 0
 
 
 class MessageHeader(msgspec.Struct, array_like=True):

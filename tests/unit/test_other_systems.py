@@ -43,6 +43,7 @@ EXAMPLES = {
     "apply_steering_vectors": [weir.SteeringVector(torch.ones(1, D), [1]).to_json()],
     "apply_hooks": ["x"],
     "output_qk": [1],
+    "activations_transport": "binary",
     "skip_reading_prefix_cache": True,
     "steering_name": "m",
     "steering": [{"when": {"kind": "always"}, "scope": "this_token", "apply": {"kind": "add", "steer": STEER}}],

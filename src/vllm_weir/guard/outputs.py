@@ -1,4 +1,4 @@
-"""The properties ``.activations``, ``.features``, ``.lens``, ``.scores`` and ``.receipt`` of vLLM's outputs.
+"""The properties of vLLM's outputs such as ``.activations`` and ``.receipt``.
 
 Weir adds them. Importing `vllm_weir` is enough to have them in any process: outputs are pickled and read where no
 engine runs.
@@ -24,6 +24,7 @@ _PROPERTIES = {
     "scores": "Scores of probes by name (index 0's for a request), or None without probes; see `weir.Probe`.",
     "values": "What functions gave for rows, by name (index 0's for a request); see `weir.Hook`.",
     "saved": "What functions saved (index 0's for a request); see `weir.Hook`.",
+    "hook_results": "What vllm-lens's hooks saved, by index (index 0's for a request), or None; see `weir.Hook`.",
     "receipt": "What Weir did for this sequence (index 0's for a request), or None; see `weir.Receipt`.",
 }
 

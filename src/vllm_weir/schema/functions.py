@@ -37,6 +37,7 @@ class Travelling(msgspec.Struct, frozen=True, omit_defaults=True):
         source: of the function.
         imports: name -> module that the source uses under this name.
         why: why it can only be called in the process that made it; "" if it can travel.
+        adapter: ``module:name`` of what makes a function of (rows, ctx) of it; "" if it is one.
     """
 
     token: str
@@ -45,6 +46,7 @@ class Travelling(msgspec.Struct, frozen=True, omit_defaults=True):
     source: str = ""
     imports: dict[str, str] = {}
     why: str = ""
+    adapter: str = ""
 
 
 def describe(function: Callable[..., Any], field: str) -> Travelling:
@@ -69,17 +71,23 @@ def describe(function: Callable[..., Any], field: str) -> Travelling:
 
 
 def find(described: Travelling) -> Callable[..., Any]:
-    """Return a function that was described, here or in another process.
+    """Return a function that was described, here or in another process, as one of (rows, ctx).
 
     Raises:
         WeirError: if it cannot be had here.
     """
+    found = _find_described(described)
+    return _find(*described.adapter.split(":"))(found) if described.adapter else found
+
+
+def _find_described(described: Travelling) -> Callable[..., Any]:
     if (function := _here.get(described.token)) is not None:
         return function
     if described.why:
         raise WeirError(
             f"the function {described.name} cannot reach the engine's process: {described.why}; define it in a module "
-            "that can be imported, and give numbers and tensors by args",
+            "that can be imported, and give numbers and tensors by args, or let the engine run in this process "
+            "(VLLM_ENABLE_V1_MULTIPROCESSING=0)",
             "hooks",
         )
     if described.module:

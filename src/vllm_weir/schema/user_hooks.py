@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -30,6 +30,21 @@ class Call(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
+class LensHook:
+    """vllm-lens's `Hook`, for ``extra_args={"apply_hooks": [...]}`` and ``llm.register_hooks``.
+
+    Args:
+        fn: of (ctx, rows) with vllm-lens's `HookContext`; returns new rows, or None.
+        layer_indices: blocks.
+        pre: whether it gets what enters the block, not what leaves it.
+    """
+
+    fn: Callable[..., Any]
+    layer_indices: Sequence[int]
+    pre: bool = False
+
+
+@dataclass(frozen=True)
 class Hook(Intervention):
     """Let a function of yours change the rows of a hook point, or say something of them.
 
@@ -50,7 +65,12 @@ class Hook(Intervention):
         state: shape of ``ctx.state``, float32, which a sequence keeps from step to step for each layer; () for none.
         key: says that equal keys mean the same function and args, so that requests share the prefix cache; None:
             a request shares it with no other from the first selected position on.
+
+    ``Hook(fn=..., layer_indices=..., pre=...)`` is vllm-lens's, see `LensHook`.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return LensHook(*args, **kwargs) if "fn" in kwargs else super().__new__(cls)
 
     op: ClassVar[str] = "hook"
     factor: ClassVar[str] = "function"

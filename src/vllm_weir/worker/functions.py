@@ -16,7 +16,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.functions import find
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.user_hooks import Call
-from vllm_weir.util import saved
+from vllm_weir.util.saved import Unsent
 
 
 @dataclass
@@ -50,6 +50,7 @@ class OwnFunction:
         states: of each hook point, (the position after the last that has changed it, the state) after every call:
             a sequence that is computed again from some position on goes on from there.
         saved: what it has saved.
+        unsent: which of it the request's reader has.
     """
 
     call: Call
@@ -57,7 +58,11 @@ class OwnFunction:
     args: dict[str, Any]
     states: dict[Site, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
+    unsent: Unsent = field(default_factory=Unsent)
 
+    # Tensors that are made in inference mode do not count changes in place, which `unsent` asks for.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def run(
         self, request_id: str, site: Site, positions: np.ndarray, rows: torch.Tensor
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
@@ -103,8 +108,6 @@ class WorkerFunctions:
         self._held: dict[str, tuple[str, dict[str, OwnFunction]]] = {}
         """Request -> its reader's endpoint, and its functions by key."""
         self._told: dict[str, list[messages.Told]] = {}
-        self._saved: dict[tuple[str, str], int] = {}
-        """(request, name) -> hash of what its reader has."""
         self._failed: dict[str, set[str]] = {}
         """Request -> keys of its functions that have failed."""
 
@@ -121,6 +124,7 @@ class WorkerFunctions:
         call = msgspec.msgpack.decode(wire, type=Call)
         return OwnFunction(call, find(call.function), {name: self._arg(value) for name, value in call.args.items()})
 
+    @torch.inference_mode(False)
     def _arg(self, value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             return value
@@ -148,7 +152,7 @@ class WorkerFunctions:
         function = functions[key]
         try:
             new, values = function.run(request_id, site, positions, rows)
-            told = self._told_of(request_id, site, positions, values, function.saved)
+            told = self._told_of(request_id, site, positions, values, function)
         except WeirError:
             self._failed.setdefault(request_id, set()).add(key)
             raise
@@ -162,18 +166,15 @@ class WorkerFunctions:
         site: Site,
         positions: np.ndarray,
         values: Mapping[str, torch.Tensor],
-        kept: Mapping[str, Any],
+        function: OwnFunction,
     ) -> list[messages.Told]:
         """Return what the request's reader is told of a call."""
         told, at = [], positions.astype(np.int32).tobytes()
         for name, value in values.items():
             data = value.cpu().numpy().tobytes()
             told.append(messages.Told(request_id, name, site.hook, site.layer, at, list(value.shape), data))
-        for name, value in kept.items():
-            data = saved.encode(value)
-            if self._saved.get((request_id, name)) != (now := hash(data)):
-                self._saved[request_id, name] = now
-                told.append(messages.Told(request_id, name, site.hook, site.layer, None, [], data))
+        for name, first, data in function.unsent.take(function.saved):
+            told.append(messages.Told(request_id, name, site.hook, site.layer, None, [], data, first))
         return told
 
     def take(self) -> dict[str, list[messages.Told]]:
@@ -184,9 +185,7 @@ class WorkerFunctions:
     def release(self, request_id: str) -> None:
         """Let go of what a request holds."""
         self._failed.pop(request_id, None)
-        _, functions = self._held.pop(request_id, ("", {}))
-        for name in {name for one in functions.values() for name in one.saved}:
-            self._saved.pop((request_id, name), None)
+        self._held.pop(request_id, None)
 
 
 def _values(key: str, value: Any, count: int, name: str) -> torch.Tensor:

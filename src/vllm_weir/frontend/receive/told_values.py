@@ -18,12 +18,18 @@ class ToldValues:
 
     def __init__(self) -> None:
         self._values: dict[str, dict[Site, dict[int, np.ndarray]]] = {}
-        self._saved: dict[str, bytes] = {}
+        self._saved: dict[str, list[tuple[int, bytes]]] = {}
+        """Name -> (item of a list at which they begin, bytes), in the order in which they came."""
 
     def record(self, told: messages.Told) -> None:
         """Enter what a message says."""
         if told.positions is None:
-            self._saved[told.name] = told.data
+            if told.first > 0:
+                self._saved[told.name].append((told.first, told.data))
+            elif told.first == 0:
+                self._saved[told.name] = [(0, told.data)]
+            else:
+                self._saved.pop(told.name, None)
             return
         rows = np.frombuffer(told.data, "<f4").reshape(told.shape)
         of_site = self._values.setdefault(told.name, {}).setdefault(Site(told.hook, told.layer), {})
@@ -44,4 +50,9 @@ class ToldValues:
 
     def saved(self) -> dict[str, Any]:
         """Return what was saved last under each name."""
-        return {name: saved.decode(data) for name, data in self._saved.items()}
+        found = {}
+        for name, ((_, data), *later) in list(self._saved.items()):
+            found[name] = saved.decode(data)
+            for first, more in later:
+                found[name][first:] = saved.decode(more)
+        return found
