@@ -68,7 +68,10 @@ def cases(d: int, d_mlp: int, d_z: int) -> list[tuple[Callable[..., Any], dict[s
 
 
 class Applied:
-    """What a hook does in a `SteeredOracle`: the function is given all selected rows at once."""
+    """What a hook does in a `SteeredOracle`: the function is given all selected rows at once.
+
+    `values` is what it gave at the last block.
+    """
 
     vectors: dict[str, Any] = {}  # noqa: RUF012 - as of an intervention
     heads = neurons = None
@@ -76,12 +79,15 @@ class Applied:
 
     def __init__(self, function: Callable[..., Any], hook: weir.Hook, given: dict[str, Any]) -> None:
         self._function, self._given = function, given
+        self.values: dict[str, torch.Tensor] = {}
         self.hook, self.layers, self.positions = hook.hook, hook.layers, hook.positions
 
     def changed(self, rows: torch.Tensor) -> torch.Tensor:
         state = torch.zeros(self._given.get("state", ()))
         returned = self._function(rows, SimpleNamespace(args=self._given.get("args"), state=state, saved={}))
-        return returned[0] if isinstance(returned, tuple) else returned
+        new, values = returned if isinstance(returned, tuple) else (returned, {})
+        self.values.update(values)
+        return rows if new is None else new
 
 
 def both(function: Callable[..., Any], given: dict[str, Any]) -> tuple[weir.Hook, Applied]:

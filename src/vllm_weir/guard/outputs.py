@@ -38,7 +38,7 @@ def give_outputs_properties() -> None:
 def _add_properties(outputs: ModuleType) -> None:
     for name, doc in _PROPERTIES.items():
         setattr(outputs.CompletionOutput, name, property(_completion_getter(name), doc=doc))
-        setattr(outputs.RequestOutput, name, property(_request_getter(name), doc=doc))
+        setattr(outputs.RequestOutput, name, property(_request_getter(name), _setter(name), doc=doc))
         for pooled in POOLED:
             setattr(getattr(outputs, pooled), name, property(_completion_getter(name), doc=doc))
         setattr(outputs.PoolingRequestOutput, name, property(_pooled_getter(name), doc=doc))
@@ -65,8 +65,15 @@ def _pooled_getter(name: str) -> Any:
     return lambda self: getattr(self.outputs, name)
 
 
+def _setter(name: str) -> Any:
+    """Return what lets vllm-lens, where it is installed too, give an output results of its own."""
+    return lambda self, value: self.__dict__.update({name: value})
+
+
 def _request_getter(name: str) -> Any:
     def get(self: Any) -> Any:
+        if name in vars(self):
+            return vars(self)[name]
         first = min(self.outputs, key=lambda o: o.index, default=None)
         return None if first is None else getattr(first, name)
 
