@@ -40,7 +40,7 @@ def value_head(rows: Any, ctx: Any) -> Any:
 
 
 def own_autoencoder(rows: Any, ctx: Any) -> Any:
-    """The rows as an autoencoder of an architecture that Weir does not know rebuilds them, half and half."""
+    """Half of each row is what an autoencoder that Weir does not know makes of it."""
     before = rows @ ctx.args["encoder"]
     acts = (before > 0.5) * before
     return 0.5 * rows + 0.5 * acts @ ctx.args["decoder"], {"active": (acts > 0).sum(1)}

@@ -45,7 +45,7 @@ LENS_TESTS = (
     "test_steering_offline.py",
 )
 """vllm-lens's own, but for those that compare with results of one GPU, or need several or a server."""
-NOT_APPLYING = "hook or tp or pp or qk"
+NOT_APPLYING = "tp or pp or qk"
 """Names of its tests of what Weir refuses, or for which more than one device is needed."""
 
 
@@ -190,10 +190,10 @@ def test_vllm_mi_patchs_loader_reads_weirs_files(source, tmp_path):
 
 
 SHIM = {
-    "__init__.py": "from vllm_weir import (SteeringVector, decode_activations, deserialize_tensor,\n"
+    "__init__.py": "from vllm_weir import (Hook, HookContext, SteeringVector, decode_activations, deserialize_tensor,\n"
     "    serialize_activations, serialize_tensor)\n",
     "_helpers/__init__.py": "",
-    "_helpers/types.py": "from vllm_weir import SteeringVector\n",
+    "_helpers/types.py": "from vllm_weir import Hook, SteeringVector\n",
     "_helpers/_serialize.py": "from vllm_weir.results.lens_tensors import *\n",
     "tests/__init__.py": "",
 }
@@ -204,7 +204,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-MODEL_NAME = os.environ["OTHER_SYSTEMS_MODEL"]
+MODEL_NAME, REFERENCE_DTYPE = os.environ["OTHER_SYSTEMS_MODEL"], "float32"
 NUM_LAYERS, LAYER_IDX, PROMPT, PROMPTS = {num_layers}, {layer}, {prompt!r}, {prompts!r}
 
 @pytest.fixture(scope="module")

@@ -120,6 +120,7 @@ class Told(msgspec.Struct, array_like=True):
         shape: of the values, float32.
         data: the values, or msgpack of what was saved (`vllm_weir.util.saved`); of spoiled rows a bool each.
         spoiled: whether the data say which rows were finite, and no longer are.
+        first: of a saved list, the item at which `data` begins; those before are as they were. -1: it is gone.
     """
 
     request_id: str
@@ -130,6 +131,7 @@ class Told(msgspec.Struct, array_like=True):
     shape: list[int]
     data: bytes = b""
     spoiled: bool = False
+    first: int = 0
 
 
 class MessageHeader(msgspec.Struct, array_like=True):

@@ -114,7 +114,10 @@ def of_parts(d_mlp: int, mode: str = "eager") -> list[tuple[Callable[..., Any], 
 
 
 class Applied:
-    """What a hook does in a `SteeredOracle`: the function is given all selected rows at once."""
+    """What a hook does in a `SteeredOracle`: the function is given all selected rows at once.
+
+    `values` is what it gave at the last block.
+    """
 
     vectors: dict[str, Any] = {}  # noqa: RUF012 - as of an intervention
     heads = neurons = None
@@ -122,6 +125,7 @@ class Applied:
 
     def __init__(self, function: Callable[..., Any], hook: weir.Hook, given: dict[str, Any]) -> None:
         self._function, self._given, self._hook = function, given, hook
+        self.values: dict[str, torch.Tensor] = {}
         self.hook, self.layers, self.positions = hook.hook, hook.layers, hook.positions
 
     def changed(self, rows: torch.Tensor) -> torch.Tensor:
@@ -132,7 +136,10 @@ class Applied:
         state, args = torch.zeros(self._given.get("state", ())), self._given.get("args")
         context = SimpleNamespace(args=args, state=state, saved={}, heads=heads, neurons=neurons)
         returned = self._function(whole[:, picked].clone(), context)
-        whole[:, picked] = returned[0] if isinstance(returned, tuple) else returned
+        changed, values = returned if isinstance(returned, tuple) else (returned, {})
+        self.values.update(values)
+        if changed is not None:
+            whole[:, picked] = changed
         return new
 
 

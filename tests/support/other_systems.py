@@ -12,8 +12,9 @@ SERVED, REFUSED, NEEDLESS = "served", "refused", "needless"
 LENS_KEYS = {
     "output_residual_stream": SERVED,
     "apply_steering_vectors": SERVED,
-    "apply_hooks": REFUSED,
+    "apply_hooks": REFUSED,  # over HTTP; offline it is served
     "output_qk": REFUSED,
+    "activations_transport": NEEDLESS,  # rows come in the response, as its client takes them, too
     "skip_reading_prefix_cache": NEEDLESS,  # rows that are asked for are never read from the cache
 }
 """Keys of ``extra_args`` and ``vllm_xargs`` of vllm-lens."""
@@ -23,8 +24,10 @@ LENS_NAMES = {
     "deserialize_tensor": SERVED,
     "serialize_activations": SERVED,
     "serialize_tensor": SERVED,
-    "Hook": SERVED,  # with arguments of its own
+    "Hook": SERVED,  # with arguments of its own, too
     "HookContext": SERVED,
+    "attention_patterns": REFUSED,
+    "compute_attention_weights": REFUSED,
     "deserialize_hook_results": REFUSED,
     "serialize_hook_results": REFUSED,
     "__version__": SERVED,

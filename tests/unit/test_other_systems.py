@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import inspect
 import logging
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from tests.support.other_systems import (
 from tests.unit.admin_app import ADMIN, app_of, serving
 from vllm_weir import WeirError, analysis
 from vllm_weir.config.mi_patch_env import act_sink
+from vllm_weir.guard import refuse
 from vllm_weir.schema.compat.fork_requests import KnownNames
 from vllm_weir.schema.keys import asks, refuse_slips
 from vllm_weir.server.limits import ServerLimits
@@ -43,6 +46,7 @@ EXAMPLES = {
     "apply_steering_vectors": [weir.SteeringVector(torch.ones(1, D), [1]).to_json()],
     "apply_hooks": ["x"],
     "output_qk": [1],
+    "activations_transport": "binary",
     "skip_reading_prefix_cache": True,
     "steering_name": "m",
     "steering": [{"when": {"kind": "always"}, "scope": "this_token", "apply": {"kind": "add", "steer": STEER}}],
@@ -105,6 +109,25 @@ def test_routes_of_the_fork(tmp_path):
 
 def test_names_of_vllm_lens():
     assert all(hasattr(weir, name) == (verdict == SERVED) for name, verdict in LENS_NAMES.items())
+
+
+@machine.needs(machine.module("vllm"))
+def test_vllm_lens_itself_beside_weir(monkeypatch):
+    """It sets results on outputs, and serves its keys where Weir is off."""
+    from vllm import RequestOutput
+
+    made = lambda: RequestOutput("r", None, [1], None, [], finished=True)
+    one, other = made(), made()
+    one.hook_results = one.activations = {"0": {}}
+    assert one.hook_results == one.activations == {"0": {}} and other.hook_results is other.activations is None
+    status = SimpleNamespace(refusal="off")
+    for key in ("apply_hooks", "output_residual_stream"):
+        with pytest.raises(WeirError, match="off"):
+            refuse._check({key: [1]}, status)
+    monkeypatch.setitem(sys.modules, "vllm_lens._activations_plugin", sys)
+    refuse._check({"apply_hooks": [1], "output_residual_stream": [1]}, status)
+    with pytest.raises(WeirError, match="off"):
+        refuse._check({"apply_hooks": [1], "weir": {"v": 1}}, status)
 
 
 @machine.needs(machine.module("vllm"))

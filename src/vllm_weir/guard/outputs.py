@@ -1,4 +1,4 @@
-"""The properties ``.activations``, ``.features``, ``.lens``, ``.scores`` and ``.receipt`` of vLLM's outputs.
+"""The properties of vLLM's outputs such as ``.activations`` and ``.receipt``.
 
 Weir adds them. Importing `vllm_weir` is enough to have them in any process: outputs are pickled and read where no
 engine runs.
@@ -24,6 +24,7 @@ _PROPERTIES = {
     "scores": "Scores of probes by name (index 0's for a request), or None without probes; see `weir.Probe`.",
     "values": "What functions gave for rows, by name (index 0's for a request); see `weir.Hook`.",
     "saved": "What functions saved (index 0's for a request); see `weir.Hook`.",
+    "hook_results": "What vllm-lens's hooks saved, by index (index 0's for a request), or None; see `weir.Hook`.",
     "receipt": "What Weir did for this sequence (index 0's for a request), or None; see `weir.Receipt`.",
 }
 
@@ -37,7 +38,7 @@ def give_outputs_properties() -> None:
 def _add_properties(outputs: ModuleType) -> None:
     for name, doc in _PROPERTIES.items():
         setattr(outputs.CompletionOutput, name, property(_completion_getter(name), doc=doc))
-        setattr(outputs.RequestOutput, name, property(_request_getter(name), doc=doc))
+        setattr(outputs.RequestOutput, name, property(_request_getter(name), _setter(name), doc=doc))
         for pooled in POOLED:
             setattr(getattr(outputs, pooled), name, property(_completion_getter(name), doc=doc))
         setattr(outputs.PoolingRequestOutput, name, property(_pooled_getter(name), doc=doc))
@@ -64,8 +65,15 @@ def _pooled_getter(name: str) -> Any:
     return lambda self: getattr(self.outputs, name)
 
 
+def _setter(name: str) -> Any:
+    """Return what lets vllm-lens, where it is installed too, give an output results of its own."""
+    return lambda self, value: self.__dict__.update({name: value})
+
+
 def _request_getter(name: str) -> Any:
     def get(self: Any) -> Any:
+        if name in vars(self):
+            return vars(self)[name]
         first = min(self.outputs, key=lambda o: o.index, default=None)
         return None if first is None else getattr(first, name)
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from vllm_weir.errors import WeirError
 from vllm_weir.guard.import_hook import when_imported
 from vllm_weir.guard.request_extras import extras_in, extras_of
-from vllm_weir.schema.keys import LORA_KEY, WIRE_KEY, asks, carries_keys, refuse_slips, slip
+from vllm_weir.schema.keys import LENS_KEYS, LORA_KEY, WIRE_KEY, asks, carries_keys, refuse_slips, slip
 
 ROUTES = "/v1/completions and /v1/chat/completions"
 _DISTRIBUTIONS = {"zmq": "pyzmq"}
@@ -160,6 +160,8 @@ def _refuse_in(request: Any, body: Mapping[str, Any]) -> None:
 def _check(extra_args: Mapping[str, Any], status: Status) -> None:
     from vllm_weir.guard.request_errors import WeirRequestError
 
+    if "vllm_lens._activations_plugin" in sys.modules:  # it serves its own keys, where Weir does not
+        extra_args = {key: value for key, value in extra_args.items() if key not in LENS_KEYS}
     if carries_keys(extra_args):
         raise WeirRequestError(_why(status.refusal), WIRE_KEY)
     try:

@@ -14,6 +14,7 @@ from typing import Any
 from vllm_weir.config.env import OFF
 from vllm_weir.guard import refuse as guard
 from vllm_weir.guard.import_hook import when_imported
+from vllm_weir.patches.lens_hooks import METHODS
 
 logger = logging.getLogger(__name__)
 
@@ -319,6 +320,8 @@ def install(active: bool) -> PatchStatus:
             keys.
     """
     status = PatchStatus(active)
+    if active:
+        when_imported("vllm.entrypoints.llm", _add_methods)
     for patch in PATCHES:
         if patch.wrapper is None or not (active or patch.path in guard.GUARDS):
             continue
@@ -329,6 +332,12 @@ def install(active: bool) -> PatchStatus:
         if patch.guard and patch.path in status.problems:
             raise guard.Unguarded(f"Weir cannot guard this vLLM: {patch.path}: {status.problems[patch.path]}")
     return status
+
+
+def _add_methods(llm: Any) -> None:
+    """Give ``LLM`` vllm-lens's methods."""
+    for method in METHODS:
+        setattr(llm.LLM, method.__name__, method)
 
 
 def _apply(patch: Patch, status: PatchStatus, _module: object) -> None:

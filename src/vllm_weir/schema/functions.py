@@ -46,6 +46,7 @@ class Travelling(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
         imports: name -> module that the source uses under this name.
         why: why it can only be called in the process that made it; "" if it can travel.
         pickled: by cloudpickle, if the engine's settings say so and nothing else will do.
+        adapter: ``module:name`` of what makes a function of (rows, ctx) of it; "" if it is one.
     """
 
     token: str
@@ -55,6 +56,7 @@ class Travelling(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
     imports: dict[str, str] = {}
     why: str = ""
     pickled: bytes = b""
+    adapter: str = ""
 
     def __copy__(self) -> Travelling:
         return self
@@ -63,8 +65,13 @@ class Travelling(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
         return self
 
 
-def describe(function: Callable[..., Any], field: str) -> Travelling:
+def describe(function: Callable[..., Any], field: str, adapter: str = "") -> Travelling:
     """Return how a function travels.
+
+    Args:
+        function: any.
+        field: for errors.
+        adapter: see `Travelling`.
 
     Raises:
         WeirError: if it cannot be called.
@@ -72,7 +79,7 @@ def describe(function: Callable[..., Any], field: str) -> Travelling:
     if not callable(function):
         got = type(function).__name__
         raise WeirError(f"expected a function of (rows, ctx), got {got}; code never comes over HTTP", field)
-    return _kept(_described(function), function)
+    return _kept(msgspec.structs.replace(_described(function), adapter=adapter), function)
 
 
 def describe_in(module: str, name: str, function: Callable[..., Any]) -> Travelling:
@@ -118,14 +125,14 @@ def pickled(described: Travelling, field: str) -> Travelling:
     try:
         import cloudpickle
 
-        data = cloudpickle.dumps(find(described))
+        data = cloudpickle.dumps(_find_described(described))
     except Exception as e:  # noqa: BLE001 - whatever an object's own pickling raises
         raise WeirError(f"{described.name} cannot be pickled: {type(e).__name__}: {e}", field) from None
     return msgspec.structs.replace(described, pickled=data)
 
 
 def find(described: Travelling, unpickle: bool = False) -> Callable[..., Any]:
-    """Return a function that was described, here or in another process.
+    """Return a function that was described, here or in another process, as one of (rows, ctx).
 
     Args:
         described: the function.
@@ -134,6 +141,11 @@ def find(described: Travelling, unpickle: bool = False) -> Callable[..., Any]:
     Raises:
         WeirError: if it cannot be had here.
     """
+    found = _find_described(described, unpickle)
+    return _find(*described.adapter.split(":"))(found) if described.adapter else found
+
+
+def _find_described(described: Travelling, unpickle: bool = False) -> Callable[..., Any]:
     if (function := _here.get(described.token)) is not None:
         return function
     if described.pickled and unpickle:
@@ -143,7 +155,8 @@ def find(described: Travelling, unpickle: bool = False) -> Callable[..., Any]:
     if described.why:
         raise WeirError(
             f"the function {described.name} cannot reach the engine's process: {described.why}; define it in a module "
-            f"that can be imported, and give numbers and tensors by args, or start the engine with {SETTING}",
+            "that can be imported, and give numbers and tensors by args, or let the engine run in this process "
+            f"(VLLM_ENABLE_V1_MULTIPROCESSING=0), or start it with {SETTING}",
             "hooks",
         )
     if described.module:

@@ -14,12 +14,12 @@ from vllm_weir.errors import WeirError
 WIRE_KEY = "weir"
 LENS_CAPTURE_KEY = "output_residual_stream"
 LENS_STEER_KEY = "apply_steering_vectors"
+LENS_HOOKS_KEY = "apply_hooks"
 LENS_REFUSED = {
-    "apply_hooks": "Weir runs no code from requests; name a function that the server has loaded (--weir-hook)",
     "output_qk": "capture the hook points q and k, or q_rot and k_rot, instead",
 }
 """vllm-lens's keys that no request may carry, and why."""
-LENS_KEYS = (LENS_CAPTURE_KEY, LENS_STEER_KEY, *LENS_REFUSED)
+LENS_KEYS = (LENS_CAPTURE_KEY, LENS_STEER_KEY, LENS_HOOKS_KEY, *LENS_REFUSED)
 KEYS = (WIRE_KEY, *LENS_KEYS)
 """Keys of ``SamplingParams.extra_args`` that are Weir's to honour or refuse."""
 FORK_NAME = "steering_name"

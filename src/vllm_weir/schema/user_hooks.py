@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -52,7 +52,7 @@ class Call(msgspec.Struct, frozen=True):
     def identity(self) -> str:
         """Digest of what compiled calls that can be made together have in common."""
         function, by_row = self.function, self.by_row
-        found = function.module or function.token, function.name
+        found = function.module or function.token, function.name, function.adapter
         fixed = [(name, value) for name, value in sorted(self.args.items()) if name not in by_row]
         return _digest(msgspec.msgpack.encode((found, fixed, by_row, self.state, self.picked, self.d_head)))
 
@@ -65,6 +65,21 @@ class Call(msgspec.Struct, frozen=True):
     def neurons(self) -> tuple[int, ...] | None:
         """The neurons that the function is given, None for whole rows or heads."""
         return None if self.d_head else self.picked
+
+
+@dataclass(frozen=True)
+class LensHook:
+    """vllm-lens's `Hook`, for ``extra_args={"apply_hooks": [...]}`` and ``llm.register_hooks``.
+
+    Args:
+        fn: of (ctx, rows) with vllm-lens's `HookContext`; returns new rows, or None.
+        layer_indices: blocks.
+        pre: whether it gets what enters the block, not what leaves it.
+    """
+
+    fn: Callable[..., Any]
+    layer_indices: Sequence[int]
+    pre: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +107,12 @@ class Hook(Intervention):
             a request shares it with no other from the first selected position on.
         heads: as for `Add`: the function is given these heads alone, rows [n, heads picked, d_head].
         neurons: likewise, of ``mlp_post``: rows [n, neurons picked].
+
+    ``Hook(fn=..., layer_indices=..., pre=...)`` is vllm-lens's, see `LensHook`.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return LensHook(*args, **kwargs) if "fn" in kwargs else super().__new__(cls)
 
     op: ClassVar[str] = "hook"
     factor: ClassVar[str] = "function"

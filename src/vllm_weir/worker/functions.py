@@ -101,6 +101,7 @@ class WorkerFunctions:
             self._mapped.put(own.group, mapped, 1)
         return mapped
 
+    @torch.inference_mode(False)
     def _arg(self, value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             return value
@@ -169,7 +170,7 @@ class WorkerFunctions:
         """Tell a part's reader what its function gave."""
         endpoint, at = self._held[part.request_id][0], positions[part.rows]
         index = upload(part.rows, self._device)
-        self._results.add_saved(endpoint, part.request_id, site, one.saved)
+        self._results.add_saved(endpoint, part.request_id, site, one.saved, one.unsent)
         for name, values in given.values.items():
             self._results.add_values(endpoint, part.request_id, name, site, at, values[index])
         if given.spoiled is not None:
@@ -246,9 +247,8 @@ class WorkerFunctions:
     def release(self, request_id: str) -> None:
         """Let go of what a request holds."""
         self._failed.pop(request_id, None)
-        _, functions = self._held.pop(request_id, ("", {}))
+        self._held.pop(request_id, None)
         self._in_graphs.release(request_id)
-        self._results.release(request_id, {name for one in functions.values() for name in one.saved})
 
 
 def _joined(found: Sequence[Given], order: torch.Tensor) -> Given:

@@ -10,7 +10,7 @@ import torch
 
 from vllm_weir import messages
 from vllm_weir.schema.hooks import Site
-from vllm_weir.util import saved
+from vllm_weir.util.saved import Unsent
 
 
 class _Sending(NamedTuple):
@@ -41,8 +41,6 @@ class HookResults:
         self._device, self.tells, self._anew = device, tells, anew
         self._sending: dict[str, list[_Sending]] = {}
         """Endpoint -> what its requests are told."""
-        self._saved: dict[tuple[str, str], int] = {}
-        """(request, name) -> hash of what its reader has."""
 
     def add_values(
         self,
@@ -72,14 +70,11 @@ class HookResults:
         data = on_its_way(values) if rows is None else values
         self._sending.setdefault(endpoint, []).append(_Sending(told, data, rows, flags))
 
-    def add_saved(self, endpoint: str, request_id: str, site: Site, kept: Mapping[str, Any]) -> None:
-        """Tell a reader of what a function has saved, if that is new; raise WeirError if it cannot be sent."""
-        for name, value in kept.items():
-            data = saved.encode(value)
-            if self._saved.get((request_id, name)) != (now := hash(data)):
-                self._saved[request_id, name] = now
-                told = messages.Told(request_id, name, site.hook, site.layer, None, [], data)
-                self._sending.setdefault(endpoint, []).append(_Sending(told))
+    def add_saved(self, endpoint: str, request_id: str, site: Site, kept: Mapping[Any, Any], unsent: Unsent) -> None:
+        """Tell a reader of what is new of what a function has saved; raise WeirError if it cannot be sent."""
+        for name, first, data in unsent.take(kept):
+            told = messages.Told(request_id, name, site.hook, site.layer, None, [], data, first=first)
+            self._sending.setdefault(endpoint, []).append(_Sending(told))
 
     def take(self) -> Callable[[], dict[str, list[messages.Told]]]:
         """Return what waits for what the step's functions gave, and returns it by endpoint; forget it."""
@@ -107,11 +102,6 @@ class HookResults:
             return None
         one.told.data = data.numpy().tobytes()
         return one.told
-
-    def release(self, request_id: str, names: set[str]) -> None:
-        """Forget what a request has saved under these names."""
-        for name in names:
-            self._saved.pop((request_id, name), None)
 
 
 def on_its_way(values: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.user_hooks import Call
+from vllm_weir.util.saved import Unsent
 from vllm_weir.worker.parameters import WholeWeight
 from vllm_weir.worker.row_functions import Given, part_of, returned_of, spoiled, state_of, told_of, with_part
 
@@ -78,6 +79,7 @@ class OwnFunction:
         states: of each hook point, (the position after the last that has changed it, the state) after every call:
             a sequence that is computed again from some position on goes on from there.
         saved: what it has saved.
+        unsent: which of it the request's reader has.
         weights: those that it asked for and that were put together, by name.
     """
 
@@ -88,6 +90,7 @@ class OwnFunction:
     params: Mapping[str, Any] = field(default_factory=dict)
     states: dict[Site, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
+    unsent: Unsent = field(default_factory=Unsent)
     weights: dict[str, WholeWeight] = field(default_factory=dict)
 
     def state_before(self, site: Site, position: int, device: torch.device) -> torch.Tensor | None:
@@ -99,6 +102,9 @@ class OwnFunction:
             states.pop()
         return states[-1][1].clone() if states else torch.zeros(self.call.state, device=device)
 
+    # Tensors that are made in inference mode do not count changes in place, which `unsent` asks for.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def run(
         self,
         request_id: str,
@@ -112,7 +118,7 @@ class OwnFunction:
         Raises:
             WeirError: if it raises, or returns something else.
         """
-        name, own, before = self.call.function.name, part_of(self.call, rows), None
+        name, own = self.call.function.name, part_of(self.call, rows)
         before = self.state_before(site, int(positions[0]), rows.device)
         context = HookContext(
             site.hook,

@@ -15,8 +15,11 @@ import torch
 
 import vllm_weir as weir
 from tests.support.hook_functions import clamp_norm
+from tests.support.measure import alike
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import _refuse_paths
+from vllm_weir.frontend.receive.told_values import ToldValues
+from vllm_weir.messages import Told
 from vllm_weir.schema.functions import Travelling, _here, describe, find, pickled
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.user_hooks import Call
@@ -86,10 +89,54 @@ def test_a_pickle_travels_only_where_both_sides_allow_it():
 def test_what_is_saved_comes_back():
     given = {"rows": torch.arange(6).view(2, 3), "half": torch.ones(2, dtype=torch.bfloat16), "n": [1, 2.5, "x", None]}
     back = saved.decode(saved.encode(given | {"array": np.eye(2), "number": np.int64(4)}))
-    assert torch.equal(back["rows"], given["rows"]) and torch.equal(back["half"], torch.ones(2))
+    assert torch.equal(back["rows"], given["rows"]) and torch.equal(back["half"], given["half"])
     assert back["n"] == given["n"] and back["number"] == 4 and torch.equal(back["array"], torch.eye(2).double())
     with pytest.raises(WeirError, match="a object"):
         saved.encode({"it": object()})
+
+
+def told(unsent, reader, kept):
+    """Send what is new to a reader; return how many bytes that was."""
+    messages_ = [Told("r", name, "", 0, None, [], data, first=first) for name, first, data in unsent.take(kept)]
+    for message in messages_:
+        reader.record(message)
+    return sum(len(message.data) for message in messages_)
+
+
+def test_what_was_saved_is_sent_once():
+    """Lists that grow, shrink and change in place, names that go, and tensors that are the same object."""
+    unsent, reader, kept, rows = saved.Unsent(), ToldValues(), {}, [torch.full((100,), float(k)) for k in range(9)]
+    kept |= {"parts": [], "sum": torch.zeros(2), "count": 0, "by": {3: [1]}}
+    sizes = []
+    for k, row in enumerate(rows):
+        kept["parts"].append(row)
+        kept["sum"] += 1
+        kept["count"] += 1
+        kept["by"][k] = [k]
+        sizes.append(told(unsent, reader, kept))
+    assert max(sizes) < 1.5 * min(sizes), "a list that grows is not sent anew"
+    assert told(unsent, reader, kept) == 0
+    back = reader.saved()
+    assert alike(torch.stack(back["parts"]), torch.stack(rows)) and back["by"] == kept["by"]
+    assert back["sum"].tolist() == [9, 9] and back["count"] == 9
+    kept["parts"][7] -= 1  # and so all from there on
+    kept["parts"][8] = "other"
+    del kept["sum"]
+    assert told(unsent, reader, kept) < 700
+    assert reader.saved()["parts"][7].tolist() == [6.0] * 100 and reader.saved()["parts"][8] == "other"
+    assert "sum" not in reader.saved()
+    kept["parts"] = kept["parts"][:2]
+    kept["count"] = []
+    told(unsent, reader, kept)
+    assert len(reader.saved()["parts"]) == 2 and reader.saved()["count"] == []
+    with torch.inference_mode():
+        kept["sum"] = torch.zeros(1)
+        for _ in range(2):
+            kept["sum"] += 1
+            told(unsent, reader, kept)
+    assert reader.saved()["sum"].item() == 2
+    with pytest.raises(WeirError, match="the name 3 is no text"):
+        list(unsent.take({3: 1}))
 
 
 def test_args_and_what_makes_hooks_the_same():

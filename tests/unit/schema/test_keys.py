@@ -28,13 +28,13 @@ SLIPS = {
         output_residuals_stream ouptut_residual_stream
     """),
     STEER: str.split("apply_steering_vector apply_steerings_vectors applySteeringVectors steering_vector"),
-    "apply_hooks": ["Apply_Hooks"],
+    "apply_hooks": ["Apply_Hooks", "apply_hook"],
 }
 ORDINARY = """
     kv_transfer_params ec_transfer_params request_id weight weights wire wired weir_d their where were heir weird seed
     weirdness word ward wei wer wir eir air pair fair weight_ir dir wait write capture_id captured intervene session_id
     lora steering residual residuals stream streams output outputs output_stream output_hidden_states vectors hooks hook
-    apply apply_chat_template apply_hook steering_wheel extra_args vllm_xargs priority query qk
+    apply apply_chat_template steering_wheel extra_args vllm_xargs priority query qk
 """.split()  # noqa: SIM905
 PLACES = ("extra_args", "vllm_xargs", "body", "body's extra_args", "extra_body")
 

@@ -32,14 +32,20 @@ from vllm_weir.frontend.admission.units import check_units
 from vllm_weir.frontend.derived.sources import DerivedPoints, Expansion
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compat.three_tier import scaled
-from vllm_weir.schema.compat.vllm_lens import in_lens_words, lens_capture, lens_interventions, refuse_lens
+from vllm_weir.schema.compat.vllm_lens import (
+    in_lens_words,
+    lens_capture,
+    lens_hooks,
+    lens_interventions,
+    refuse_lens,
+)
 from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.functions import pickled
 from vllm_weir.schema.hooks import DERIVED_HOOKS, Site
 from vllm_weir.schema.intervention_base import Intervention, at_most
 from vllm_weir.schema.intervention_kinds import AnyIntervention, Kept
-from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY
+from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_HOOKS_KEY, LENS_STEER_KEY
 from vllm_weir.schema.named_hooks import NO_CODE, Use
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
 from vllm_weir.schema.resolved_probes import ResolvedProbe
@@ -74,6 +80,7 @@ def admit(
     has_media: bool = False,
     by_client: bool = False,
     hooks: HookRegistry | None = None,
+    registered: Sequence[Hook] = (),
 ) -> AdmittedRequest:
     """Check and resolve a request's keys.
 
@@ -84,6 +91,7 @@ def admit(
         has_embeddings: whether the prompt, or a part of it, is given as embeddings.
         has_media: whether it has images and the like.
         by_client: whether the request comes from a client of a server, which chooses no path there.
+        registered: vllm-lens's hooks of every request, which act before the request's own hooks of that kind.
         lookup: (reference, field) -> array, or raises WeirError.
         always: interventions that every request undergoes, before its own.
         everyone: captures of every request, for sinks.
@@ -113,7 +121,7 @@ def admit(
         hooks or HookRegistry(),
     )
     try:
-        return admission.admit(_Given.parse(extra_args, capabilities.num_layers, by_client))
+        return admission.admit(_Given.parse(extra_args, capabilities.num_layers, by_client, registered))
     except WeirError as e:
         raise in_lens_words(e) from None
 
@@ -134,8 +142,10 @@ class _Given(NamedTuple):
     lens_layers: tuple[int, ...]
 
     @classmethod
-    def parse(cls, extra_args: Mapping[str, Any], num_layers: int, by_client: bool) -> _Given:
-        refuse_lens(extra_args)
+    def parse(
+        cls, extra_args: Mapping[str, Any], num_layers: int, by_client: bool, registered: Sequence[Hook]
+    ) -> _Given:
+        refuse_lens(extra_args, by_client)
         spec = RequestSpec.carried_by(extra_args)
         if by_client:
             _refuse_paths(spec)
@@ -148,6 +158,9 @@ class _Given(NamedTuple):
                 captures = (*captures, lens)
         if extra_args.get(LENS_STEER_KEY) is not None:
             interventions += lens_interventions(extra_args[LENS_STEER_KEY])
+        interventions += tuple(registered)
+        if extra_args.get(LENS_HOOKS_KEY) is not None:
+            interventions += lens_hooks(extra_args[LENS_HOOKS_KEY])
         return cls(spec, captures, interventions, lens_layers)
 
 
@@ -279,6 +292,9 @@ class _Admission:
         own = given.interventions
         interventions = tuple(resolve_tokens(self._settled(one), self.vocabulary) for one in (*shared, *own))
         check_units(interventions)
+        for one in interventions:
+            if isinstance(one, Hook) and one.function.adapter:
+                self._check_one_stage(one)
         return interventions
 
     def _settled(self, one: AnyIntervention) -> Intervention:
@@ -288,6 +304,15 @@ class _Admission:
         if isinstance(one, Hook) and one.function.why and self.capabilities.traits.pickles:
             return with_fields(one, function=pickled(one.function, f"{one.path}.function"))
         return self.saes.resolve(one) if isinstance(one, SetFeature) else one
+
+    def _check_one_stage(self, hook: Hook) -> None:
+        """Raise WeirError if the blocks of a hook, which saves for all of them in one place, have different workers."""
+        layers = hook.resolve_layers(self.capabilities.num_layers)
+        if len({self.capabilities.workers.get(Site(hook.hook, layer)) for layer in layers}) > 1:
+            raise WeirError(
+                "these blocks are on different pipeline stages; give a hook for the blocks of each",
+                f"{hook.path}.layers",
+            )
 
     def _captures(self, given: _Given) -> tuple[Capture, ...]:
         """Return the request's own, whose sinks have to exist, and those of every request."""

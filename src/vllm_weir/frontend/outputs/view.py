@@ -27,6 +27,7 @@ from vllm_weir.results.read_outs import ReadValues
 from vllm_weir.results.receipt import GateCount, Receipt
 from vllm_weir.results.scores import HookValues, Scores
 from vllm_weir.results.site_slices import SiteSlices
+from vllm_weir.schema.compat.vllm_lens import hook_results, without_results
 from vllm_weir.schema.controllers import PREFIX
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
@@ -52,7 +53,11 @@ class ViewSnapshot:
 
     def saved(self) -> dict[str, Any] | None:
         """Return what functions have saved, see `OutputView.saved`."""
-        return self.saved_by_functions
+        return None if self.saved_by_functions is None else without_results(self.saved_by_functions)
+
+    def hook_results(self) -> dict[str, dict[Any, Any]] | None:
+        """Return what vllm-lens's hooks have saved, see `OutputView.hook_results`."""
+        return hook_results(self.saved_by_functions or {}) or None
 
     def activations(self) -> Activations:
         """Return the rows, see `OutputView.activations`."""
@@ -124,7 +129,7 @@ class OutputView:
             self.read_values(),
             self.scores(),
             self.values(),
-            self.saved(),
+            self._saved(),
         )
 
     @property
@@ -207,6 +212,14 @@ class OutputView:
 
     def saved(self) -> dict[str, Any] | None:
         """Return what functions have saved; waits as `values` does."""
+        found = self._saved()
+        return None if found is None else without_results(found)
+
+    def hook_results(self) -> dict[str, dict[Any, Any]] | None:
+        """Return what the request's hooks of vllm-lens have saved, by index; None for nothing. Waits likewise."""
+        return hook_results(self._saved() or {}) or None
+
+    def _saved(self) -> dict[str, Any] | None:
         if not self.pending.admitted.calls:
             return None
         self.pending.check()

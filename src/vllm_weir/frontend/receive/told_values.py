@@ -18,14 +18,20 @@ class ToldValues:
 
     def __init__(self) -> None:
         self._values: dict[str, dict[Site, dict[int, np.ndarray]]] = {}
-        self._saved: dict[str, bytes] = {}
+        self._saved: dict[str, list[tuple[int, bytes]]] = {}
+        """Name -> (item of a list at which they begin, bytes), in the order in which they came."""
         self._spoiled: dict[tuple[str, Site], dict[int, bool]] = {}
         """(function, hook point) -> position -> whether its row was finite, and no longer is."""
 
     def record(self, told: messages.Told) -> None:
         """Enter what a message says."""
         if told.positions is None:
-            self._saved[told.name] = told.data
+            if told.first > 0:
+                self._saved[told.name].append((told.first, told.data))
+            elif told.first == 0:
+                self._saved[told.name] = [(0, told.data)]
+            else:
+                self._saved.pop(told.name, None)
             return
         site, positions = Site(told.hook, told.layer), np.frombuffer(told.positions, "<i4").tolist()
         if told.spoiled:
@@ -51,7 +57,12 @@ class ToldValues:
 
     def saved(self) -> dict[str, Any]:
         """Return what was saved last under each name."""
-        return {name: saved.decode(data) for name, data in self._saved.items()}
+        found = {}
+        for name, ((_, data), *later) in list(self._saved.items()):
+            found[name] = saved.decode(data)
+            for first, more in later:
+                found[name][first:] = saved.decode(more)
+        return found
 
     def notes(self, end: int) -> tuple[str, ...]:
         """Return what a receipt says of each function that has spoiled rows at positions before `end`."""

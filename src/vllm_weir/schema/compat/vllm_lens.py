@@ -17,19 +17,27 @@ import zstandard
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.fields import refuse_unknown_keys
+from vllm_weir.schema.functions import describe
 from vllm_weir.schema.intervention_base import Intervention, at_most
 from vllm_weir.schema.interventions import Add
 from vllm_weir.schema.json_text import dumps, loads
-from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_REFUSED, LENS_STEER_KEY
+from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_HOOKS_KEY, LENS_REFUSED, LENS_STEER_KEY
 from vllm_weir.schema.positions import MAX_LIST, Positions, check_listed
+from vllm_weir.schema.user_hooks import Hook
 from vllm_weir.schema.vectors import MAX_ELEMENTS, Vector, number
 
 
-def refuse_lens(extra_args: Mapping[str, Any]) -> None:
-    """Raise WeirError if a request carries one of `LENS_REFUSED`."""
+def refuse_lens(extra_args: Mapping[str, Any], by_client: bool = True) -> None:
+    """Raise WeirError if a request carries one of `LENS_REFUSED`, or comes from a client and carries functions."""
     for key, why in LENS_REFUSED.items():
         if extra_args.get(key) is not None:
             raise WeirError(why, key)
+    if by_client and extra_args.get(LENS_HOOKS_KEY) is not None:
+        raise WeirError(
+            "code never comes over HTTP; the server's operator loads a function with --weir-hook "
+            "NAME=module:attribute, and requests name it",
+            LENS_HOOKS_KEY,
+        )
 
 
 def lens_capture(value: object) -> Capture | None:
@@ -139,7 +147,71 @@ def lens_interventions(value: object) -> tuple[Intervention, ...]:
     return tuple(at_most(additions))
 
 
-_OWN_FIELD = re.compile(rf"({LENS_STEER_KEY}\[\d+\])\.(layers|vector|positions)\b(.*)")
+REGISTERED = "register_hooks"
+"""Stands for `LENS_HOOKS_KEY` in what is said of hooks that act on every request."""
+
+
+def lens_hooks(value: object, key: str = LENS_HOOKS_KEY, start: int = 0) -> tuple[Hook, ...]:
+    """Translate ``apply_hooks``, or what ``register_hooks`` is given, to hooks.
+
+    Args:
+        value: a list of `LensHook`, or of vllm-lens's own.
+        key: where they are from.
+        start: index of the first.
+
+    Raises:
+        WeirError: naming the field; code that comes as text is refused.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise WeirError(f"expected a list of hooks, got {type(value).__name__}; code never comes as text", key)
+    return tuple(at_most(_hook(one, key, index) for index, one in enumerate(value, start)))
+
+
+def _hook(one: Any, key: str, index: int) -> Hook:
+    path = f"{key}[{index}]"
+    if not all(hasattr(one, name) for name in ("fn", "layer_indices", "pre")):
+        raise WeirError(f"expected a hook of fn, layer_indices and pre, got {type(one).__name__}", path)
+    layers = _to_list(one.layer_indices)
+    if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
+        raise WeirError("expected a list of ints that is not empty", f"{path}.layer_indices")
+    function = describe(one.fn, f"{path}.fn", _ADAPTER)
+    hook = "resid_pre" if one.pre else "resid_post"
+    return Hook(function, hook, layers, args={"key": key, "index": index}, mode="eager", path=path)
+
+
+_ADAPTER = "vllm_weir.worker.lens_functions:LensFunction"
+
+
+def saved_name(key: str, index: int, name: object) -> str:
+    """Return the name under which what a hook has saved travels; the names of others begin otherwise.
+
+    Args:
+        key: where the hook is from.
+        index: of the hook there.
+        name: its own; text or a number.
+    """
+    return f"{key} {json.dumps([index, name])}"
+
+
+def hook_results(saved: Mapping[str, Any], key: str = LENS_HOOKS_KEY) -> dict[str, dict[Any, Any]]:
+    """Return what hooks from `key` have saved: index, as text -> name -> value."""
+    found: dict[str, dict[Any, Any]] = {}
+    for name, value in saved.items():
+        if name.startswith(f"{key} "):
+            index, own = json.loads(name.removeprefix(key))
+            found.setdefault(str(index), {})[own] = value
+    return found
+
+
+def without_results(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what others than vllm-lens's hooks have saved."""
+    return {name: value for name, value in saved.items() if not name.startswith(_RESULTS)}
+
+
+_RESULTS = (f"{LENS_HOOKS_KEY} [", f"{REGISTERED} [")
+_OWN_FIELD = re.compile(
+    rf"((?:{LENS_STEER_KEY}|{LENS_HOOKS_KEY}|{REGISTERED})\[\d+\])\.(layers|vector|positions)\b(.*)"
+)
 _LENS_NAMES = {"layers": "layer_indices", "vector": "activations", "positions": "position_indices"}
 
 
