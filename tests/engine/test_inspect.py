@@ -194,7 +194,7 @@ def test_refusals(model):
     for extra_body, said in (
         ({"weir": {"capture": [weir.Capture(layers=99)]}}, "block 99 does not exist"),
         ({"weir": {"captures": []}}, "weir.captures"),
-        ({"extra_args": {"apply_hooks": ["code"]}}, "runs no code"),
+        ({"extra_args": {"apply_hooks": ["code"]}}, "code never comes"),
         ({"weir": {"hooks": [weir.Hook(lambda rows, ctx: rows)]}}, "--weir-hook"),
         ({"extra_args": {"weir": {"v": 1}}, "weir": {"v": 1}}, "given twice"),
         ({"lora_request": {"lora_name": "nobody", "lora_path": "/nowhere"}}, "nowhere"),

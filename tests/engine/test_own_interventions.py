@@ -7,6 +7,7 @@ import inspect
 import re
 
 import pytest
+import torch
 
 import vllm_weir as weir
 from tests.engine.common import BOUND
@@ -51,6 +52,21 @@ def test_functions_against_transformers(llm, truth, name):
     plain = truth.steered(list(out.prompt_token_ids), 30, [], sites=())[1]
     if name != "value head":
         assert rel_err(truth.steered(list(out.prompt_token_ids), 30, [applied], sites=())[1], plain) > 0.01, "it acts"
+
+
+def climb(rows, ctx):
+    """A step along the gradient of a value."""
+    with torch.enable_grad():
+        at = rows.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.tanh(at @ ctx.args["w"]).sum(), at)
+    return rows + 2 * slope
+
+
+def test_gradients(llm, truth):
+    w = vectors(6)(D) / D**0.5
+    hook, applied = both(climb, {"layers": [1], "args": {"w": w}})
+    (out,) = generated(llm, [prompt(20, 7)], [weir.params(sampling(5), hooks=hook, capture=weir.Capture())])
+    check(out, [applied], truth)
 
 
 def add(rows, ctx):

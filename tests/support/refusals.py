@@ -136,7 +136,7 @@ def refusals(d_model: int, features: int) -> list[Refusal]:
         Refusal({"vllm_xargs": {"steering_name": "m"}}, "vllm_xargs.steering_name", why="belongs"),
         Refusal({"vllm_xargs": {"steering_vectors": "{}"}}, "vllm_xargs.steering_vectors", why="belongs"),
         # Code, and what vLLM makes of true.
-        Refusal({"vllm_xargs": {"apply_hooks": "[]"}}, "apply_hooks", why="runs no code", sent=True),
+        Refusal({"vllm_xargs": {"apply_hooks": "[]"}}, "apply_hooks", why="code never comes over HTTP", sent=True),
         Refusal({"extra_args": {"apply_hooks": []}}, "apply_hooks"),
         Refusal({"vllm_xargs": {"output_residual_stream": 7}}, "output_residual_stream"),
         # The fork's fields.

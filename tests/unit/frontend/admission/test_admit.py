@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.properties import examples
 from tests.unit.refusals import pairs, refused
 from tests.unit.request_strategies import any_extra_args, sensible_captures, served
-from vllm_weir import Add, Capture, Clamp, LowRank, Probe, Replace, Site, WeirError
+from vllm_weir import Add, Capture, Clamp, Hook, LowRank, Probe, Replace, Site, WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.cache import MAX_KEY_BYTES, admission_key
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
@@ -41,6 +41,17 @@ def attempt(extra_args, capabilities=FACTS):
         assert e.field, e
         assert e.message
         return None, e
+
+
+def test_a_hook_of_vllm_lens_saves_on_one_pipeline_stage():
+    """What it saves lies in one place; the blocks of other stages are for a hook of their own."""
+    stages = {Site("resid_post", layer): frozenset({layer // 2}) for layer in range(LAYERS)}
+    split = replace(FACTS, workers=stages)
+    fn = lambda ctx, rows: None
+    apart, together = ([Hook(fn=fn, layer_indices=blocks)] for blocks in ([0, 1, 2], [2, 3]))
+    assert attempt({"apply_hooks": apart})[0] and attempt({"apply_hooks": together}, split)[0]
+    _, refusal = attempt({"apply_hooks": apart}, split)
+    assert refusal.field == "apply_hooks[0].layer_indices" and "pipeline stages" in str(refusal)
 
 
 @FUZZ
@@ -95,7 +106,8 @@ EXTRA_ARGS = {
     "capture[1].compress": [request(capture=[{"compress": "rp8"}, {"layers": 1}])],
     "capture[1].dtype": [request(capture=[{"dtype": "float16"}, {"layers": 1}])],
     "capture[1].before": [request(capture=[{"before": True}, {"layers": 1}])],
-    "apply_hooks": [{"apply_hooks": ["code"]}],
+    "apply_hooks": [{"apply_hooks": "code"}],
+    "apply_hooks[0]": [{"apply_hooks": ["code"]}],
     "output_qk": [request() | {"output_qk": True}],
     "output_residual_stream.layers": [{"output_residual_stream": [4]}],
     "output_residual_stream": [{"output_residual_stream": value} for value in ("[", "[" * 100_000)],
