@@ -389,13 +389,15 @@ def test_a_checkpoint_goes_on_where_it_was(case: Case, tmp_path: Path) -> None:
         case.sweep("mlp_out", positions=case.positions, checkpoint=file, mode="noise")
     assert error.value.field == "checkpoint"
     done = file.read_bytes()
-    weir.set_global(case.llm, weir.Add(np.ones(case.llm.model_config.get_hidden_size()), 1, hook="resid_mid"))
-    try:
-        with pytest.raises(weir.WeirError) as error:
-            case.sweep("mlp_out", positions=case.positions, checkpoint=file)
-        assert error.value.field == "checkpoint"
-    finally:
-        weir.clear_global(case.llm)
+    vector = np.ones(case.llm.model_config.get_hidden_size())
+    for everybody in (weir.Add(vector, 1, hook="resid_mid"), weir.Hook(lambda rows, ctx: 2 * rows, args={"w": vector})):
+        weir.set_global(case.llm, everybody)
+        try:
+            with pytest.raises(weir.WeirError) as error:
+                case.sweep("mlp_out", positions=case.positions, checkpoint=file)
+            assert error.value.field == "checkpoint"
+        finally:
+            weir.clear_global(case.llm)
     third = case.sweep("mlp_out", positions=case.positions, checkpoint=file)
     assert (third.grid.array == again.grid.array).all() and file.read_bytes() == done
 

@@ -151,7 +151,7 @@ class SweepPlan:
             "places": self.places, "heads": self.heads, "mode": self.mode, "freeze": self.freeze,
             "to": None if self.to is None else self.to.to_json(), "blocks": self.num_layers, "about": self.about,
         }  # fmt: skip
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(data, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def token_labels(labels: Sequence[Label], places: Sequence[Place], texts: Sequence[str]) -> tuple[str, ...]:
