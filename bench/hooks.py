@@ -29,7 +29,7 @@ import torch
 
 from vllm_weir.bench.cli import model_fields
 from vllm_weir.bench.plan import BatchSize, BenchPlan, EngineChoice
-from vllm_weir.bench.systems import BY_NAME
+from vllm_weir.bench.systems import known_systems
 
 NOTHING = "nothing"
 SYSTEMS = ("stock", "weir", "vllm-lens", "nnsight")
@@ -57,7 +57,7 @@ def ablate(rows: Any, ctx: Any) -> Any:
 
 FUNCTIONS = {"push": push, "clamp": clamp, "add": add, "ablate": ablate}
 BUILT_IN = {"add": "Add", "ablate": "Ablate"}
-MODES = ("eager",)
+MODES = ("eager", "compiled")
 """Of Weir's hooks."""
 
 
@@ -132,7 +132,7 @@ def serve(name: str, plan_path: str, scratch: str) -> None:
         print(json.dumps(fields), file=answers, flush=True)
 
     plan = BenchPlan.model_validate_json(Path(plan_path).read_text())
-    system = BY_NAME[name](plan, Path(scratch))
+    system = known_systems()[name](plan, Path(scratch))
     if missing := system.missing():
         answer(missing=missing)
         return
@@ -163,7 +163,7 @@ class Engine:
     def __init__(self, name: str, plan: BenchPlan, folder: Path) -> None:
         self.name, self.log = name, folder / f"{name}.log"
         (path := folder / "plan.json").write_text(plan.model_dump_json())
-        environ = os.environ | {"HF_HUB_OFFLINE": "1"} | BY_NAME[name].environ(plan)
+        environ = os.environ | {"HF_HUB_OFFLINE": "1"} | known_systems()[name].environ(plan)
         # The engine's process imports the functions from here.
         environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(

@@ -227,6 +227,7 @@ def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
         begin_step=lambda *groups: None,
         sender=SimpleNamespace(end_step=lambda: None),
         notifier=SimpleNamespace(),
+        functions=SimpleNamespace(params={}),
     )
     runner = SimpleNamespace(execute_model=lambda output: None)
     _patch_execute_model(runner, runtime)
