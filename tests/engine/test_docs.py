@@ -40,7 +40,7 @@ from vllm_weir.extraction.engine import VllmEngine
 
 pytestmark = [pytest.mark.engine("server"), pytest.mark.timeout(900)]
 FIRST = ("README.md", "docs/index.md", "docs/tutorial.md")
-CHEAP = ("convert", "inspect", "version")
+CHEAP = ("convert", "extract", "fit", "inspect", "sae", "version")
 """Subcommands of `weir` that are run as they stand."""
 HERE = "http://localhost:8000"
 NUMBER = r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?"
@@ -174,6 +174,8 @@ def given_files(folder: Path) -> None:
     """What docs do not make themselves: a control vector as other tools write it, and some texts."""
     (folder / "happy.gguf").write_bytes(gguf({f"direction.{k}": [0.5] * 256 for k in (2, 3)}))
     texts = ["Tom went to the garden.", "Anna took the boat out.", "The market was open."]
+    (folder / "happy.txt").write_text("Tom was happy.\nAnna was happy.\n" * 5)
+    (folder / "sad.txt").write_text("Tom was sad.\nAnna was sad.\n" * 5)
     (folder / "stories.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
