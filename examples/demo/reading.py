@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -124,8 +123,3 @@ def read(
         size=size,
         seconds=seconds,
     )
-
-
-def is_local(model: str) -> bool:
-    """Return whether `model` is a directory rather than a name on the hub."""
-    return Path(model).is_dir()

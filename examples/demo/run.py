@@ -17,11 +17,11 @@ from rich.table import Table
 
 from examples.demo import steering
 from examples.demo.pictures import TokenScores, curves, doses, heat_map
-from examples.demo.reading import SAMPLED, StoryRows, compiler, is_local, read, start_engine
+from examples.demo.reading import SAMPLED, StoryRows, compiler, read, start_engine
 from examples.demo.reference import parameter_count, reference_rows, worst_error
-from vllm_weir.api import demo_model
 from vllm_weir.demo import probe as pr
 from vllm_weir.demo.stories import Story, make_stories
+from vllm_weir.util.shipped import NAME, model_path
 
 app = typer.Typer(add_completion=False)
 console = Console(highlight=False, soft_wrap=True)
@@ -46,7 +46,7 @@ class LayerResult:
 
 @app.command()
 def main(
-    model: Annotated[str, typer.Argument(help="Directory or hub id; default: the model that ships with Weir.")] = "",
+    model: Annotated[str, typer.Argument(help="Directory or hub id of the model, or demo.")] = NAME,
     train: Annotated[int, typer.Option(help="Stories to fit the probes on.", min=20)] = 200,
     held_out: Annotated[int, typer.Option(help="Stories to measure them on.", min=10)] = 100,
     out: Annotated[Path, typer.Option(help="Where the pictures go.")] = Path("out/demo"),
@@ -56,8 +56,8 @@ def main(
 ) -> None:
     """Read stories with vLLM, fit a linear probe per layer on the captured rows, and steer the mood of new ones."""
     started = time.perf_counter()
-    shipped = not model or Path(model).resolve() == Path(demo_model()).resolve()
-    model = model or demo_model()
+    model = model_path(model)
+    shipped = Path(model).resolve() == Path(model_path(NAME)).resolve()
     _quiet(model)
     try:
         parameters = parameter_count(model)
@@ -118,7 +118,7 @@ def _quiet(model: str) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning,ignore::DeprecationWarning")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    if is_local(model):
+    if Path(model).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

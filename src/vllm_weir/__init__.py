@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from vllm_weir.api import (
         add_controller,
         clear_global,
-        demo_model,
-        demo_sae,
         flush,
         list_hooks,
         list_probes,
@@ -79,6 +77,7 @@ if TYPE_CHECKING:
     from vllm_weir.storage.dataset import ActivationDataset
     from vllm_weir.storage.features.dataset import load_features
     from vllm_weir.storage.loading import load, open_writer
+    from vllm_weir.util.shipped import demo_model, demo_sae
     from vllm_weir.worker.own_function import HookContext
 
 __version__ = "0.1.0"
@@ -216,8 +215,8 @@ __getattr__, __dir__ = lazy_names(
         "attribute": "vllm_weir.experiments.attribute.run",
         "clear_global": "vllm_weir.api",
         "decode_activations": "vllm_weir.results.lens_tensors",
-        "demo_model": "vllm_weir.api",
-        "demo_sae": "vllm_weir.api",
+        "demo_model": "vllm_weir.util.shipped",
+        "demo_sae": "vllm_weir.util.shipped",
         "deserialize_tensor": "vllm_weir.results.lens_tensors",
         "extract": "vllm_weir.extraction.run",
         "fit": "vllm_weir.experiments.fit.run",

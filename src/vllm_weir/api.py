@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_weir.config.env import OFF, disabled
@@ -432,13 +431,3 @@ def _frontend(llm: Any) -> Any:
         if disabled():
             raise WeirError(OFF, WIRE_KEY) from None
         raise
-
-
-def demo_model() -> str:
-    """Return the directory of the small Llama that ships with Weir (HF format, bf16, tokenizer)."""
-    return str(Path(__file__).parent / "demo" / "model")
-
-
-def demo_sae() -> str:
-    """Return the directory of the sparse autoencoder of the shipped model's stream, for `SAE.load`."""
-    return str(Path(__file__).parent / "demo" / "sae")

@@ -1,6 +1,8 @@
 """Every block of README and docs that can run here runs as a reader would run it: page by page, in order.
 
-The fast tier takes what a newcomer reads first.
+The fast tier takes what a newcomer reads first. Engines compute in float32 here. A reader's engine, in bfloat16 and
+compiled, prints the same as long as no printed token is near a tie, so the gaps between the best two logits are looked
+at (`CLOSE`).
 
 Python blocks of a page share their names, and all pages one engine of the shipped model unless they ask for settings of
 their own. Commands that talk to ``localhost:8000`` talk to one server. `tests/unit/test_docs.py` checks the rest.
@@ -26,10 +28,11 @@ import httpx
 import pytest
 import vllm
 from typer.testing import CliRunner
+from vllm.v1.engine.llm_engine import LLMEngine
 
 import vllm_weir as weir
 from tests.support.engines import DEFAULTS, EAGER, close_all, get_llm, quick_start, shut_down
-from tests.support.machine import engine_processes, needs
+from tests.support.machine import engine_processes, inductor, needs
 from tests.support.markdown import ROOT, Block, blocks, commands, pages, split_environment
 from tests.unit.server.routes.test_admin import gguf
 from vllm_weir.cli.main import app
@@ -37,10 +40,15 @@ from vllm_weir.extraction.engine import VllmEngine
 
 pytestmark = [pytest.mark.engine("server"), pytest.mark.timeout(900)]
 FIRST = ("README.md", "docs/index.md", "docs/tutorial.md")
-CHEAP = ("convert", "inspect", "version")
+CHEAP = ("convert", "extract", "fit", "inspect", "sae", "version")
 """Subcommands of `weir` that are run as they stand."""
 HERE = "http://localhost:8000"
 NUMBER = r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?"
+CLOSE = 0.25
+"""A gap between two logits that bfloat16 may close: two steps between its numbers from 16 to 32, where the shipped
+model's are. One of them is what both logits' own rounding moves, the other is for what was rounded before."""
+COMPILED = dict(dtype="bfloat16", enforce_eager=False, in_process=False, env={"TORCHDYNAMO_DISABLE": "0"})
+"""The engine as a reader has it."""
 LOGGED = re.compile(r"(\(.*?\) )?(INFO|WARNING|ERROR) \d\d-\d\d ")
 """How lines of vLLM's log begin."""
 QUIET = (
@@ -68,11 +76,41 @@ def needs_server(page: Path) -> bool:
 RUN = sorted((page for page in pages() if any(map(runs, blocks(page)))), key=needs_server, reverse=True)
 
 
+class Greedy:
+    """What greedy requests of a page were answered, each with the gaps between the best two logits of its tokens."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.answers: list[tuple[str, list[float]]] = []
+        add, step = LLMEngine.add_request, LLMEngine.step
+
+        def add_with_logprobs(engine: Any, name: str, prompt: Any, params: Any, *args: Any, **more: Any) -> Any:
+            if getattr(params, "temperature", 1) == 0:
+                params = params.clone()
+                params.logprobs = max(params.logprobs or 0, 2)
+            return add(engine, name, prompt, params, *args, **more)
+
+        def step_and_look(engine: Any) -> Any:
+            outs = step(engine)
+            for choice in (c for out in outs if out.finished for c in getattr(out, "outputs", ()) if c.logprobs):
+                best = (sorted((one.logprob for one in token.values()), reverse=True) for token in choice.logprobs)
+                self.answers.append((choice.text, [a - b for a, b, *_ in best]))
+            return outs
+
+        patch.setattr(LLMEngine, "add_request", add_with_logprobs)
+        patch.setattr(LLMEngine, "step", step_and_look)
+
+    def near_ties(self, shown: str) -> list[tuple[str, float]]:
+        """The answers that are printed and have a token whose choice is rounding's."""
+        shown = " ".join(shown.split())
+        printed = ((" ".join(text.split()), min(gaps)) for text, gaps in self.answers)
+        return [(text, gap) for text, gap in printed if text and text in shown and gap < CLOSE]
+
+
 class Engines:
     """Stands in for ``vllm.LLM``: the same settings give the same engine."""
 
-    def __init__(self, kind: Any) -> None:
-        self.kind = kind
+    def __init__(self, kind: Any, given: dict[str, Any]) -> None:
+        self.kind, self.given = kind, given
         self.used: list[Any] = []
         self.own: list[Any] = []
 
@@ -82,7 +120,7 @@ class Engines:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vllm, "LLM", self.kind)
             patch.delenv("WEIR_END_WITH_PARENT", raising=False)  # set by `weir.extract`, for other processes
-            llm = get_llm(model, **options)
+            llm = get_llm(model, **options | self.given)
         self.used.append(llm)
         return llm
 
@@ -110,9 +148,11 @@ class Engines:
 
 
 @pytest.fixture
-def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
+def surroundings(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[dict[str, Any]]:
     """The names that a page begins with; an empty directory with the files that docs take as given."""
-    engines = Engines(vllm.LLM)
+    engines = Engines(vllm.LLM, getattr(request, "param", {}))
     with monkeypatch.context() as patch:
         for name, value in {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **EAGER}.items():
             patch.setenv(name, value)
@@ -125,10 +165,17 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[di
     engines.clear()
 
 
+@pytest.fixture
+def greedy(surroundings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Greedy:
+    return Greedy(monkeypatch)
+
+
 def given_files(folder: Path) -> None:
     """What docs do not make themselves: a control vector as other tools write it, and some texts."""
     (folder / "happy.gguf").write_bytes(gguf({f"direction.{k}": [0.5] * 256 for k in (2, 3)}))
     texts = ["Tom went to the garden.", "Anna took the boat out.", "The market was open."]
+    (folder / "happy.txt").write_text("Tom was happy.\nAnna was happy.\n" * 5)
+    (folder / "sad.txt").write_text("Tom was sad.\nAnna was sad.\n" * 5)
     (folder / "stories.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
@@ -143,12 +190,29 @@ PAGES = list(map(page_case, RUN))
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page(
-    page: Path, surroundings: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    page: Path,
+    surroundings: dict[str, Any],
+    greedy: Greedy,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = request.getfixturevalue("weir_server") if needs_server(page) else None
     if server is not None:
         for name, value in {"URL": server.url, "API_KEY": server.api_key}.items():
             monkeypatch.setenv(f"WEIR_BASE_{name}" if name == "URL" else f"WEIR_{name}", value)
+    read(page, surroundings, greedy, server)
+
+
+@pytest.mark.thorough
+@needs(inductor)
+@pytest.mark.parametrize("surroundings", [COMPILED], indirect=True, ids=["compiled"])
+@pytest.mark.parametrize("page", [ROOT / name for name in FIRST], ids=FIRST)
+def test_page_on_an_engine_as_a_reader_has_it(page: Path, surroundings: dict[str, Any], greedy: Greedy) -> None:
+    read(page, surroundings, greedy)
+
+
+def read(page: Path, names: dict[str, Any], greedy: Greedy, server: Any = None) -> None:
+    """Do what a page says, and compare what is printed with what it shows."""
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         asyncio.set_event_loop(loop)
         said, ran = "", 0
@@ -156,8 +220,9 @@ def test_page(
             shown = after is not None and after.note == "output"
             if block.note == "output":
                 check_output(block, said)
+                assert not greedy.near_ties(block.text), f"{block.place}: an engine in bfloat16 may print another text"
             elif runs(block):
-                said = run(block, surroundings, server, loop, may_fail=shown)
+                said = run(block, names, server, loop, may_fail=shown)
                 ran += 1
     assert ran, page
 

@@ -46,7 +46,7 @@ NOT_IN_THE_REPOSITORY = {"bench/results/latest.json", "out/demo/", "vllm-lens/",
 """What docs name in backticks that looks like a path: files that commands write, and prefixes of model names."""
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 UsageError: Any = typer.BadParameter.__mro__[1]
-OTHERS = {"cd", "git", "grep", "inspect", "vllm"}
+OTHERS = {"cd", "git", "grep", "inspect", "source", "vllm"}
 """Commands of others, whose words are not looked at here."""
 
 
@@ -172,6 +172,8 @@ def test_commands_can_be_given(block: Block) -> None:
     assert found, block.place
     for words in found:
         given, words = split_environment(words)
+        typed = block.not_run or words[:1] != ["weir"] or not {"MODEL", "PATH", "..."} & set(words)
+        assert typed, f"{block.place}: it cannot be pasted; use demo, or say why it is not run"
         for name in given:
             assert not name.startswith("WEIR_") or name in variables(), f"{block.place}: {name}"
         if words:

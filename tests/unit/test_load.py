@@ -278,7 +278,7 @@ def test_the_doctor_speaks_without_what_the_command_is_made_of(quick, capsys, ar
         assert not found["healthy"] and any("pip install typer" in problem for problem in found["problems"])
     else:
         assert "problem: Weir could not load: ModuleNotFoundError: No module named 'typer'" in said
-        assert said.endswith("not healthy\n")
+        assert said.startswith("not healthy\nproblem: ")
 
 
 def test_params_are_refused_where_nothing_guards_them(monkeypatch):

@@ -267,13 +267,13 @@ def model_fields(name: str, work: Path, cuda: bool) -> dict[str, Any]:
     """Return the plan's fields about a model: ``llama-8b``, ``demo``, or a directory."""
     from transformers import AutoConfig
 
-    from vllm_weir.api import demo_model
     from vllm_weir.bench.weights import make_model
+    from vllm_weir.util.shipped import model_path
 
     dummy = name == "llama-8b"
     if dummy and not cuda:
         raise typer.BadParameter("--model: llama-8b needs a GPU; engines on a CPU repack their weights at the start")
-    path = make_model(work / "llama-8b") if dummy else demo_model() if name == "demo" else name
+    path = make_model(work / "llama-8b") if dummy else model_path(name)
     try:
         text = AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as e:

@@ -64,12 +64,12 @@ class Diagnosis:
         return {"healthy": self.healthy, **asdict(self)}
 
 
-def examine(live: bool = True, model: str | None = None) -> Diagnosis:
+def examine(live: bool = True, model: str = "demo") -> Diagnosis:
     """Check the installation and return what was found.
 
     Args:
         live: whether to start an engine as well and compare its rows with transformers.
-        model: the model for that; default: the shipped one.
+        model: the model for that.
     """
     from vllm_weir.patches.registry import RAN, READ, unloadable, verify
 
@@ -176,16 +176,17 @@ def _check_plugins() -> tuple[list[dict[str, str]], list[dict[str, str]], list[s
     return *found, problems
 
 
-def _self_test(found: Diagnosis, model: str | None) -> None:
+def _self_test(found: Diagnosis, model: str) -> None:
     """Start an engine, capture every block, compare with transformers in fp32."""
     import torch
     from vllm import LLM, SamplingParams
 
-    from vllm_weir.api import demo_model, params
+    from vllm_weir.api import params
     from vllm_weir.schema.capture import Capture
+    from vllm_weir.util.shipped import model_path
     from vllm_weir.util.transformers_reference import TransformersReference
 
-    model = model or demo_model()
+    model = model_path(model)
     cuda = torch.cuda.is_available()
     llm = LLM(
         model,
@@ -246,39 +247,40 @@ def show_plainly(found: Diagnosis, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.to_dict(), indent=2))
         return
-    print(", ".join(f"{k} {v}" for k, v in found.versions.items()), f"on {found.platform}")
+    print("healthy" if found.healthy else "not healthy")
     for problem in found.problems:
         print(f"problem: {problem}")
-    print("healthy" if found.healthy else "not healthy")
+    print(", ".join(f"{k} {v}" for k, v in found.versions.items()), f"on {found.platform}")
 
 
-def show(found: Diagnosis) -> None:
-    """Print a diagnosis as tables."""
+def show(found: Diagnosis, full: bool = False) -> None:
+    """Print a diagnosis: the verdict first; with `full`, also every patch point in a table."""
     from rich.console import Console
     from rich.table import Column, Table
 
-    console = Console(file=sys.stdout)
-    console.print(", ".join(f"{k} {v}" for k, v in found.versions.items()), f"on {found.platform}", highlight=False)
+    console = Console(file=sys.stdout, highlight=False)
+    console.print("[green]healthy" if found.healthy else "[red]not healthy")
+    for problem in found.problems:
+        console.print(f"[red]problem:[/] {problem}")
+    console.print(", ".join(f"{k} {v}" for k, v in found.versions.items()), f"on {found.platform}")
     for how, versions in found.verified_on.items():
-        console.print(f"vLLM versions {how}: {', '.join(versions)}", highlight=False)
-    table = Table(Column("patch point", overflow="fold"), "process", "purpose", "state")  # names are folded, never cut
-    for row in found.patch_points:
-        state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
-        table.add_row(row["patch_point"].replace("vllm.", "", 1), row["process"], row["purpose"], state)
-    console.print(table)
-    for row in found.consumers:
-        state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
-        console.print(f"consumer {row['consumer']} ({row['class']}): {state}", highlight=False)
-    for row in found.controllers:
-        state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
-        console.print(f"controller {row['controller']} ({row['class']}): {state}", highlight=False)
+        console.print(f"vLLM versions {how}: {', '.join(versions)}")
+    for kind, rows in (("consumer", found.consumers), ("controller", found.controllers)):
+        for row in rows:
+            state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
+            console.print(f"{kind} {row[kind]} ({row['class']}): {state}")
     if found.self_test:
         test = found.self_test
         console.print(
             f"self-test on runner {found.runner}, {test['dtype']}: {test['sites']} sites x {test['rows']} rows, "
-            f"max relative error {test['max_relative_error']:.1e}, min cosine {test['min_cosine']:.6f}",
-            highlight=False,
+            f"max relative error {test['max_relative_error']:.1e}, min cosine {test['min_cosine']:.6f}"
         )
-    for problem in found.problems:
-        console.print(f"[red]problem:[/] {problem}", highlight=False)
-    console.print("[green]healthy" if found.healthy else "[red]not healthy")
+    there = sum(not row["problem"] for row in found.patch_points)
+    console.print(f"{there} of {len(found.patch_points)} functions of vLLM that Weir wraps found")
+    if full:
+        # Names are folded, never cut.
+        table = Table(Column("patch point", overflow="fold"), "process", "purpose", "state")
+        for row in found.patch_points:
+            state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
+            table.add_row(row["patch_point"].replace("vllm.", "", 1), row["process"], row["purpose"], state)
+        console.print(table)

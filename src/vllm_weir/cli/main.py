@@ -11,38 +11,59 @@ try:
     import typer
 
     from vllm_weir.bench.cli import app as bench
+    from vllm_weir.cli.options import HELP, ModelFirst, reason
     from vllm_weir.cli.sae import sae
     from vllm_weir.experiments.fit.cli import fit
     from vllm_weir.experiments.sweep.cli import sweep
     from vllm_weir.extraction.cli import extract
     from vllm_weir.storage.cli import convert, inspect
+    from vllm_weir.util.shipped import HELP as MODEL
 except Exception as e:  # noqa: BLE001 - whatever it is, the command reports it without a traceback
     from vllm_weir.cli.doctor import cannot_run
 
     sys.exit(cannot_run(sys.argv[1:], e))
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Read and steer models served by vLLM.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP)
 app.add_typer(bench, name="bench")
 app.add_typer(sae, name="sae")
 app.command()(inspect)
 app.command()(convert)
-app.command()(extract)
-app.command()(fit)
-app.command()(sweep)
+for command in (extract, fit, sweep):
+    app.command(cls=ModelFirst)(command)
 
 
-@app.callback()
-def main() -> None:
-    """Read the activations of models served by vLLM."""
+def _version(asked: bool) -> None:
+    """Print the version, and end the command."""
+    if asked:
+        from vllm_weir import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit()
 
 
 @app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    live: Annotated[bool, typer.Option(help="Start an engine and compare its rows with transformers.")] = True,
-    model: Annotated[str | None, typer.Option(help="Model for the live test; default: the shipped one.")] = None,
+def version() -> None:
+    """Print the version."""
+    _version(True)
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
-    """Show versions, platform and every patch point, and run a self-test.
+    """Read and steer models served by vLLM."""
+
+
+@app.command(cls=ModelFirst)
+def doctor(
+    model: Annotated[str, typer.Argument(help=f"{MODEL} The self-test runs it.")] = "demo",
+    full: Annotated[bool, typer.Option("--full", help="Also print every function of vLLM that Weir wraps.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+    live: Annotated[bool, typer.Option(help="Start an engine and compare its rows with transformers.")] = True,
+) -> None:
+    """Say whether Weir works here: versions, the functions of vLLM that it wraps, and a self-test.
 
     The exit code is 1 if there is a problem.
     """
@@ -53,17 +74,19 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:
-        show(found)
+        show(found, full)
     raise typer.Exit(0 if found.healthy else 1)
 
 
-@app.command()
+@app.command(cls=ModelFirst)
 def sites(
-    model: Annotated[str, typer.Argument(help="Directory or hub id of the model.")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
-    load_format: Annotated[str, typer.Option(help="vLLM's; 'dummy' needs the configuration only.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="vLLM's.")] = "auto",
-    trust_remote_code: Annotated[bool, typer.Option(help="vLLM's.")] = False,
+    load_format: Annotated[
+        str, typer.Option(help="How weights are loaded; dummy needs only the configuration.")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="The dtype in which vLLM runs the model.")] = "auto",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
 ) -> None:
     """Show which hook points of a model can be captured and steered, and why the others cannot."""
     _quiet_vllm()
@@ -76,7 +99,7 @@ def sites(
         typer.echo(str(e), err=True)
         raise typer.Exit(1) from None
     except (OSError, ValueError) as e:  # of vLLM or transformers: no such model
-        typer.echo(f"Error: vLLM cannot load {model}: {e}", err=True)
+        typer.echo(f"Error: vLLM cannot load {model}: {reason(e)}", err=True)
         raise typer.Exit(1) from None
     if as_json:
         typer.echo(json.dumps([v._asdict() for v in verdicts], indent=2))
@@ -88,7 +111,7 @@ def sites(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--weir-help"]}
 )
 def serve(context: typer.Context) -> None:
-    """Run vllm serve MODEL [options] with Weir's routes.
+    """Run vllm serve MODEL with its options and Weir's routes; weir serve demo serves the shipped model.
 
     Also takes --weir-admin-key-file PATH (or WEIR_ADMIN_KEY), --weir-sae NAME=PATH[@HOOK.LAYER],
     repeatable; the place is for files that do not say theirs; --weir-hook NAME=MODULE:ATTRIBUTE,
@@ -104,14 +127,9 @@ def serve(context: typer.Context) -> None:
     except (WeirError, ImportError) as e:
         typer.echo(str(e) if isinstance(e, WeirError) else cause_of(e), err=True)
         raise typer.Exit(2) from None
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    from vllm_weir import __version__
-
-    typer.echo(__version__)
+    except (OSError, ValueError) as e:  # of vLLM or transformers: no such model, or options that do not fit it
+        typer.echo(f"Error: vLLM cannot serve {context.args[0]}: {reason(e)}", err=True)
+        raise typer.Exit(2) from None
 
 
 def _quiet_vllm() -> None:

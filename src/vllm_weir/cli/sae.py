@@ -27,9 +27,10 @@ def report(
     order: Annotated[str, typer.Option(help="What --top goes by: max (largest activation) or density.")] = "max",
     contexts: Annotated[int, typer.Option(help="Most contexts of a feature.", min=1)] = 12,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Directory or hub id. [the one that read the texts]")
+        str | None,
+        typer.Option("--model", "-m", help="Directory or hub id of a model. [that which read the texts]"),
     ] = None,
-    storage_options: Annotated[str, typer.Option(help="For fsspec, of the features, JSON.")] = "{}",
+    storage_options: Annotated[str, typer.Option(help="Options of fsspec for the features, JSON.")] = "{}",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not show what is being done.")] = False,
 ) -> None:
     """Write a page on features: top contexts, densities, histograms and effects on logits.

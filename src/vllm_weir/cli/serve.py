@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
+import socket
 from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 
+from vllm_weir.cli.options import take
 from vllm_weir.config.env import disabled
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.guard import refuse
@@ -17,10 +20,13 @@ from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
 from vllm_weir.server.modules import OPTION as MODULES_OPTION
 from vllm_weir.server.modules import put_options as put_modules
 from vllm_weir.server.saes import OPTION as SAE_OPTION
-from vllm_weir.server.saes import check_given, put_options
+from vllm_weir.server.saes import check_given, model_in, put_options
 from vllm_weir.server.shared.directory import clear
+from vllm_weir.server.shipped import put_options as put_shipped
 
 OPTION = "--weir-admin-key-file"
+PORT = 8000
+"""vLLM's default."""
 MAX_KEY = 4096
 """Characters that are read of an admin key's file: no header has more."""
 HELP = f"""Weir's own options, the others are vLLM's:
@@ -47,6 +53,7 @@ def serve(arguments: list[str]) -> None:
     """
     rest = prepare(arguments, os.environ)
     _check_loading()
+    _check_port(rest)
     check_given(rest)
     hooks.check_given()
     from vllm_weir.patches.serve_command import vllm_serve
@@ -69,19 +76,21 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
         raise WeirError("is set, so Weir is off; unset it, or use `vllm serve`", "WEIR_DISABLE")
     if environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise WeirError("is set: that frontend runs no plugins; unset it", "VLLM_USE_RUST_FRONTEND")
-    rest, files = _take(OPTION, arguments, "a path")
-    rest, on_command_line = _take("--weir-admin-key", rest, "a key")
+    rest, files = take(OPTION, arguments, "a path")
+    rest, on_command_line = take("--weir-admin-key", rest, "a key")
     if on_command_line:
         raise WeirError(
             f"every user of the machine can read a command line; put the key into {ADMIN_KEY}, or name a file that "
             f"holds it with {OPTION}",
             "--weir-admin-key",
         )
-    rest, saes = _take(SAE_OPTION, rest, "name=path")
+    rest, saes = take(SAE_OPTION, rest, "name=path")
+    rest, models = take("--model", rest, "a model")
+    rest = put_shipped([*models, *rest], saes, environ)
     put_options(saes, environ)
-    rest, functions = _take(hooks.OPTION, rest, "name=module:attribute")
+    rest, functions = take(hooks.OPTION, rest, "name=module:attribute")
     hooks.put_options(functions, environ)
-    rest, modules = _take(MODULES_OPTION, rest, "name=file", several=True)
+    rest, modules = take(MODULES_OPTION, rest, "name=file", several=True)
     put_modules(modules, environ)
     for file in files:
         environ[ADMIN_KEY] = _key_in(file)
@@ -117,6 +126,22 @@ def _check_loading() -> None:
         raise WeirError(refuse.cause_of(e)) from e
 
 
+def _check_port(arguments: list[str]) -> None:
+    """Refuse a port that is in use, which vLLM would find out once it has read its configuration."""
+    options = model_in(arguments)[1]
+    try:
+        host, port = options.get("host") or "", int(options.get("port", PORT))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (ValueError, socket.gaierror):
+        return  # vLLM will say it
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            raise WeirError(f"{port} is in use; stop what uses it, or choose another", "--port") from None
+
+
 def asks_for_help(arguments: list[str]) -> bool:
     """Return whether vLLM will print its help, for which it also takes ``--help=section``."""
     return any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in arguments)
@@ -129,25 +154,3 @@ def all_plugins() -> list[str]:
     """
     names = dict.fromkeys(entry.name for group in GROUPS for entry in entry_points(group=group))
     return list(names | {"weir": None})
-
-
-def _take(option: str, arguments: list[str], expected: str, several: bool = False) -> tuple[list[str], list[str]]:
-    """Return the arguments without an option, and the values that it had; it may take `several` at once."""
-    rest: list[str] = []
-    values: list[str] = []
-    taking = False
-    remaining = iter(arguments)
-    for argument in remaining:
-        if argument == option:
-            values.append(next(remaining, ""))
-            taking = several
-        elif taking and not argument.startswith("-"):
-            values.append(argument)
-        elif argument.startswith(f"{option}="):
-            values.append(argument.removeprefix(f"{option}="))
-        else:
-            taking = False
-            rest.append(argument)
-    if not all(value.strip() for value in values):
-        raise WeirError(f"expected {expected}, got nothing", option)
-    return rest, values

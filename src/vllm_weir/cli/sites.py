@@ -11,13 +11,14 @@ from vllm_weir.api import sites
 from vllm_weir.schema.hooks import HOOKS, MODEL_HOOKS, READ_ONLY_HOOKS
 from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.site_verdict import SiteVerdict
+from vllm_weir.util.shipped import model_path
 
 
 def survey(model: str, **engine_args: Any) -> list[SiteVerdict]:
     """Load a model into a small engine and return the verdict on each of its sites.
 
     Args:
-        model: directory or hub id.
+        model: directory or hub id, or ``demo``.
         engine_args: further arguments of ``vllm.LLM``.
 
     Raises:
@@ -26,7 +27,7 @@ def survey(model: str, **engine_args: Any) -> list[SiteVerdict]:
     from vllm import LLM
 
     llm = LLM(
-        model,
+        model_path(model),
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=256,

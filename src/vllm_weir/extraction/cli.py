@@ -23,6 +23,7 @@ from vllm_weir.storage.cli import (
     parse_positions,
     progress_bar,
 )
+from vllm_weir.util.shipped import HELP
 
 if TYPE_CHECKING:
     from vllm_weir.extraction.run import Summary
@@ -33,8 +34,8 @@ MAX_SHOWN = 5
 
 
 def extract(
+    model: Annotated[str, typer.Argument(help=HELP)],
     source: Annotated[str, typer.Argument(help="JSONL, Parquet, .txt, a folder of them, or a saved HF dataset.")],
-    model: Annotated[str, typer.Option("--model", "-m", help="Directory or hub id.")],
     out: Annotated[str, typer.Option("--out", "-o", help="Folder or fsspec URL; gone on with if it exists.")],
     layers: Annotated[str | None, typer.Option(help="'all', or ints with commas. [all]")] = None,
     hook: Annotated[str | None, typer.Option(help="Hook point, as `weir sites` lists them. [resid_post]")] = None,
@@ -43,16 +44,18 @@ def extract(
     sae: Annotated[
         str | None, typer.Option("--sae", help="NAME=PATH or NAME=PATH@HOOK.LAYER: features instead of rows.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Of --sae: the most active features of a row. [32]")] = None,
-    ids: Annotated[str | None, typer.Option(help="Of --sae: these features instead, with commas.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="With --sae: so many features of a row, the most active. [32]")
+    ] = None,
+    ids: Annotated[str | None, typer.Option(help="With --sae: these features instead, with commas.")] = None,
     positions: Annotated[str, typer.Option(help="prompt, all, last_prompt, sampled, -4:, or JSON.")] = "prompt",
     compress: Annotated[str | None, typer.Option(help="rp8, full8, topk8, fp16, fp8, or JSON.")] = None,
     reduce: Annotated[str | None, typer.Option(help="last, mean or max: one row a record.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the rows: float32, float16, bfloat16. [the model's]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Rows' dtype: float32, float16, bfloat16. [the model's]")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each record.", min=1)] = 1,
     max_length: Annotated[int | None, typer.Option(help="Cut prompts to so many tokens.", min=1)] = None,
-    column: Annotated[str, typer.Option(help="Whose value is the text (or a list of messages).")] = "text",
-    split: Annotated[str | None, typer.Option(help="Of a saved DatasetDict.")] = None,
+    column: Annotated[str, typer.Option(help="Field of a record that is its text, or its list of messages.")] = "text",
+    split: Annotated[str | None, typer.Option(help="Which split of a saved DatasetDict is read.")] = None,
     layout: Annotated[str | None, typer.Option(help="sharded, packed, per_request, npz. [sharded]")] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many records.", min=1)] = None,
     batch: Annotated[int, typer.Option(help="Records that the engine gets at once.", min=1)] = 256,
@@ -65,16 +68,16 @@ def extract(
     flush_seconds: Annotated[float, typer.Option(help="Least time between two publications.", min=0)] = 30.0,
     fsync: Annotated[bool, typer.Option("--fsync", help="Wait until files are on the disk.")] = False,
     shard_bytes: Annotated[
-        int | None, typer.Option(help="Of the layout sharded, and of --sae. [256 MiB, 64 MiB]", min=1)
+        int | None, typer.Option(help="Largest shard, of the layout sharded and of --sae. [256 MiB, 64 MiB]", min=1)
     ] = None,
-    storage_options: Annotated[str, typer.Option(help="For fsspec, of the dataset, JSON.")] = "{}",
-    source_options: Annotated[str, typer.Option(help="For fsspec, of the texts, JSON.")] = "{}",
+    storage_options: Annotated[str, typer.Option(help="Options of fsspec for the dataset, JSON.")] = "{}",
+    source_options: Annotated[str, typer.Option(help="Options of fsspec for the texts, JSON.")] = "{}",
     ray: Annotated[bool, typer.Option("--ray", help="Run on Ray.")] = False,
-    ray_workers: Annotated[int, typer.Option(help="Engines.", min=1)] = 1,
-    ray_address: Annotated[str | None, typer.Option(help="Of a cluster. [a local one]")] = None,
-    ray_gpus: Annotated[float | None, typer.Option(help="For each worker. [1 where there are any]", min=0)] = None,
-    ray_cpus: Annotated[float, typer.Option(help="For each worker.", min=0)] = 1,
-    ray_options: Annotated[str, typer.Option(help="For ray.init, JSON.")] = "{}",
+    ray_workers: Annotated[int, typer.Option(help="How many engines run on Ray.", min=1)] = 1,
+    ray_address: Annotated[str | None, typer.Option(help="Address of a Ray cluster. [a local one]")] = None,
+    ray_gpus: Annotated[float | None, typer.Option(help="GPUs of each worker. [1 where there are any]", min=0)] = None,
+    ray_cpus: Annotated[float, typer.Option(help="CPUs of each worker.", min=0)] = 1,
+    ray_options: Annotated[str, typer.Option(help="Arguments of ray.init, JSON.")] = "{}",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:

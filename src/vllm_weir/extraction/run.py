@@ -22,6 +22,7 @@ from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import MODEL_HOOKS, Site, normalise_hook
 from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.storage.layouts.base import MARKER
+from vllm_weir.util.shipped import model_path
 
 ON_ERROR = ("fail", "skip")
 
@@ -94,7 +95,7 @@ def extract(
 
     Args:
         source: Texts or chats: `url` of `open_source`.
-        model: As for ``vllm.LLM``.
+        model: As for ``vllm.LLM``, or ``demo``.
         out: Folder or fsspec URL of the dataset, new or of the same run.
         layers: As for `Capture`; None for all.
         hook: As for `Capture`; None for ``"resid_post"``.
@@ -136,6 +137,7 @@ def extract(
     for name, value in (("batch", batch), ("limit", limit)):
         if not (value is None and name == "limit") and (type(value) is not int or value < 1):
             raise WeirError(f"expected a number of records, at least 1, got {brief(value)}", name)
+    model = model_path(model)
     features = _features(sae, top_k, ids, model, positions)
     rows = {"compress": compress, "reduce": reduce, "dtype": dtype, "heads": heads, "neurons": neurons}
     if features is not None:

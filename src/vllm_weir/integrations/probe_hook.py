@@ -17,6 +17,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.lookup import view_of
 from vllm_weir.schema.capture import Capture, parse_layers
 from vllm_weir.schema.request import WIRE_KEY, RequestSpec
+from vllm_weir.util.shipped import model_path
 
 Layers = Literal["all"] | Sequence[int] | Sequence[str] | int
 
@@ -128,7 +129,7 @@ class LLM(vllm.LLM):
     """``vllm.LLM`` whose outputs carry the residual stream that leaves the chosen blocks.
 
     Args:
-        model: vLLM's argument, like every argument that is not listed here.
+        model: vLLM's argument, like every argument that is not listed here; or ``demo``.
         layers: Blocks, ``"all"`` or ``["all"]``; layer i is the stream that leaves block i.
         dtype: vLLM's argument, which scripts for vllm-probe-hook pass by position.
         include_prefill: Set ``output.prefill_hidden_states`` (alias ``prefill_hidden``):
@@ -157,7 +158,7 @@ class LLM(vllm.LLM):
         self._hidden_state_request = HiddenStateRequest.parse(
             layers, include_prefill, include_decode, last_prefill_token, last_decode_token
         )
-        super().__init__(model=model, dtype=dtype, **engine_args)
+        super().__init__(model=model_path(model), dtype=dtype, **engine_args)
 
     def generate(self, prompts: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``vllm.LLM.generate``; outputs carry hidden states."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.compression import Compression
-from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, set_fields
+from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, right_words, set_fields
 from vllm_weir.schema.hooks import layers_of, normalise_hook, split_transformer_lens
 from vllm_weir.schema.positions import MAX_LIST, Positions
 from vllm_weir.schema.row_parts import WHOLE, RowPart
@@ -26,6 +26,7 @@ WIRE_FIELDS = (
 )  # fmt: skip
 
 
+@right_words
 @dataclass(frozen=True)
 class Capture:
     """Rows of a hook point to return with a request's output.

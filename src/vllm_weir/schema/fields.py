@@ -8,12 +8,34 @@ means. `config.settings`, which has neither need, is a pydantic model.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
 from vllm_weir.errors import WeirError, brief
 
 Instance = TypeVar("Instance")
+OTHER_WORDS = {
+    "alpha": "scale", "coeff": "scale", "coefficient": "scale", "strength": "scale", "direction": "vector",
+    "head": "heads", "hook_point": "hook", "layer": "layers", "neuron": "neurons", "position": "positions",
+}  # fmt: skip
+"""What other packages call a field -> its name here."""
+
+
+def right_words(kind: type[Instance]) -> type[Instance]:
+    """Have a dataclass answer another package's word for one of its fields with the right one; return it."""
+    target: Any = kind
+    init, known = target.__init__, target.__dataclass_fields__
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        for name in given.keys() - known.keys():
+            if OTHER_WORDS.get(name) in known:
+                raise WeirError(f"{kind.__name__} calls it {OTHER_WORDS[name]}", name)
+        init(self, *args, **given)
+
+    target.__init__ = checked
+    return kind
 
 
 def set_fields(instance: object, **values: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.fields import parse_flag
+from vllm_weir.schema.fields import parse_flag, right_words
 from vllm_weir.schema.instructions import (
     AFFINE,
     BLEND,
@@ -31,6 +31,7 @@ Beyond these the result is the same in float32, and the sum of squares would ove
 """
 
 
+@right_words
 @dataclass(frozen=True)
 class Add(Intervention):
     """Add ``scale * vector`` to every selected row.
@@ -96,6 +97,7 @@ class Add(Intervention):
         return Instruction(KEEP_NORM, u, a=_clipped(self.scale, MAX_ADDED_LENGTH / norm))
 
 
+@right_words
 @dataclass(frozen=True)
 class Ablate(Intervention):
     """Project a subspace out of every selected row.
@@ -133,6 +135,7 @@ class Ablate(Intervention):
         return LoweredIntervention(instructions, collector.rows)
 
 
+@right_words
 @dataclass(frozen=True)
 class Clamp(Intervention):
     """Set or bound the component along a direction (feature clamping, Templeton et al. 2024).
@@ -192,6 +195,7 @@ class Clamp(Intervention):
         return LoweredIntervention((instruction,), collector.rows)
 
 
+@right_words
 @dataclass(frozen=True)
 class Replace(Intervention):
     """Replace the selected rows by given ones.
@@ -233,6 +237,7 @@ class Replace(Intervention):
         return LoweredIntervention(instructions, collector.rows)
 
 
+@right_words
 @dataclass(frozen=True)
 class LowRank(Intervention):
     """Replace every selected row h by h + R^T (W h + b - R h).

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import STREAM_HOOKS, layers_of
+from vllm_weir.util.shipped import model_path
 
 _OVERRIDES = ("config_format", "hf_config_path", "hf_overrides")
 """Options of ``vllm.LLM`` with which the model is another one than its ``config.json`` describes."""
@@ -38,7 +39,7 @@ class ModelConfig(NamedTuple):
         """Read what is on this machine.
 
         Args:
-            model: directory or hub id.
+            model: directory or hub id, or ``demo``.
             options: of ``vllm.LLM``.
 
         Raises:
@@ -46,7 +47,7 @@ class ModelConfig(NamedTuple):
         """
         if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
             raise WeirError(f"there is no folder {model}", "model")
-        path = _path(model, options.get("revision"))
+        path = _path(model_path(model), options.get("revision"))
         if path is None or not os.path.isfile(path) or any(options.get(name) for name in _OVERRIDES):
             return cls()
         try:

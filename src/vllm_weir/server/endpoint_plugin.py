@@ -82,7 +82,7 @@ class Endpoints:
         try:
             load_route_modules()
             from vllm_weir.frontend.lookup import has_frontend
-            from vllm_weir.server import hooks, modules, saes
+            from vllm_weir.server import hooks, modules, saes, shipped
             from vllm_weir.server.context import served_name, server_of
             from vllm_weir.server.routes import marks
             from vllm_weir.server.shared.peers import Peers
@@ -103,9 +103,14 @@ class Endpoints:
         await saes.load_given(server)
         await modules.load_given(server)
         await hooks.load_given(server)
+        await shipped.load_given(server)
         state.weir = server
         state.weir_sweeper = asyncio.create_task(server.sweep())
         logger.info("Weir's routes are on; results by reference are in %s", server.directory and server.directory.path)
+        if getattr(args, "port", None) and not getattr(args, "uds", None):
+            host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "localhost"
+            scheme = "https" if getattr(args, "ssl_certfile", None) else "http"
+            print(f"Weir's page: {scheme}://{host}:{args.port}/weir", flush=True)
 
 
 def load_route_modules() -> list[ModuleType]:

@@ -69,7 +69,7 @@ def check_given(arguments: Sequence[str], environ: Mapping[str, str] = os.enviro
         WeirError: if one cannot be loaded, or is for another model.
     """
     sources = json.loads(environ.get(VARIABLE) or "{}")
-    config = ModelConfig.read(*_model_in(arguments)) if sources else ModelConfig()
+    config = ModelConfig.read(*model_in(arguments))
     for name, source in sources.items():
         try:
             path, site = SAESource(*source)
@@ -80,7 +80,7 @@ def check_given(arguments: Sequence[str], environ: Mapping[str, str] = os.enviro
             raise WeirError(f"{name}: {e}", OPTION) from None
 
 
-def _model_in(arguments: Sequence[str]) -> tuple[str, dict[str, str]]:
+def model_in(arguments: Sequence[str]) -> tuple[str, dict[str, str]]:
     """Return the model of ``vllm serve``, empty if it is elsewhere, such as in a file; and its options with a value."""
     options = {}
     for argument, following in itertools.pairwise([*arguments, ""]):

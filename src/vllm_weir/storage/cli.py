@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
     from vllm_weir.storage.dataset import ActivationDataset
     from vllm_weir.storage.verify import Verified
 
-_STORAGE_OPTIONS = typer.Option("--storage-options", help="For fsspec, JSON.")
+EVERY = 30.0
+"""Seconds between two lines of progress where there is no terminal."""
+_STORAGE_OPTIONS = typer.Option("--storage-options", help="Options of fsspec, JSON.")
 
 
 def inspect(
@@ -25,8 +29,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     sample: Annotated[int, typer.Option(help="Rows of each site to take statistics from.", min=0)] = 512,
     verify: Annotated[bool, typer.Option("--verify", help="Read all rows; exit code 1 if some are damaged.")] = False,
-    layer_ids: Annotated[str, typer.Option(help="Of vLLM's own hidden states, with commas.")] = "",
-    hidden_size: Annotated[int | None, typer.Option(help="d_model, for Vllm_mi_patch's topk8.")] = None,
+    layer_ids: Annotated[str, typer.Option(help="Blocks of files of vLLM's own hidden states, with commas.")] = "",
+    hidden_size: Annotated[int | None, typer.Option(help="d_model of a file of Vllm_mi_patch's topk8.")] = None,
     storage_options: Annotated[str, _STORAGE_OPTIONS] = "{}",
 ) -> None:
     """Show requests, sites, sizes and statistics of a dataset, and whether it is damaged."""
@@ -78,8 +82,8 @@ def convert(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Compress anew what is compressed already.")] = False,
     fsync: Annotated[bool, typer.Option("--fsync", help="Wait until files are on the disk.")] = False,
-    layer_ids: Annotated[str, typer.Option(help="Of vLLM's own hidden states, with commas.")] = "",
-    hidden_size: Annotated[int | None, typer.Option(help="d_model, for Vllm_mi_patch's topk8.")] = None,
+    layer_ids: Annotated[str, typer.Option(help="Blocks of files of vLLM's own hidden states, with commas.")] = "",
+    hidden_size: Annotated[int | None, typer.Option(help="d_model of a file of Vllm_mi_patch's topk8.")] = None,
     storage_options: Annotated[str, _STORAGE_OPTIONS] = "{}",
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
@@ -107,9 +111,26 @@ def convert(
         typer.echo(f"Note: {note}", err=True)
 
 
+class _Bar(Progress):
+    """A progress bar that prints a line every half minute where there is no terminal to draw in."""
+
+    def __init__(self, *columns: Any, **options: Any) -> None:
+        super().__init__(*columns, **options)
+        self._next = time.monotonic() + EVERY
+
+    def update(self, task_id: Any, **changed: Any) -> None:
+        super().update(task_id, **changed)
+        if self.console.is_terminal or self.disable or (now := time.monotonic()) < self._next:
+            return
+        self._next = now + EVERY
+        task = self._tasks[task_id]
+        total = "" if task.total is None else f" of {task.total:,.0f}"
+        print(f"{task.description}: {task.completed:,.0f}{total} {task.fields['rate']}".rstrip(), file=sys.stderr)
+
+
 def progress_bar(quiet: bool) -> Progress:
     """Return a progress bar on stderr, hidden if `quiet`; its tasks have a field `rate`."""
-    return Progress(
+    return _Bar(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), console=Console(stderr=True),
         transient=True, disable=quiet,

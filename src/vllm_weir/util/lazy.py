@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package.
+    """Return ``__getattr__`` and ``__dir__``, which has the public names only, for a package.
 
     Args:
         package: its ``__name__``.
@@ -25,6 +25,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str]
         return value
 
     def directory() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *modules})
+        there = vars(sys.modules[package])
+        return sorted({*(name for name in there if name.startswith("__")), *there["__all__"]})
 
     return getattribute, directory

@@ -11,13 +11,14 @@ from typing import Any
 
 from vllm_weir.errors import WeirError
 from vllm_weir.util.parent_death import children_that_end_with_us
+from vllm_weir.util.shipped import model_path
 
 
 def start_llm(model: str, options: dict[str, Any]) -> Any:
     """Return an ``LLM`` that logs errors only; its processes are spared Ctrl-C, and end with this one.
 
     Args:
-        model: directory or hub id.
+        model: directory or hub id, or ``demo``.
         options: of ``vllm.LLM``.
 
     Raises:
@@ -28,7 +29,7 @@ def start_llm(model: str, options: dict[str, Any]) -> Any:
 
     try:
         with children_without_sigint(), children_that_end_with_us():
-            return LLM(model=model, **{"disable_log_stats": True} | options)
+            return LLM(model=model_path(model), **{"disable_log_stats": True} | options)
     except WeirError:
         raise
     except (TypeError, ValueError, OSError) as e:

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from tests.support.extracting import FakeFeatureEngine, fake_features, run_fake, same_features, texts, write_jsonl
 from tests.unit.extraction.test_run import never
 from tests.unit.refusals import refused
-from vllm_weir.api import demo_sae
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.feature_writer import FeatureBatch, FeatureWriter
@@ -28,6 +27,7 @@ from vllm_weir.storage import load
 from vllm_weir.storage.features.dataset import load_features
 from vllm_weir.storage.features.parts import RecordFeatures, part_names
 from vllm_weir.storage.object_store import ObjectStore
+from vllm_weir.util.shipped import demo_sae
 
 VALUES = texts(50)
 MOOD = {"mood": demo_sae()}

@@ -25,9 +25,9 @@ from tests.support.extracting import (
 )
 from tests.support.machine import needs, object_store
 from tests.unit.storage.test_object_store import s3
-from vllm_weir.api import demo_sae
 from vllm_weir.storage import load
 from vllm_weir.storage.features.dataset import load_features
+from vllm_weir.util.shipped import demo_sae
 
 __all__ = ["s3"]
 RECORDS = 120

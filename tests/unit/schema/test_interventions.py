@@ -377,3 +377,32 @@ def test_the_shelf_keeps_content():
     ):
         with refused(field):
             call()
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "right"),
+    [
+        (weir.Add, {"layer": 3}, "layers"),
+        (weir.Add, {"layers": 3, "coeff": 2.0}, "scale"),
+        (weir.Add, {"layers": 3, "strength": 2.0}, "scale"),
+        (weir.Ablate, {"layer": 3}, "layers"),
+        (weir.Clamp, {"layers": 3, "max": 0.0, "position": 1}, "positions"),
+        (weir.Capture, {"layer": 3}, "layers"),
+        (weir.Capture, {"head": 3}, "heads"),
+    ],
+)
+def test_another_packages_word_is_answered_with_the_right_one(make, given, right):
+    vector = () if make is weir.Capture else ([1.0, 0.0],)
+    with pytest.raises(weir.WeirError, match=rf"{make.__name__} calls it {right}$") as e:
+        make(*vector, **given)
+    assert e.value.field == [*given][-1]
+    with pytest.raises(TypeError, match="nothing"):
+        make(*vector, nothing=1)
+
+
+def test_the_public_names_are_what_completion_shows():
+    import inspect
+
+    shown = {name for name in dir(weir) if not name.startswith("_")}
+    assert shown == set(weir.__all__) - {"__version__"}
+    assert "layers" in inspect.signature(weir.Add).parameters

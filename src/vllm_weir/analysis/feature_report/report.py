@@ -21,6 +21,7 @@ from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.storage.features.dataset import FeatureDataset, FeatureInfo, load_features
 from vllm_weir.storage.features.parts import RecordFeatures
 from vllm_weir.util.atomic_write import atomic_write
+from vllm_weir.util.shipped import model_path
 
 ORDERS = ("max", "density")
 BEFORE, AFTER = 24, 12
@@ -78,7 +79,7 @@ def sae_report(
     if not len(dataset):
         raise WeirError(f"{dataset.url} holds no records", "features")
     autoencoder = _matching(sae, dataset)
-    model = dataset.info.model if model is None else model
+    model = model_path(dataset.info.model if model is None else model)
     progress("counting")
     totals = totals_of(dataset)
     chosen = _chosen(feature, top, order, dataset.info, totals)

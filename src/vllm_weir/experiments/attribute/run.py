@@ -35,6 +35,7 @@ from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.schema.positions import Positions
+from vllm_weir.util.shipped import model_path
 
 STREAM = ("resid_pre", "attn_out", "mlp_out")
 """The hook points by default: the stream, and the two parts that each block adds to it."""
@@ -94,7 +95,8 @@ def attribute(
     parse_mode(mode)
     Positions.parse(positions, "positions")
     if isinstance(model, (str, PathLike)):  # before its weights are read
-        config = ModelConfig.read(fspath(model), {})
+        model = model_path(fspath(model))
+        config = ModelConfig.read(model, {})
         config.check_layers(names[0], blocks)
         config.check_heads(heads, "attribute.heads")
     engine, twin, tokenizer = _open(model, llm, device)
@@ -125,7 +127,7 @@ def attribute(
 
 def _open(model: Any, llm: Any, device: Any) -> tuple[EngineRuns | None, Twin, Any]:
     """Return the engine, if there is one, the twin, and the tokenizer, if there is one."""
-    is_checkpoint = isinstance(model, (str, PathLike))
+    is_checkpoint = isinstance(model, str)
     if not is_checkpoint and not isinstance(model, torch.nn.Module):
         own = EngineRuns(model, "model")
         if llm is not None and llm is not model:
@@ -133,8 +135,7 @@ def _open(model: Any, llm: Any, device: Any) -> tuple[EngineRuns | None, Twin, A
         return own, own.load_twin(device), own.tokenizer
     engine = None if llm is None else EngineRuns(llm)
     if is_checkpoint:
-        path = fspath(model)
-        return engine, Twin.load(path, device), _load_tokenizer(path) if engine is None else engine.tokenizer
+        return engine, Twin.load(model, device), _load_tokenizer(model) if engine is None else engine.tokenizer
     if device is not None:
         raise WeirError("a loaded model stays where it is; leave device out", "device")
     return engine, Twin(model), None if engine is None else engine.tokenizer

@@ -10,6 +10,7 @@ import typer
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
+from vllm_weir.util.shipped import HELP
 from vllm_weir.util.start_llm import start_llm
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ SUFFIXES = (".gguf", ".safetensors")
 
 
 def fit(
-    positive: Annotated[str, typer.Argument(help="Prompts: a text a line, or JSONL of texts or chats.")],
-    negative: Annotated[str, typer.Argument(help="Likewise; as many lines make pairs.")],
-    model: Annotated[str, typer.Option("--model", "-m", help="Directory or hub id.")],
+    model: Annotated[str, typer.Argument(help=HELP)],
+    positive: Annotated[str, typer.Argument(help="File of prompts: a text a line, or JSONL of texts or chats.")],
+    negative: Annotated[str, typer.Argument(help="File of the other class; as many lines make pairs.")],
     out: Annotated[str, typer.Option("--out", "-o", help="File for the vectors: .gguf or .safetensors.")],
     method: Annotated[
         str, typer.Option(help="diff, pca, pca_center, lat, logistic or logistic_pairs; see the guide.")
@@ -30,12 +31,12 @@ def fit(
     layers: Annotated[str, typer.Option(help="'all', or ints with commas.")] = "all",
     positions: Annotated[str, typer.Option(help="last_prompt, prompt, -4:, or JSON.")] = "last_prompt",
     folds: Annotated[int, typer.Option(help="Parts of the prompts that are held out in turn.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the parts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed by which prompts go to the parts.")] = 0,
     check: Annotated[bool, typer.Option(help="Steer and ablate prompts that were held out.")] = True,
     answer: Annotated[str | None, typer.Option(help="The check looks at logit(answer) - logit(wrong).")] = None,
-    wrong: Annotated[str | None, typer.Option(help="See --answer.")] = None,
-    plot: Annotated[str | None, typer.Option(help="The AUC by block: .png, .svg or .html.")] = None,
-    column: Annotated[str, typer.Option(help="Whose value is the prompt, in JSONL of objects.")] = "text",
+    wrong: Annotated[str | None, typer.Option(help="The check's other token.")] = None,
+    plot: Annotated[str | None, typer.Option(help="Picture of the AUC by block: .png, .svg or .html.")] = None,
+    column: Annotated[str, typer.Option(help="Field that is the prompt, in JSONL of objects.")] = "text",
     engine: Annotated[
         list[str] | None, typer.Option("--engine", "-e", help="Option of vllm.LLM: key=value, or a JSON object.")
     ] = None,

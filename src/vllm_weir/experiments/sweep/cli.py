@@ -11,6 +11,7 @@ import typer
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
+from vllm_weir.util.shipped import HELP
 from vllm_weir.util.start_llm import start_llm
 from vllm_weir.util.text_lines import read_json_lines
 
@@ -28,25 +29,25 @@ class Prompts(NamedTuple):
 
 
 def sweep(
-    model: Annotated[str, typer.Argument(help="Directory or hub id of the model.")],
+    model: Annotated[str, typer.Argument(help=HELP)],
     clean: Annotated[str | None, typer.Option(help="Prompt to which --answer fits.")] = None,
     corrupt: Annotated[str | None, typer.Option(help="Prompt to which --wrong fits.")] = None,
     answer: Annotated[str | None, typer.Option(help="Token a of the metric logit(a) - logit(b).")] = None,
-    wrong: Annotated[str | None, typer.Option(help="Token b.")] = None,
+    wrong: Annotated[str | None, typer.Option(help="Token b of the metric.")] = None,
     pairs: Annotated[
-        str | None, typer.Option(help="JSONL instead: objects with clean, corrupt, answer, wrong.")
+        str | None, typer.Option(help="JSONL file of several: objects with clean, corrupt, answer, wrong.")
     ] = None,
     hooks: Annotated[str, typer.Option("--hook", help="Hook points with commas.")] = "resid_post",
     layers: Annotated[str, typer.Option(help="'all', or ints with commas.")] = "all",
     positions: Annotated[str, typer.Option(help="all: a cell for each token; last_prompt, 4:7, or JSON.")] = "all",
     heads: Annotated[str | None, typer.Option(help="'all', or ints with commas: a cell for each. [whole rows]")] = None,
     mode: Annotated[str, typer.Option(help="denoise: clean rows into the corrupt run; noise: reverse.")] = "denoise",
-    to: Annotated[str | None, typer.Option(help="Receiver of a path, say q.5.")] = None,
-    to_heads: Annotated[str | None, typer.Option(help="Its heads: ints with commas. [all]")] = None,
+    to: Annotated[str | None, typer.Option(help="Receiver of a path, such as q.5.")] = None,
+    to_heads: Annotated[str | None, typer.Option(help="Heads of the receiver: ints with commas. [all]")] = None,
     freeze: Annotated[str | None, typer.Option(help="What a path holds still, with commas. [attn_out,mlp_out]")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="File to continue from after an interruption.")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="File for the result (.npz).")] = None,
-    plot: Annotated[str | None, typer.Option(help="Heat maps: .png, .svg or .html.")] = None,
+    plot: Annotated[str | None, typer.Option(help="File for heat maps: .png, .svg or .html.")] = None,
     engine: Annotated[
         list[str] | None, typer.Option("--engine", "-e", help="Option of vllm.LLM: key=value, or a JSON object.")
     ] = None,

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
 from fastapi import APIRouter
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 
 FILES = {
     "/weir": ("index.html", "text/html"),
@@ -38,6 +38,8 @@ def router() -> APIRouter:
     for path, (name, media_type) in FILES.items():
         send = _sender(name, media_type)
         routes.add_api_route(path, send, methods=["GET"], response_class=Response, include_in_schema=False)
+    # A relative address leads to the page behind a proxy's prefix, too.
+    routes.add_api_route("/", lambda: RedirectResponse("weir"), methods=["GET"], include_in_schema=False)
     return routes
 
 

@@ -126,7 +126,7 @@ def router() -> APIRouter:
         check_name(name)
         data, media = await request.body(), request.headers.get("content-type", "application/octet-stream")
         capabilities = await state.capabilities()
-        return await state.change(lambda: _put(state, name, data, media, capabilities))
+        return await state.change(lambda: put_vector(state, name, data, media, capabilities))
 
     @routes.get(
         "/v1/vectors/{name}",
@@ -173,7 +173,8 @@ def describe(name: str, named: NamedVector) -> VectorInfo:
     )
 
 
-def _put(state: ServerState, name: str, data: bytes, media: str, capabilities: EngineCapabilities) -> VectorInfo:
+def put_vector(state: ServerState, name: str, data: bytes, media: str, capabilities: EngineCapabilities) -> VectorInfo:
+    """Keep the vector of an upload under a name, replacing an earlier one; return what is kept."""
     directions = read_vectors(data, _format(media, data), "vector")
     _check(directions, capabilities)
 

@@ -1,0 +1,36 @@
+"""The model that ships with Weir: where its files are, and the name by which commands and functions take it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NAME = "demo"
+HELP = "Directory or hub id of the model; demo is the one that ships with Weir."
+"""What commands say of their argument MODEL."""
+_FOLDER = Path(__file__).resolve().parent.parent / "demo"
+
+
+def demo_model() -> str:
+    """Return the directory of the small Llama that ships with Weir (HF format, bf16, tokenizer).
+
+    It knows 1,039 whole words; any other becomes ``<unk>``.
+    """
+    return str(_FOLDER / "model")
+
+
+def demo_sae() -> str:
+    """Return the directory of the sparse autoencoder of the shipped model's stream, for `SAE.load`."""
+    return str(_FOLDER / "sae")
+
+
+def demo_mood() -> tuple[str, str]:
+    """Return the files of the vector and the probe of a story's mood, which `weir serve demo` starts with."""
+    return str(_FOLDER / "mood" / "vector.safetensors"), str(_FOLDER / "mood" / "probe.safetensors")
+
+
+def model_path(model: str) -> str:
+    """Return the shipped model's directory for ``demo``, and any other name as it is.
+
+    A folder of that name is ``./demo``.
+    """
+    return demo_model() if model == NAME else model
