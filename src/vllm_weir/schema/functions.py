@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
+import hashlib
 import importlib
 import inspect
 import secrets
@@ -84,7 +85,9 @@ def describe(function: Callable[..., Any], field: str, adapter: str = "") -> Tra
 
 def describe_in(module: str, name: str, function: Callable[..., Any]) -> Travelling:
     """Return how a function travels that a dotted path in a module names, itself or the `Hook` that has it."""
-    return _kept(Travelling(_token_of(function), name, module), function)
+    # The same in all processes of a server: their requests can be called together.
+    token = hashlib.sha256(f"{module}:{name}".encode()).hexdigest()[:16]
+    return _kept(Travelling(token, name, module), function)
 
 
 def _kept(described: Travelling, function: Callable[..., Any]) -> Travelling:

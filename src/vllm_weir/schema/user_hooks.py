@@ -52,7 +52,7 @@ class Call(msgspec.Struct, frozen=True):
     def identity(self) -> str:
         """Digest of what compiled calls that can be made together have in common."""
         function, by_row = self.function, self.by_row
-        found = function.module or function.token, function.name, function.adapter
+        found = function.token, function.name, function.adapter
         fixed = [(name, value) for name, value in sorted(self.args.items()) if name not in by_row]
         return _digest(msgspec.msgpack.encode((found, fixed, by_row, self.state, self.picked, self.d_head)))
 

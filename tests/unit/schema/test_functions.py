@@ -139,6 +139,34 @@ def test_what_was_saved_is_sent_once():
         list(unsent.take({3: 1}))
 
 
+def test_which_compiled_hooks_are_called_together():
+    """Those of one function object that differ in floats and small tensors alone."""
+
+    def remade(bound):
+        def clamp(rows, ctx, bound=bound):
+            return rows.clamp(max=bound)
+
+        return clamp
+
+    def identity(function=clamp_norm, **more):
+        hook = weir.Hook(
+            function, "z", 1, **{"args": {"w": torch.ones(3), "most": 1.0, "k": 2}, "mode": "compiled"} | more
+        )
+        ((key, wire),) = hook.lower((4, 3), None).calls.items()
+        call = msgspec.msgpack.decode(wire, type=Call)
+        assert hook.state or key.startswith(call.identity)
+        return call.identity
+
+    same = [identity(), identity(args={"w": torch.zeros(3), "most": 2.0, "k": 2}), identity(key="mine")]
+    assert len({*same}) == 1
+    large = [{"w": torch.full((20_000,), value), "most": 1.0, "k": 2} for value in (0.0, 1.0)]
+    other = [{"args": {"w": torch.ones(4), "most": 1.0, "k": 2}}, {"args": {"w": torch.ones(3), "most": 1.0, "k": 3}}]
+    other += [{"state": 2}, {"heads": [1]}, {"heads": [2]}, *({"args": one} for one in large)]
+    functions = [remade(1.0), remade(2.0)]
+    found = [same[0], *(identity(**one) for one in other), *(identity(one) for one in functions)]
+    assert len({*found}) == len(found)
+
+
 def test_args_and_what_makes_hooks_the_same():
     w = torch.randn(3, dtype=torch.bfloat16)
     make = lambda **more: weir.Hook(clamp_norm, layers=1, args={"w": w, "most": 2, "name": "x"}, **more)

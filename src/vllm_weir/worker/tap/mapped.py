@@ -133,10 +133,12 @@ class MappedTaps:
     def release(self, request_id: str) -> None:
         """Let go of the args of a request."""
         for key in self._keys_of.pop(request_id, ()):
-            slots = self._functions[self._held[key].function].slots
-            if slots.release(key):
-                slots.forget(key)
+            function = self._functions[self._held[key].function]
+            if function.slots.release(key):
+                function.slots.forget(key)
                 del self._held[key]
+            if not function.slots.in_use:
+                function.failed = ""  # the next request may have better luck, with memory say
 
     def place_of(self, key: str) -> tuple[int, int]:
         """Return the slot of a key's args and the number of its function; (0, -1) if the host calls it."""
