@@ -151,8 +151,7 @@ class AtomicFile:
                 os.close(self._fd)
             else:
                 self.store.upload(self.temporary, self.name)
-                os.close(self._fd)
-                os.unlink(self.temporary)
+                self._let_go()
 
     def _rename(self) -> None:
         path = self.store.path(self.name)
@@ -172,9 +171,14 @@ class AtomicFile:
 
     def discard(self) -> None:
         """Delete the temporary file."""
-        with store_errors("delete", self.temporary), contextlib.suppress(FileNotFoundError):
-            os.close(self._fd)
+        with store_errors("delete", self.temporary):
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Delete the temporary file, and then the lock: what is not locked others take for left behind."""
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(self.temporary)
+        os.close(self._fd)
 
 
 def remove_stale_uploads() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 import socket
 import subprocess
@@ -25,6 +26,8 @@ from vllm_weir.analysis import load_activation_manifest
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.source import open_source
 from vllm_weir.storage import LAYOUTS, load, open_writer
+from vllm_weir.storage.atomic_file import remove_stale_uploads
+from vllm_weir.storage.object_store import ObjectStore
 
 NAMES = ["a", "b/c", "d"]
 
@@ -125,6 +128,20 @@ def test_a_full_store_keeps_the_rows_for_another_try() -> None:
     write(writer, "b/c")
     writer.close()
     check(load("full://ds"), ["a", "b/c"])
+
+
+@pytest.mark.parametrize("end", ["publish", "discard"])
+def test_others_that_tidy_up_meanwhile(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks for what dead writers have left behind, the moment that the lock goes, finds nothing of ours."""
+    store, close = ObjectStore(f"memory://{uuid.uuid4()}"), os.close
+    file = store.new_file("a")
+    file.write(b"rows")
+    monkeypatch.setattr(os, "close", lambda fd: (close(fd), remove_stale_uploads()))
+    getattr(file, end)()
+    monkeypatch.undo()
+    assert not os.path.exists(file.temporary)
+    if end == "publish":
+        assert store.read("a") == b"rows"
 
 
 @needs(object_store)
