@@ -88,7 +88,7 @@ class Line:
             scores = parcel.scores(parcel.score_reads)
             for reply in replies:
                 with clock.part(f"worker: drain thread, {kind} message"):
-                    self._drain._tell(reply, parcel, "", scores.get(reply, NO_SCORES))
+                    self._drain._tell(reply, parcel, "", scores.get(reply, NO_SCORES), [])
                 with clock.part(f"caller: receiver thread, {kind} message"):
                     deliver(self._frontend.store, state.endpoint.token, self._frames.pop(), state._mapped)
                 with clock.part(f"caller: receiver thread, what is made after a {kind} message"):

@@ -327,12 +327,13 @@ def serve_parser() -> Any:
 
 @pytest.mark.parametrize("words", SERVE)
 def test_a_server_takes_these_options(words: list[str]) -> None:
-    from vllm_weir.cli.serve import OPTION, _take
+    from vllm_weir.cli.options import take
+    from vllm_weir.cli.serve import OPTION
     from vllm_weir.server import hooks
 
     rest = words[2:]
     if words[0] == "weir":
-        rest, _ = _take(OPTION, rest, "a path")
-        rest, given = _take(hooks.OPTION, rest, "a function")
+        rest, _ = take(OPTION, rest, "a path")
+        rest, given = take(hooks.OPTION, rest, "a function")
         hooks.put_options(given, {})
     assert serve_parser().parse_args(["serve", *rest]).subparser == "serve"
