@@ -28,6 +28,7 @@ import httpx
 import pytest
 import vllm
 from typer.testing import CliRunner
+from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
 import vllm_weir as weir
@@ -91,7 +92,8 @@ class Greedy:
 
         def step_and_look(engine: Any) -> Any:
             outs = step(engine)
-            for choice in (c for out in outs if out.finished for c in getattr(out, "outputs", ()) if c.logprobs):
+            finished = (out.outputs for out in outs if isinstance(out, RequestOutput) and out.finished)
+            for choice in (choice for choices in finished for choice in choices if choice.logprobs):
                 best = (sorted((one.logprob for one in token.values()), reverse=True) for token in choice.logprobs)
                 self.answers.append((choice.text, [a - b for a, b, *_ in best]))
             return outs
