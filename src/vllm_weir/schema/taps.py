@@ -71,6 +71,13 @@ def tap_of(site: Site) -> int:
     return _PER_BLOCK * site.layer + 2 + place
 
 
+def site_of(served: Site, after_post: bool) -> Site:
+    """Return where a node of a tap acts, given the hook point that the tap serves, or its `resid_post`."""
+    if not after_post:
+        return served
+    return Site("resid_pre", 0 if served.hook == "resid_pre" else served.layer + 1)
+
+
 def comes_before(tap: int, other: int) -> bool:
     """Return whether a token meets one tap before another."""
     return other != tap and (other == 1 or (tap != 1 and tap < other))

@@ -135,7 +135,7 @@ class WorkerFunctions:
             ]
             index = upload(at, rows.device)
             new = self._call(live, site, positions[at], rows[index])
-            return None if new is None else rows.index_copy(0, index, new.to(rows.dtype))
+            return None if new is None else rows.float().index_copy(0, index, new.float())
         return self._call(live, site, positions, rows)
 
     def _call(

@@ -139,3 +139,21 @@ def test_weights_need_a_model():
 
     with refused("hooks", "no model is there to have w"):
         Worker(*lowered(ask, (2,), "resid_post")).call(torch.zeros(1, 2))
+
+
+def halved(rows, ctx):
+    return rows.float() / 3
+
+
+def test_a_request_that_has_failed_changes_nothing_for_those_that_are_called_with_it():
+    """Not even the dtype in which their new rows go on."""
+    key, call = lowered(halved, (2,), "resid_post", mode="compiled")
+    functions = WorkerFunctions(CPU, MappedTaps({}, 8, CPU))
+    parts = [Part("a", key, np.array([0, 2])), Part("b", key, np.array([1]))]
+    for part in parts:
+        functions.hold(part.request_id, "reader", {key: call})
+    rows = torch.tensor([[1.0, 2.0], [4.0, 5.0], [7.0, 8.0]], dtype=torch.bfloat16)
+    alone = functions.call(parts, Site("resid_post", 1), np.arange(3), rows)
+    functions._failed["a"] = {key}
+    beside = functions.call(parts, Site("resid_post", 1), np.arange(3), rows)
+    assert torch.equal(beside[1], alone[1]) and torch.equal(beside[[0, 2]], rows[[0, 2]].float())

@@ -18,6 +18,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ENCODE, HOOK
+from vllm_weir.schema.taps import site_of
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.functions import Part, WorkerFunctions
 from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, ProgramTable
@@ -162,9 +163,7 @@ class TapCalls:
     def _run(self, tap: int, one: _Round, at: np.ndarray, rows: torch.Tensor, held: torch.Tensor) -> None:
         """Call a function on rows of the requests that it serves; if it fails they keep them."""
         tokens, node = one.tokens[at], int(one.nodes[at[0]])
-        site = self._sites[tap]
-        if self._table.ints[node, 4] & AFTER_POST:
-            site = Site("resid_pre", 0 if site.hook == "resid_pre" else site.layer + 1)
+        site = site_of(self._sites[tap], bool(self._table.ints[node, 4] & AFTER_POST))
         by_part: dict[tuple[str, str], list[int]] = {}
         for row, k in enumerate(at.tolist()):
             by_part.setdefault((self._owner(one, k), self._table.called[int(one.nodes[k])].key), []).append(row)

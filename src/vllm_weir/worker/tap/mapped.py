@@ -18,7 +18,7 @@ import torch
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import HOOK
-from vllm_weir.schema.taps import NO_GRAPH, Place, places_in
+from vllm_weir.schema.taps import NO_GRAPH, Place, places_in, site_of
 from vllm_weir.schema.user_hooks import Call
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.hook_results import on_its_way
@@ -183,7 +183,7 @@ class MappedTaps:
 
         They are float32 [tokens, rounds, width]. The other arguments are those of a kernel's `launch`.
         """
-        places = [] if mask >> NO_GRAPH & 1 or mask < 0 else self._places_at(mask, tap)
+        places = [] if mask >> NO_GRAPH & 1 else self._places_at(mask, tap)
         if not places:
             return None
         held = torch.empty(len(hidden), len(places), hidden.shape[1], dtype=torch.float32, device=hidden.device)
@@ -224,7 +224,8 @@ class MappedTaps:
     def _call(self, function: _Function, place: Place, rows: torch.Tensor, slots: torch.Tensor) -> Given | None:
         args = {name: table[slots] for name, table in function.args.items()}
         try:
-            return function.mapped(self._site(place), self._positions[: len(rows)], rows, args)
+            site = site_of(self._sites[place.tap], place.after_post)
+            return function.mapped(site, self._positions[: len(rows)], rows, args)
         except WeirError as e:
             function.failed = e.message
             return None
@@ -258,14 +259,8 @@ class MappedTaps:
                 tokens = np.flatnonzero(batch.programs == program)
                 for owner in np.unique(batch.owners[tokens]).tolist():
                     own = tokens[batch.owners[tokens] == owner]
-                    of = batch.request_ids[owner], key, self._site(place)
+                    of = batch.request_ids[owner], key, site_of(self._sites[place.tap], place.after_post)
                     yield GivenTo(*of, batch.positions[own], own, on_host, flags)
-
-    def _site(self, place: Place) -> Site:
-        site = self._sites[place.tap]
-        if not place.after_post:
-            return site
-        return Site("resid_pre", 0 if site.hook == "resid_pre" else site.layer + 1)
 
 
 def _key_at(table: ProgramTable, program: int, place: Place) -> str:

@@ -185,7 +185,7 @@ def _act(kernel: Callable[..., None], hidden: torch.Tensor, other: torch.Tensor 
         other = other.squeeze(0)
     launch, tap = switch.launch or kernel, switch.numbers[address]
     held = None
-    if switch.mapped is not None and switch.mask >> FUNCTIONS:
+    if switch.mapped is not None and switch.mask >> FUNCTIONS > 0:  # a mask of all taps is negative
         held = switch.mapped(switch.mask, tap, hidden, other, number, *switch.tables)
     if held is None:
         launch(hidden, other, number, *switch.tables)

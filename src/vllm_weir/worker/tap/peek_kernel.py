@@ -14,6 +14,42 @@ from vllm_weir.util.h2d import upload
 from vllm_weir.worker.tap.triton_kernel import _FLOATS, _HOOK, _INTS, _follow, _load, _stream
 
 
+@triton.jit
+def _store_row(
+    hidden,
+    other,
+    tap,
+    token,
+    start,
+    stop,
+    ints,
+    floats,
+    vectors,
+    cells,
+    held,
+    out,
+    hidden_stride,
+    other_stride,
+    num_cells,
+    held_stride,
+    width,
+    d_model,
+    HAS_OTHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store a token's row as it is where the chain from `start`, -1 for none, reaches `stop`."""
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < width
+    row, other_row = _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
+    scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
+    row = _stream(row, other_row, scale, tl.load(tap + 2).to(tl.float32, bitcast=True), HAS_OTHER)
+    _, h, _ = _follow(
+        start, row.to(tl.float32), True, cells + token * num_cells, held + token * held_stride, ints, floats, vectors,
+        width, d_model, offsets, inside, row.dtype, stop,
+    )  # fmt: skip
+    tl.store(out + offsets, h.to(row.dtype), mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_cells", "held_stride"])
 def _peek(
     hidden,
@@ -39,16 +75,10 @@ def _peek(
     token = tl.load(places + k * 3).to(tl.int64)
     node = tl.load(places + k * 3 + 1).to(tl.int64)
     stop = tl.load(places + k * 3 + 2).to(tl.int64)
-    offsets = tl.arange(0, BLOCK)
-    inside = offsets < width
-    row, other_row = _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
-    scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
-    row = _stream(row, other_row, scale, tl.load(tap + 2).to(tl.float32, bitcast=True), HAS_OTHER)
-    _, h, _ = _follow(
-        node, row.to(tl.float32), True, cells + token * num_cells, held + token * held_stride, ints, floats, vectors,
-        width, d_model, offsets, inside, row.dtype, stop,
+    _store_row(
+        hidden, other, tap, token, node, stop, ints, floats, vectors, cells, held, out + k * width, hidden_stride,
+        other_stride, num_cells, held_stride, width, d_model, HAS_OTHER, BLOCK,
     )  # fmt: skip
-    tl.store(out + k * width + offsets, h.to(row.dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["plan_size", "num_taps", "num_cells", "held_stride", "place"])
@@ -88,18 +118,11 @@ def _peek_hook(
             found = stop.to(tl.int32)
         stop = tl.load(ints + stop * _INTS + 3).to(tl.int64)
     tl.store(nodes + token, found)
-    offsets = tl.arange(0, BLOCK)
-    inside = offsets < width
-    row, other_row = _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
-    scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
-    row = _stream(row, other_row, scale, tl.load(tap + 2).to(tl.float32, bitcast=True), HAS_OTHER)
-    h = row.to(tl.float32)
-    if found >= 0:
-        _, h, _ = _follow(
-            start, h, True, cells + token * num_cells, held + token * held_stride, ints, floats, vectors, width,
-            d_model, offsets, inside, row.dtype, found,
-        )  # fmt: skip
-    tl.store(out + token * width + offsets, h.to(row.dtype), mask=inside)
+    start = tl.where(found >= 0, start, -1)
+    _store_row(
+        hidden, other, tap, token, start, found, ints, floats, vectors, cells, held, out + token * width,
+        hidden_stride, other_stride, num_cells, held_stride, width, d_model, HAS_OTHER, BLOCK,
+    )  # fmt: skip
 
 
 def rows_at_hook(
