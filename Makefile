@@ -11,6 +11,8 @@ VLLM ?=
 MODEL ?=
 # Test processes; each may hold an engine of its own.
 WORKERS ?= 2
+# Failed tests that are run a second time, alone; those that pass then are reported and do not fail the run.
+AGAIN ?= 0
 ARGS ?=
 # A lesser processor to run the tests as: avx2, avx512 or avx512_bf16.
 PROCESSOR ?=
@@ -52,13 +54,13 @@ bench: $(STAMP)
 # Every process of the tests would compile Weir again where this is set, as in many containers.
 test test-all test-reached: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
-	@$(BIN)/python -m tests.tiers fast --workers $(WORKERS) -- $(ARGS)
+	@$(BIN)/python -m tests.tiers fast --workers $(WORKERS) --again $(AGAIN) -- $(ARGS)
 
 test-all: $(STAMP)
 	@$(BIN)/python -m tests.tiers all --workers $(WORKERS) $(if $(ARGS),,--store) -- $(ARGS)
 
 test-reached: $(STAMP)
-	@$(BIN)/python -m tests.tiers reached --workers $(WORKERS) --minutes $(MINUTES) -- $(ARGS)
+	@$(BIN)/python -m tests.tiers reached --workers $(WORKERS) --minutes $(MINUTES) --again $(AGAIN) -- $(ARGS)
 
 # PART=k/n: a part of the tests of one card; PART=two: those of two cards.
 .PHONY: test-gpu

@@ -8,6 +8,10 @@
 What follows `--` goes to pytest. Unit tests and tests with engines are two runs of pytest one after the other: an
 engine's process need not collect four thousand unit tests first.
 
+With `--again N`, at most N tests that fail are run a second time, each file in a process of its own with nothing
+beside it. One that passes then is reported as unsteady, and does not fail the run: `.ci/run` asks for this, the nightly
+run does not. More than N failures, or a test that fails twice, are failures.
+
 `tests/durations.json` has the commit of the last complete `all` and the seconds of each file; `--store` writes it.
 """
 
@@ -19,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +34,9 @@ DURATIONS = ROOT / "tests" / "durations.json"
 REPORTS = ROOT / "out" / "tests"
 PARTS = {"unit": ["tests/unit"], "engine": ["tests/engine", "tests/traps", "tests/conformance"]}
 COMMON = "not gpu and not slow"
-NOTHING_RAN = 5
-"""Pytest's exit code where no test was selected."""
+THOROUGH = "--hypothesis-profile=thorough"
+SOME_FAILED, NOTHING_RAN = 1, 5
+"""Pytest's exit codes where a test failed, and where none was selected."""
 
 
 class Outcome(NamedTuple):
@@ -40,9 +45,11 @@ class Outcome(NamedTuple):
     file: str
     name: str
     verdict: str
-    """`passed`, `failed` or `skipped`."""
+    """`passed`, `failed`, `skipped`, or `unsteady`: failed, and passed when run again alone."""
     reason: str
     seconds: float
+    id: str = ""
+    """What pytest runs the test by."""
 
 
 @cache
@@ -62,6 +69,7 @@ def main() -> int:
     parser.add_argument("tier", choices=("fast", "all", "reached"))
     parser.add_argument("--workers", type=int, default=2, help="processes, each with an engine of its own (default: 2)")
     parser.add_argument("--minutes", type=float, help="begin no test after so many minutes")
+    parser.add_argument("--again", type=int, default=0, metavar="N", help="run up to N failed tests again, alone")
     parser.add_argument("--since", help="the commit that `reached` compares with (default: that of the stored run)")
     parser.add_argument("--store", action="store_true", help="store the durations of a run in which nothing failed")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
@@ -73,6 +81,10 @@ def main() -> int:
     runs = _runs(args.tier, args.since)
     codes = [run(part, [*these, *common]) for part, these in runs.items()]
     outcomes = [one for part in runs for one in read_report(REPORTS / f"{part}.xml")]
+    if SOME_FAILED in codes and set(codes) <= {0, SOME_FAILED, NOTHING_RAN}:
+        profile = () if args.tier == "fast" else (THOROUGH,)
+        outcomes = run_again(outcomes, args.again, lambda part, ids: run(part, [*profile, "-n0", *ids]))
+        codes = [SOME_FAILED if any(one.verdict == "failed" for one in outcomes) else 0]
     failed = any(code not in (0, NOTHING_RAN) for code in codes)
     if args.store and not failed:
         store(outcomes)
@@ -86,7 +98,7 @@ def _runs(tier: str, since: str | None) -> dict[str, list[str]]:
     """Return the arguments of each run of pytest."""
     if tier == "fast":
         return {part: ["-m", f"{COMMON} and not thorough", *paths] for part, paths in PARTS.items()}
-    thorough = ["--hypothesis-profile=thorough", "-m"]
+    thorough = [THOROUGH, "-m"]
     if tier == "all":
         return {part: [*thorough, COMMON, *paths] for part, paths in PARTS.items()}
     from tests.reach import changed_since, reached_tests
@@ -117,9 +129,31 @@ def read_report(report: Path) -> list[Outcome]:
     for case in ElementTree.parse(report).iter("testcase"):
         told = {child.tag: child.get("message", "") for child in case}
         verdict = "failed" if {"failure", "error"} & set(told) else "skipped" if "skipped" in told else "passed"
-        file = _file_of(case.get("classname", ""))
-        found.append(Outcome(file, case.get("name", ""), verdict, told.get("skipped", ""), float(case.get("time", 0))))
+        classname, name = case.get("classname", ""), case.get("name", "")
+        file = _file_of(classname)
+        inside = classname.removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".")
+        test = "::".join(filter(None, (file, inside.replace(".", "::"), name)))
+        found.append(Outcome(file, name, verdict, told.get("skipped", ""), float(case.get("time", 0)), test))
     return found
+
+
+def run_again(
+    outcomes: list[Outcome], at_most: int, run: Callable[[str, Sequence[str]], object], reports: Path = REPORTS
+) -> list[Outcome]:
+    """Run the failed tests again, file by file, if they are `at_most` so many; those that pass are `unsteady` then.
+
+    A test with a failure and an error has two outcomes; both are of one test.
+    """
+    failed = list(dict.fromkeys(one.id for one in outcomes if one.verdict == "failed"))
+    if len(failed) > at_most:
+        return outcomes
+    passed = set()
+    for number, file in enumerate(dict.fromkeys(test.partition("::")[0] for test in failed)):
+        ids = [test for test in failed if test.partition("::")[0] == file]
+        run(part := f"again-{number}", ids)
+        second = read_report(reports / f"{part}.xml")
+        passed |= {test for test in ids if {one.verdict for one in second if one.id == test} == {"passed"}}
+    return [one._replace(verdict="unsteady") if one.id in passed else one for one in outcomes]
 
 
 @cache
@@ -147,12 +181,14 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> list[str]:
     """Return the closing lines: what failed, what was skipped and why, how long it took, the counts."""
     verdicts = Counter(one.verdict for one in outcomes)
     lines = ["", *(f"FAILED {one.file}: {one.name}" for one in outcomes if one.verdict == "failed")]
+    lines += [f"UNSTEADY, passed when run again: {one.id}" for one in outcomes if one.verdict == "unsteady"]
     skipped = Counter((one.reason, one.file) for one in outcomes if one.verdict == "skipped")
     for reason in dict.fromkeys(reason for reason, _ in skipped):
         files = [f"{file} ({n})" for (why, file), n in skipped.items() if why == reason]
         lines.append(f"skipped, {reason}: {', '.join(files)}")
     lines.append(f"[tests] {seconds / 60:.1f} minutes")
     counts = f"{verdicts['passed']} passed, {verdicts['failed']} failed"
+    counts += f", {verdicts['unsteady']} unsteady" if verdicts["unsteady"] else ""
     lines.append(counts + (f", {verdicts['skipped']} skipped" if verdicts["skipped"] else ""))
     return lines
 

@@ -34,6 +34,46 @@ def test_the_end_names_what_failed_and_what_was_skipped_and_why(outcomes):
     assert tiers.read_report(tiers.ROOT / "missing.xml") == []
 
 
+def test_failed_tests_run_again_alone_and_those_that_pass_are_unsteady(tmp_path):
+    """What fails again, what does not run again, and what is more than a few stay failures."""
+    names = {"passes": "passed", "fails": "failed", "lost": None}
+    outcome = lambda file, name, verdict: tiers.Outcome(file, name, verdict, "", 1.0, f"{file}::{name}")
+    first = [outcome("tests/unit/test_tiers.py", name, "failed") for name in names] + [
+        outcome("tests/reach.py", "other", "passed")
+    ]
+    first += [outcome("tests/unit/test_tiers.py", "passes", "failed")]  # its teardown
+    first += [outcome("tests/unit/test_codec.py", "passes", "failed")]
+    asked = []
+
+    def run(part, ids):
+        asked.append(list(ids))
+        cases = "".join(
+            f'<testcase classname="{test.split(".")[0].replace("/", ".")}" name="{name}">'
+            + ("<failure/>" if names[name] == "failed" else "")
+            + "</testcase>"
+            for test in ids
+            if names[name := test.rpartition("::")[2]]
+        )
+        (tmp_path / f"{part}.xml").write_text(f"<testsuite>{cases}</testsuite>")
+
+    found = tiers.run_again(first, 4, run, tmp_path)
+    assert asked == [
+        ["tests/unit/test_tiers.py::passes", "tests/unit/test_tiers.py::fails", "tests/unit/test_tiers.py::lost"],
+        ["tests/unit/test_codec.py::passes"],
+    ]
+    assert [one.verdict for one in found] == ["unsteady", "failed", "failed", "passed", "unsteady", "unsteady"]
+    assert tiers.run_again(first, 3, run, tmp_path) == first and len(asked) == 2
+    assert "1 passed, 0 failed, 1 unsteady" in tiers.summary([first[3], first[0]._replace(verdict="unsteady")], 1)
+
+
+def test_what_pytest_runs_a_test_by(outcomes):
+    assert [one.id for one in outcomes[:3]] == [
+        "tests/unit/test_tiers.py::a",
+        "tests/unit/test_tiers.py::TestClass::b",
+        "tests/unit/test_codec.py::c",
+    ]
+
+
 def test_durations_are_those_of_files_with_their_commit(outcomes, tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "DURATIONS", tmp_path / "durations.json")
     tiers.store(outcomes)
