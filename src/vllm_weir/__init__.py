@@ -16,8 +16,11 @@ if TYPE_CHECKING:
         clear_global,
         flush,
         list_hooks,
+        list_lenses,
         list_probes,
         list_vectors,
+        load_lens,
+        load_lens_async,
         load_sae,
         load_sae_async,
         mark,
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
         sinks,
         sites,
         sites_async,
+        unload_lens,
         unload_sae,
         unload_sae_async,
         unregister,
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
     from vllm_weir.experiments.attribute.run import attribute
     from vllm_weir.experiments.directions import Directions
     from vllm_weir.experiments.fit.run import fit
+    from vllm_weir.experiments.lens_fit import fit_lens
     from vllm_weir.experiments.metrics import logit_diff, on_logits
     from vllm_weir.experiments.sweep.result import Sweep
     from vllm_weir.experiments.sweep.run import sweep
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
     from vllm_weir.experiments.vectors.reft import load_reft
     from vllm_weir.extraction.run import extract
     from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
+    from vllm_weir.lenses.fitted import FittedLens
     from vllm_weir.results.activations import Activations
     from vllm_weir.results.lens_tensors import (
         decode_activations,
@@ -98,6 +104,7 @@ __all__ = [
     "Client",
     "Directions",
     "Features",
+    "FittedLens",
     "Hook",
     "HookContext",
     "Lens",
@@ -129,14 +136,18 @@ __all__ = [
     "deserialize_tensor",
     "extract",
     "fit",
+    "fit_lens",
     "flush",
     "from_tiers",
     "list",
     "list_hooks",
+    "list_lenses",
     "list_probes",
     "list_vectors",
     "load",
     "load_features",
+    "load_lens",
+    "load_lens_async",
     "load_probe",
     "load_reft",
     "load_sae",
@@ -159,6 +170,7 @@ __all__ = [
     "sites",
     "sites_async",
     "sweep",
+    "unload_lens",
     "unload_sae",
     "unload_sae_async",
     "unregister",
@@ -188,6 +200,7 @@ __getattr__, __dir__ = lazy_names(
         "Client": "vllm_weir.client.client",
         "Directions": "vllm_weir.experiments.directions",
         "Features": "vllm_weir.schema.features",
+        "FittedLens": "vllm_weir.lenses.fitted",
         "LLM": "vllm_weir.integrations.probe_hook",
         "Lens": "vllm_weir.schema.features",
         "Hook": "vllm_weir.schema.user_hooks",
@@ -220,16 +233,20 @@ __getattr__, __dir__ = lazy_names(
         "deserialize_tensor": "vllm_weir.results.lens_tensors",
         "extract": "vllm_weir.extraction.run",
         "fit": "vllm_weir.experiments.fit.run",
+        "fit_lens": "vllm_weir.experiments.lens_fit",
         "flush": "vllm_weir.api",
         "from_tiers": "vllm_weir.schema.compat.three_tier",
         "list": "vllm_weir.api:list_vectors",
         "list_hooks": "vllm_weir.api",
+        "list_lenses": "vllm_weir.api",
         "list_probes": "vllm_weir.api",
         "list_vectors": "vllm_weir.api",
         "load": "vllm_weir.storage.loading",
         "load_features": "vllm_weir.storage.features.dataset",
         "load_probe": "vllm_weir.schema.probe_files",
         "load_reft": "vllm_weir.experiments.vectors.reft",
+        "load_lens": "vllm_weir.api",
+        "load_lens_async": "vllm_weir.api",
         "load_sae": "vllm_weir.api",
         "load_sae_async": "vllm_weir.api",
         "logit_diff": "vllm_weir.experiments.metrics",
@@ -250,6 +267,7 @@ __getattr__, __dir__ = lazy_names(
         "sites": "vllm_weir.api",
         "sites_async": "vllm_weir.api",
         "sweep": "vllm_weir.experiments.sweep.run",
+        "unload_lens": "vllm_weir.api",
         "unload_sae": "vllm_weir.api",
         "unload_sae_async": "vllm_weir.api",
         "unregister": "vllm_weir.api",

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm_weir.controllers.async_controller import AsyncController
     from vllm_weir.frontend.outputs.ticket import Ticket
     from vllm_weir.guard.beam_params import BeamSearchParams
+    from vllm_weir.lenses.fitted import FittedLens
     from vllm_weir.sae.autoencoder import SAE
 
 
@@ -283,6 +284,52 @@ async def unload_sae_async(engine: Any, name: str) -> None:
     from vllm_weir.frontend.saes import unload_async
 
     await unload_async(engine, frontend, name)
+
+
+def load_lens(llm: Any, name: str, lens: FittedLens | str | os.PathLike) -> FittedLens:
+    """Name a tuned or Jacobian lens in an engine, for ``Lens(name=...)``, in the place of any other of the name.
+
+    Its files stay where they are: the workers read the matrices of the blocks that requests ask for.
+
+    Args:
+        llm: ``LLM``, ``LLMEngine`` or Weir's drop-in class; for an ``AsyncLLM`` await
+            `load_lens_async`.
+        name: for `Lens`.
+        lens: the directory of a tuned lens, the file of a Jacobian one (see `Lens`), or what
+            `fit_lens` has returned.
+
+    Returns:
+        The lens; ``.direction(token_id, layer)`` is what to steer along.
+
+    Raises:
+        WeirError: if there is no lens, it does not fit the model, or the engine serves none.
+    """
+    frontend = _frontend(llm)
+    from vllm_weir.frontend.lenses import load
+
+    return load(llm, frontend, name, lens)
+
+
+async def load_lens_async(engine: Any, name: str, lens: FittedLens | str | os.PathLike) -> FittedLens:
+    """Do what `load_lens` does, for an ``AsyncLLM``."""
+    frontend = _frontend(engine)
+    from vllm_weir.frontend.lenses import load_async
+
+    return await load_async(engine, frontend, name, lens)
+
+
+def unload_lens(llm: Any, name: str) -> None:
+    """Forget the name of a lens, of an ``LLM`` or ``AsyncLLM``; requests that were admitted with it go on.
+
+    Raises:
+        WeirError: if there is no such name.
+    """
+    _frontend(llm).names.unload_lens(name)
+
+
+def list_lenses(llm: Any) -> dict[str, dict[str, Any]]:
+    """Return the named lenses of an engine: name -> {"kind", "layers", "d_model", "n_prompts"}."""
+    return _frontend(llm).names.lenses.infos()
 
 
 def saes(llm: Any) -> list[SAEInfo]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import vllm_weir as weir
@@ -41,6 +42,14 @@ HOOKS = {"steer": "STEER", "watch": "watch", "fail": "fail", "clip": "CLIP"}
 """The hooks of the shared server."""
 SAE = "mood"
 """The name of the shipped autoencoder on the shared server."""
+LENS = "j"
+"""The name of a Jacobian lens on the shared server."""
+
+
+def jacobians() -> dict[int, torch.Tensor]:
+    """The matrices of `LENS`, of some blocks."""
+    generator = torch.Generator().manual_seed(5)
+    return {layer: (torch.randn(D, D, generator=generator) / D**0.5).half() for layer in (0, 2)}
 
 
 @contextlib.contextmanager
@@ -193,6 +202,8 @@ def _shared(folder: Path) -> Iterator[Server]:
     more = [*LORA, "--weir-sae", f"{SAE}={weir.demo_sae()}"]
     for name, attribute in HOOKS.items():
         more += ["--weir-hook", f"{name}=tests.support.served_hooks:{attribute}"]
+    torch.save({"J": jacobians(), "n_prompts": 3}, folder / "lens.pt")
+    more += ["--weir-lens", f"{LENS}={folder / 'lens.pt'}"]
     more += ["--middleware", "tests.engine.serve_probe.Held"]
     more += ["--additional-config", json.dumps({"weir": {"sinks": sinks}})]
     with running(folder / "log", WEIR, *more, env=env, forked=True) as http:

@@ -161,6 +161,17 @@ def reference_logprobs(llm, rows):
         return model.lm_head(model.model.norm(rows.double())).log_softmax(-1)
 
 
+def reference_unembedding(llm):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(llm.llm_engine.model_config.model).lm_head.weight.detach().float()
+
+
+def rows_of_stream(llm, text):
+    rows = weir.params(sampling(3), capture=weir.Capture("resid_post"))
+    return llm.generate([text], rows, use_tqdm=False)[0].activations
+
+
 def check_lens(got, logprobs):
     assert close_logits(got.logprobs, logprobs.gather(1, got.token_ids), logprobs)
     assert close_logits(got.logprobs, logprobs.topk(got.logprobs.shape[1]).values, logprobs)
@@ -221,6 +232,93 @@ def test_a_tuned_lens_that_does_not_fit_is_refused_before_the_request_enters(llm
             asked = weir.params(sampling(1), lens=weir.Lens("tuned", path=tmp_path))
             llm.generate(prompts([4]), asked, use_tqdm=False)
         assert e.value.field == "lens.path"
+
+
+def jacobian_lens(path, layers=(0, 1, 2)):
+    generator = torch.Generator().manual_seed(2)
+    matrices = {k: (torch.randn(D, D, generator=generator) / D**0.5).half() for k in layers}
+    torch.save({"J": matrices, "n_prompts": 3, "source_layers": list(layers), "d_model": D}, path)
+    return matrices
+
+
+def test_the_jacobian_lens(llm, tmp_path):
+    """By its path and by its name, beside features: logits of transformers of J h; the last block is as it is."""
+    matrices = jacobian_lens(tmp_path / "j.pt")
+    lens = weir.load_lens(llm, "j", tmp_path / "j.pt")
+    assert weir.list_lenses(llm)["j"] == {"kind": "jacobian", "layers": [0, 1, 2], "d_model": D, "n_prompts": 3}
+    (text,) = prompts([12])
+    asked = [weir.Lens("jacobian", path=tmp_path / "j.pt", top_k=5), weir.Lens(name="j", tokens=[9, 4, 300])]
+    features = weir.Features("mid", top_k=3)
+    outs = llm.generate([text] * 2, [weir.params(sampling(3), lens=one, features=features) for one in asked],
+                        use_tqdm=False)  # fmt: skip
+    acts = rows_of_stream(llm, text)
+    for layer in range(4):
+        h = acts["resid_post", layer].double()
+        expected = reference_logprobs(llm, h if layer == 3 else h @ matrices[layer].double().T)
+        check_lens(outs[0].lens[layer], expected)
+        chosen = outs[1].lens[layer]
+        assert chosen.token_ids.tolist() == [[9, 4, 300]] * len(h)
+        assert close_logits(chosen.logprobs, expected[:, [9, 4, 300]], expected)
+        assert torch.equal(outs[0].features["mid"].values, outs[1].features["mid"].values)
+    weight = reference_unembedding(llm)
+    for layer in range(4):
+        direction = weight[7] if layer == 3 else matrices[layer].float().T @ weight[7]
+        assert rel_err(lens.direction(7, layer), direction) <= BOUND
+    with pytest.raises(WeirError, match="token ids count from 0"):
+        lens.direction(10**6, 1)
+    weir.unload_lens(llm, "j")
+    with pytest.raises(WeirError, match="no lens is named 'j'; none is") as e:
+        llm.generate([text], weir.params(sampling(1), lens=asked[1]), use_tqdm=False)
+    assert e.value.field == "lens.name"
+
+
+def test_a_direction_raises_what_the_lens_reads(llm, tmp_path):
+    """Added behind the block, it is what the lens reads more of, there and nowhere before."""
+    jacobian_lens(tmp_path / "j.pt")
+    lens = weir.load_lens(llm, "j", tmp_path / "j.pt")
+    direction = lens.direction(7, 1)
+    steps = [weir.Add(direction / direction.norm(), layers=[1], scale=scale) for scale in (0, 30)]
+    asked = weir.Lens(name="j", layers=[0, 1], tokens=[7], positions="last_prompt")
+    outs = llm.generate(prompts([9]) * 2, [weir.params(sampling(1), lens=asked, interventions=[one]) for one in steps],
+                        use_tqdm=False)  # fmt: skip
+    before, after = ({k: float(one.logprobs[0, 0]) for k, one in out.lens.items()} for out in outs)
+    assert after[1] > before[1] + 1 and after[0] == before[0]
+    weir.unload_lens(llm, "j")
+
+
+def test_the_logit_lens_at_other_points(llm):
+    (text,) = prompts([12])
+    for hook in ("resid_pre", "attn_out", "resid_mid", "mlp_out"):
+        (out,) = llm.generate([text], weir.params(sampling(2), lens=weir.Lens(hook=hook, top_k=4)), use_tqdm=False)
+        (rows,) = llm.generate([text], weir.params(sampling(2), capture=weir.Capture(hook)), use_tqdm=False)
+        assert sorted(out.lens) == [0, 1, 2, 3]
+        for layer, got in out.lens.items():
+            check_lens(got, reference_logprobs(llm, rows.activations[hook, layer]))
+
+
+def test_fitted_lenses_that_do_not_fit_are_refused_before_the_request_enters(llm, tmp_path):
+    jacobian_lens(tmp_path / "some.pt", (0, 2))
+    (tmp_path / "text.pt").write_text("this is no lens, as everybody can see")
+    torch.save({"J": {0: torch.zeros(D, D)}, "target_layer": 2}, tmp_path / "early.pt")
+    wrong = {
+        "lens.path": [
+            dict(kind="jacobian", path=tmp_path / "gone.pt"),
+            dict(kind="jacobian", path=tmp_path / "text.pt"),
+            dict(kind="jacobian", path=tmp_path / "early.pt"),
+            dict(kind="tuned", path=tmp_path / "some.pt"),
+        ],
+        "lens.layers": [dict(kind="jacobian", path=tmp_path / "some.pt")],
+        "lens.tokens": [dict(tokens=[10**6])],
+        "lens.name": [dict(name="nobody")],
+    }
+    for field, cases in wrong.items():
+        for case in cases:
+            with pytest.raises(WeirError) as e:
+                llm.generate(prompts([4]), weir.params(sampling(1), lens=weir.Lens(**case)), use_tqdm=False)
+            assert e.value.field == field, case
+    some = weir.Lens("jacobian", path=tmp_path / "some.pt", layers=[0, 2, 3])
+    (out,) = llm.generate(prompts([4]), weir.params(sampling(1), lens=some), use_tqdm=False)
+    assert sorted(out.lens) == [0, 2, 3]
 
 
 def test_a_lens_beside_rows_is_refused(llm):

@@ -1,4 +1,4 @@
-"""Hooks of a server, which its operator has loaded: named with args, their values and what they save, streamed too."""
+"""Hooks and lenses that a server's operator has loaded: named by requests, what they give comes back, streamed too."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from tests.engine.serving import COMPLETIONS, HOOKS, PATHS, choices, events, post, rows_of
+from tests.engine.serving import COMPLETIONS, HOOKS, LENS, PATHS, choices, events, jacobians, post, rows_of
 from tests.support.machine import engine_processes, needs
-from tests.support.measure import rel_err
+from tests.support.measure import close_logits, rel_err
 from vllm_weir.errors import WeirError
 
 pytestmark = [pytest.mark.engine("server"), pytest.mark.timeout(900), needs(engine_processes)]
@@ -118,3 +118,34 @@ def test_modules_and_what_is_set_for_all_name_hooks(weir_server):
         assert one["text"] == own["text"] and one["weir"]["values"] == own["weir"]["values"]
         assert one["weir"]["activations"] == own["weir"]["activations"]
     weir_server.restore()
+
+
+def test_a_named_lens(weir_server, server, tmp_path):
+    """Logits of the named lens at its blocks, streamed too; its path is no client's matter."""
+    with weir_server.client() as client:
+        (told,) = client.lenses.list()["lenses"]
+        assert told == {"name": LENS, "kind": "jacobian", "layers": [0, 2], "d_model": 256, "n_prompts": 3}
+        out = client.generate(PROMPT, max_tokens=3, temperature=0, lens=weir.Lens(name=LENS, layers=[2, 5], top_k=4))
+    asked = {"name": LENS, "layers": [2, 5], "top_k": 4}
+    rows = rows_of(server, ask(server, capture=[{"hook": "resid_post"}], response={"inline_bytes": 1 << 22}), tmp_path)
+    for layer in (2, 5):
+        h = rows["resid_post", layer]
+        mapped = h @ jacobians()[2].float().T if layer == 2 else h
+        expected = reference_logprobs(mapped)
+        got = out.lens[layer]
+        n = len(got.positions)
+        assert close_logits(got.logprobs, expected[:n].gather(1, got.token_ids), expected)
+    streamed = choices(events(server, COMPLETIONS, weir={"v": 1, "lens": asked, "response": {"stream": True}}, **SAME))
+    assert any("lens" in part.get("weir", {}) for part in streamed)
+    for wrong, field in (({"name": LENS}, "lens.layers"), ({"name": "x"}, "lens.name"),
+                         ({"kind": "jacobian", "path": "/etc/passwd"}, "lens.path")):  # fmt: skip
+        error = post(server, code=400, weir={"v": 1, "lens": wrong}, **SAME)["error"]
+        assert error["message"].startswith(field) or error.get("param") == field, error
+
+
+def reference_logprobs(rows):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(weir.demo_model()).double()
+    with torch.no_grad():
+        return model.lm_head(model.model.norm(rows.double())).log_softmax(-1)

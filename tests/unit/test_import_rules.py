@@ -27,7 +27,7 @@ FLOORS = (
     {"analysis", "consumers"},
     {"storage", "client"},
     {"worker", "results"},
-    {"codec", "core", "fitting", "sae"},
+    {"codec", "core", "fitting", "lenses", "sae"},
     {"config"},
     {"guard"},
     {"schema"},

@@ -14,7 +14,7 @@ from vllm_weir.config.env import disabled
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.guard import refuse
 from vllm_weir.schema.json_text import fits_header
-from vllm_weir.server import hooks
+from vllm_weir.server import hooks, lenses
 from vllm_weir.server.endpoint_plugin import load_route_modules
 from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
 from vllm_weir.server.modules import OPTION as MODULES_OPTION
@@ -34,6 +34,7 @@ HELP = f"""Weir's own options, the others are vLLM's:
   {SAE_OPTION} NAME=PATH, repeatable: a sparse autoencoder to load; NAME=PATH@HOOK.LAYER if its files do not say where
   it belongs
   {hooks.OPTION} NAME=MODULE:ATTRIBUTE, repeatable: a weir.Hook or a function of (rows, ctx), for requests to name
+  {lenses.OPTION} NAME=PATH, repeatable: a Jacobian or tuned lens, for requests to name
   {MODULES_OPTION} NAME=FILE ...: modules to register, JSON files with the fields of /v1/steering/modules/register
 """
 GROUPS = (
@@ -90,6 +91,8 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
     put_options(saes, environ)
     rest, functions = take(hooks.OPTION, rest, "name=module:attribute")
     hooks.put_options(functions, environ)
+    rest, named = take(lenses.OPTION, rest, "name=path")
+    lenses.put_options(named, environ)
     rest, modules = take(MODULES_OPTION, rest, "name=file", several=True)
     put_modules(modules, environ)
     for file in files:

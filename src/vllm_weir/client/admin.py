@@ -122,6 +122,17 @@ class HookAdmin:
         return self._request_json(SendRequest("GET", "/v1/hooks"))
 
 
+class LensAdmin:
+    """``client.lenses``: the fitted lenses that the server's operator has named, for ``Lens(name=...)``."""
+
+    def __init__(self, request_json: Callable[[SendRequest], Any]) -> None:
+        self._request_json = request_json
+
+    def list(self) -> Any:
+        """Return the lenses that requests may name, with their kind and blocks."""
+        return self._request_json(SendRequest("GET", "/v1/lenses"))
+
+
 class ProbeAdmin:
     """``client.probes``: the probes that the server keeps by name, for ``probes="name"`` and `When`."""
 

@@ -78,6 +78,7 @@ class Client:
         self.saes: admin.SAEAdmin = admin.SAEAdmin(self._request_json)
         self.probes: admin.ProbeAdmin = admin.ProbeAdmin(self._request_json)
         self.hooks: admin.HookAdmin = admin.HookAdmin(self._request_json)
+        self.lenses: admin.LensAdmin = admin.LensAdmin(self._request_json)
         self.steering: admin.SteeringAdmin = admin.SteeringAdmin(self._request_json)
 
     @property
@@ -115,7 +116,7 @@ class Client:
             modules: Names (or ``{"name", "scale"}``) of modules that the server keeps; they act
                 before `interventions`.
             features: Features of autoencoders to read, as for `weir.params`.
-            lens: A lens to read, as for `weir.params`; over HTTP the logit lens.
+            lens: A lens to read, as for `weir.params`; over HTTP a fitted lens is named.
             probes: What scores the sequence, as for `weir.params`: objects, or names of probes that
                 the server keeps.
             stop_when: Scores that end the generation, as for `weir.params`: ``"name > 0.9"``.

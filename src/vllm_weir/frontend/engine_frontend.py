@@ -270,6 +270,7 @@ class EngineFrontend:
             by_client=self.served,
             hooks=names.hooks,
             registered=names.lens_hooks,
+            lenses=names.lenses,
         )
         if not self.served and admitted.told < len(admitted.probes):
             # There are no metrics: what scores every request comes back with each.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.hook_registry import HookRegistry, check_hook
+from vllm_weir.frontend.admission.lens_registry import LensRegistry
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.vector_registry import (
@@ -21,6 +23,7 @@ from vllm_weir.frontend.admission.vector_registry import (
     VectorRegistry,
 )
 from vllm_weir.frontend.known_engine import KnownEngine
+from vllm_weir.lenses.files import LensFile
 from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.intervention_base import Intervention
@@ -46,6 +49,7 @@ class EngineNames:
         saes: sparse autoencoders by name.
         probes: by name.
         hooks: by name; of this process alone.
+        lenses: files of fitted lenses by name; likewise.
         always: interventions of every request, before its own.
         lens_hooks: vllm-lens's hooks of every request.
         source: the store, shared by a server's processes, from which `refresh` loads all of these;
@@ -59,6 +63,7 @@ class EngineNames:
         self.saes = SAERegistry()
         self.probes = ProbeRegistry()
         self.hooks = HookRegistry()
+        self.lenses = LensRegistry()
         self.always: tuple[Kept, ...] = ()
         self.lens_hooks: tuple[Hook, ...] = ()
         self.source: RegistryBackend | None = None
@@ -297,6 +302,19 @@ class EngineNames:
         """Forget a hook; raise WeirError if there is none of the name."""
         with self.lock:
             self.hooks.remove(name)
+            self._forget()
+
+    def load_lens(self, name: str, path: str | os.PathLike) -> LensFile:
+        """Name the lens of a path; see `vllm_weir.api.load_lens`."""
+        with self.lock:
+            found = self.lenses.put(name, path, self._engine.require_capabilities())
+            self._forget()
+        return found
+
+    def unload_lens(self, name: str) -> None:
+        """Forget the name of a lens; raise WeirError if there is none."""
+        with self.lock:
+            self.lenses.remove(name)
             self._forget()
 
     def settled(

@@ -17,7 +17,11 @@ from vllm_weir.worker.discovery.matcher import Matcher
 from vllm_weir.worker.discovery.output_path import OutputPath
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.lenses import Unembedding
+from vllm_weir.worker.model_info import ModelInfo
 from vllm_weir.worker.tap.install import untapped
+
+UNIT_ROWS = 256
+"""Products with so many unit rows are taken at once: each has as many numbers as the vocabulary."""
 
 
 def unembedding_of(model: Any, sites: SiteMap, config: Any) -> Unembedding:
@@ -59,6 +63,51 @@ def unembedding_of(model: Any, sites: SiteMap, config: Any) -> Unembedding:
 
     why = _why_apart(own_logits, logits, path, config.model_config.dtype, vocabulary)
     return _refused(why) if why else Unembedding(logits, vocabulary, "")
+
+
+def unembedding_rows(model: Any, model_info: ModelInfo, token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return what the logits of tokens are products with: ``rows``, float32 [tokens, d_model], or ``error``.
+
+    They are read off products with unit rows, whatever form the weights have in memory.
+    """
+    try:
+        head = _head_of(model, model_info)
+    except WeirError as e:
+        return {"error": e.message}
+    ids = torch.tensor(token_ids, device=model_info.device)
+    with torch.inference_mode():
+        unit = torch.eye(model_info.d_model, dtype=model_info.dtype, device=model_info.device)
+        products = [head.quant_method.apply(head, some)[:, ids] for some in unit.split(UNIT_ROWS)]
+    return {"rows": torch.cat(products).T.float().cpu().contiguous().numpy().tobytes()}
+
+
+class _Given(Exception):
+    """Raised where a model is about to take products with its unembedding."""
+
+
+def _head_of(model: Any, model_info: ModelInfo) -> Any:
+    """Return the module that has the unembedding; raise WeirError if it does not take rows of the stream's width."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    def stop(_module: Any, args: tuple, kwargs: dict) -> None:
+        raise _Given(args[0] if args else kwargs["lm_head"])
+
+    processors = [one for one in model.modules() if isinstance(one, LogitsProcessor)]
+    handles = [one.register_forward_pre_hook(stop, with_kwargs=True) for one in processors]
+    row = torch.zeros(1, model_info.d_model, dtype=model_info.dtype, device=model_info.device)
+    try:
+        with torch.inference_mode():
+            model.compute_logits(row)
+    except _Given as e:
+        head = getattr(e.args[0], "base_layer", e.args[0])
+        if head.embedding_dim == model_info.d_model:
+            return head
+    except RuntimeError as e:
+        raise WeirError(f"the unembedding is not found: {str(e)[:200]}") from None
+    finally:
+        for handle in handles:
+            handle.remove()
+    raise WeirError(f"the model's unembedding takes no rows of the stream's width, {model_info.d_model}")
 
 
 def refuse_adapter(lora_request: Any, field: str) -> None:

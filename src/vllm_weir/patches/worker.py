@@ -17,7 +17,7 @@ from vllm_weir.patches.kv_connectors import RELOADED
 from vllm_weir.patches.parameters import parameters_of
 from vllm_weir.patches.scheduler import WAITING, engine_request_of
 from vllm_weir.patches.speculation import drafts_of, patch_sample_tokens, traits_of
-from vllm_weir.patches.unembedding import unembedding_of
+from vllm_weir.patches.unembedding import unembedding_of, unembedding_rows
 from vllm_weir.patches.weights import weights_now
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.keys import WIRE_KEY
@@ -132,6 +132,7 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
     worker.weir_report = functools.partial(_report, status, runtime)
     worker.weir_usage = runtime.usage
     worker.weir_weights = functools.partial(weights_now, runner)
+    worker.weir_unembedding = functools.partial(unembedding_rows, model, model_info)
     worker.weir_load_sae, worker.weir_unload_sae = runtime.saes.load, runtime.saes.unload
     kept = runtime.kept_rows
     worker.weir_keep_rows, worker.weir_fit_rows, worker.weir_drop_rows = kept.begin, kept.fit, kept.end

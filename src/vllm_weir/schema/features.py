@@ -11,13 +11,16 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, set_fields
 from vllm_weir.schema.gates import When
+from vllm_weir.schema.hooks import normalise_hook
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import number
 
 MAX_TOP_K, MAX_IDS, MAX_NAME = 1024, 4096, 256
 MAX_FEATURE = 2**31 - 1
-LENSES = ("logit", "tuned")
+LENSES = ("logit", "tuned", "jacobian")
+LENS_HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+"""Hook points with rows of the stream's width, which a logit lens reads."""
 
 Asked = TypeVar("Asked", "Features", "SetFeature", "Lens")
 
@@ -157,42 +160,77 @@ class Lens:
     """Next-token distributions read off the stream between blocks, to return with a request's output.
 
     Args:
-        kind: ``"logit"`` (the model's final norm and unembedding; nostalgebraist 2020) or
+        kind: ``"logit"`` (the model's final norm and unembedding; nostalgebraist 2020),
             ``"tuned"`` (an affine map of each block before them; Belrose et al. 2023,
-            arXiv:2303.08112).
-        layers: ``"all"``, a block index, or a list of them.
-        top_k: the likeliest tokens of each row, so many of them.
-        path: of the tuned lens, for the caller and the workers.
+            arXiv:2303.08112) or ``"jacobian"`` (before them the mean Jacobian of what leaves the last
+            block with respect to what leaves this one, see `fit_lens`). A named lens says it itself.
+        layers: ``"all"``, a block index, or a list of them. The last block needs no fitted map; any
+            other of which the lens has none is refused.
+        top_k: the likeliest tokens of each row, so many of them (default 10).
+        path: of a fitted lens, for the caller and the workers: the directory of a tuned one, the file
+            of a Jacobian one (``.pt`` or ``.npz``).
         positions: selector, as for `Capture`.
+        name: of a lens that `load_lens` or ``weir serve --weir-lens`` has named, instead of a path.
+        tokens: these token ids instead of the likeliest ones, in this order.
+        hook: hook point that a logit lens reads; a fitted one reads ``resid_post``.
 
     Raises:
         WeirError: naming the field.
     """
 
-    wire_fields: ClassVar[tuple[str, ...]] = ("kind", "layers", "top_k", "path", "positions")
-    kind: str = "logit"
+    wire_fields: ClassVar[tuple[str, ...]] = ("kind", "layers", "top_k", "path", "positions", "name", "tokens", "hook")
+    kind: Any = None
     layers: Any = "all"
-    top_k: int = 10
+    top_k: int | None = None
     path: Any = None
     positions: Any = "all"
+    name: str | None = field(default=None, kw_only=True)
+    tokens: Any = field(default=None, kw_only=True)
+    hook: str = field(default="resid_post", kw_only=True)
     at: str = field(default="lens", repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.kind not in LENSES:
-            raise WeirError(f"unknown lens {brief(self.kind)!r}; choose from {', '.join(LENSES)}", f"{self.at}.kind")
+        kind = "logit" if self.kind is None and self.name is None else self.kind
+        if kind not in (None, *LENSES):
+            raise WeirError(f"unknown lens {brief(kind)!r}; choose from {', '.join(LENSES)}", f"{self.at}.kind")
         path = os.fspath(self.path) if isinstance(self.path, os.PathLike) else self.path
         if path is not None and (not isinstance(path, str) or not path):
             raise WeirError(f"a path is a text, got {type(path).__name__}", f"{self.at}.path")
-        if (self.kind == "tuned") != (self.path is not None):
-            wanted = "a tuned lens is loaded from a path" if self.kind == "tuned" else "a logit lens has no path"
-            raise WeirError(wanted, f"{self.at}.path")
+        if self.name is not None:
+            _name(self.name, f"{self.at}.name", "lens")
+        self._check_source(kind, path)
+        if self.tokens is not None and self.top_k is not None:
+            raise WeirError("give top_k or tokens, not both", f"{self.at}.top_k")
+        tokens = None if self.tokens is None else _ids(self.tokens, f"{self.at}.tokens", "token ids")
+        top_k = None if tokens is not None else _count(10 if self.top_k is None else self.top_k, f"{self.at}.top_k")
         set_fields(
             self,
+            kind=kind,
             path=path,
             layers=parse_layers(self.layers, f"{self.at}.layers"),
-            top_k=_count(self.top_k, f"{self.at}.top_k"),
+            top_k=top_k,
+            tokens=tokens,
+            hook=self._parse_hook(kind),
             positions=Positions.parse(self.positions, f"{self.at}.positions"),
         )
+
+    def _check_source(self, kind: str | None, path: str | None) -> None:
+        """Raise WeirError unless it says in one way which lens is meant."""
+        if self.name is not None and path is not None:
+            raise WeirError("give a name or a path, not both", f"{self.at}.path")
+        if kind == "logit" and (path is not None or self.name is not None):
+            which = "path" if path is not None else "name"
+            raise WeirError(f"a logit lens has no {which}", f"{self.at}.{which}")
+        if kind in ("tuned", "jacobian") and path is None and self.name is None:
+            raise WeirError(f"a {kind} lens is loaded from a path, or named", f"{self.at}.path")
+
+    def _parse_hook(self, kind: str | None) -> str:
+        hook = normalise_hook(self.hook, f"{self.at}.hook")
+        if hook not in LENS_HOOKS:
+            raise WeirError(f"a lens reads one of {', '.join(LENS_HOOKS)}, not {brief(hook)}", f"{self.at}.hook")
+        if kind != "logit" and hook != "resid_post":
+            raise WeirError("a fitted lens reads what leaves a block, resid_post", f"{self.at}.hook")
+        return hook
 
     @classmethod
     def from_json(cls, data: object, at: str = "lens") -> Lens:
@@ -202,9 +240,13 @@ class Lens:
     def to_json(self) -> dict[str, Any]:
         """Return the wire form, defaults left out."""
         layers = self.layers if isinstance(self.layers, str) else list(self.layers)
-        out: dict[str, Any] = {"kind": self.kind, "layers": layers, "top_k": self.top_k}
-        if self.path is not None:
-            out["path"] = self.path
+        out: dict[str, Any] = {"layers": layers}
+        for name in ("kind", "top_k", "path", "name", "tokens"):
+            value = getattr(self, name)
+            if value is not None:
+                out[name] = list(value) if name == "tokens" else value
+        if self.hook != "resid_post":
+            out["hook"] = self.hook
         return _with_positions(out, self.positions)
 
 
@@ -226,9 +268,9 @@ def _with_positions(out: dict[str, Any], positions: Positions) -> dict[str, Any]
     return out if positions.kind == "all" else {**out, "positions": positions.to_json()}
 
 
-def _name(value: object, field_name: str) -> str:
+def _name(value: object, field_name: str, of: str = "autoencoder") -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME:
-        raise WeirError(f"the name of a loaded autoencoder is a text of 1 to {MAX_NAME} characters", field_name)
+        raise WeirError(f"the name of a loaded {of} is a text of 1 to {MAX_NAME} characters", field_name)
     return value
 
 
@@ -246,7 +288,7 @@ def _feature(value: object, field_name: str) -> int:
     return int(value)  # type: ignore[call-overload]
 
 
-def _ids(value: object, field_name: str) -> tuple[int, ...]:
+def _ids(value: object, field_name: str, of: str = "features") -> tuple[int, ...]:
     value = plain(value)
     if is_int(value):
         value = [value]
@@ -255,10 +297,10 @@ def _ids(value: object, field_name: str) -> tuple[int, ...]:
     elif not isinstance(value, str) and hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, str) or not isinstance(value, Sequence) or not len(value):
-        raise WeirError("ids is a list of features, at least one", field_name)
+        raise WeirError(f"expected a list of {of}, at least one", field_name)
     if len(value) > MAX_IDS:
-        raise WeirError(f"more than {MAX_IDS} features", field_name)
+        raise WeirError(f"more than {MAX_IDS} {of}", field_name)
     ids = tuple(_feature(one, field_name) for one in value)
     if len(set(ids)) < len(ids):
-        raise WeirError("a feature is named twice", field_name)
+        raise WeirError(f"one of the {of} is named twice", field_name)
     return ids

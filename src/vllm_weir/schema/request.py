@@ -162,7 +162,7 @@ class RequestSpec:
         modules = parse_modules(data.get("modules", ()), "modules")
         lens = parse_lens(data.get("lens"), "lens")
         if is_text and lens is not None and lens.path is not None:
-            raise WeirError("a request given as text may only ask for the logit lens, which has no path", "lens.path")
+            raise WeirError("a request given as text names a fitted lens, and gives no path", "lens.path")
         features = parse_features(data.get("features", ()), "features")
         probes = parse_probes(data.get("probes", ()), "probes")
         stop_when = parse_stop_when(data.get("stop_when"), "stop_when")

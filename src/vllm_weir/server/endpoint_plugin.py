@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROUTERS = ("activations", "fork", "hooks", "info", "marks", "probes", "saes", "steering", "vectors", "page")
+ROUTERS = ("activations", "fork", "hooks", "info", "lenses", "marks", "probes", "saes", "steering", "vectors", "page")
 """Modules of `vllm_weir.server.routes`, each with a function `router`."""
 PREFIXES = (
     "/v1/weir",
     "/v1/activations",
     "/v1/hooks",
+    "/v1/lenses",
     "/v1/marks",
     "/v1/patch_source",
     "/v1/patch_sweep",
@@ -82,7 +83,7 @@ class Endpoints:
         try:
             load_route_modules()
             from vllm_weir.frontend.lookup import has_frontend
-            from vllm_weir.server import hooks, modules, saes, shipped
+            from vllm_weir.server import hooks, lenses, modules, saes, shipped
             from vllm_weir.server.context import served_name, server_of
             from vllm_weir.server.routes import marks
             from vllm_weir.server.shared.peers import Peers
@@ -103,6 +104,7 @@ class Endpoints:
         await saes.load_given(server)
         await modules.load_given(server)
         await hooks.load_given(server)
+        await lenses.load_given(server)
         await shipped.load_given(server)
         state.weir = server
         state.weir_sweeper = asyncio.create_task(server.sweep())

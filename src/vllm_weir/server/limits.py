@@ -19,6 +19,8 @@ MODULES = "WEIR_SERVE_MODULES"
 """Which modules the server registers when it starts; `weir serve` sets it."""
 HOOKS = "WEIR_SERVE_HOOKS"
 """Which functions the server imports; `weir serve` sets it."""
+LENSES = "WEIR_SERVE_LENSES"
+"""Which lenses the server names; `weir serve` sets it."""
 DEMO = "WEIR_SERVE_DEMO"
 """Set if the server keeps what comes with the shipped model; `weir serve demo` sets it."""
 
@@ -65,7 +67,10 @@ class ServerLimits(BaseModel):
         warn_of_unknown(
             environ,
             PREFIX,
-            [*map(str.upper, cls.model_fields), *(name.removeprefix(PREFIX) for name in (SAES, MODULES, HOOKS, DEMO))],
+            [
+                *map(str.upper, cls.model_fields),
+                *(name.removeprefix(PREFIX) for name in (SAES, MODULES, HOOKS, LENSES, DEMO)),
+            ],
         )
         variables = {name: PREFIX + name.upper() for name in cls.model_fields}
         values = {name: environ[variable] for name, variable in variables.items() if variable in environ}

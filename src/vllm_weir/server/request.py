@@ -137,7 +137,7 @@ def _weir_object(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], _Resp
     _check_probe_names(weir_object.get("probes"))
     lens = weir_object.get("lens")
     if isinstance(lens, Mapping) and lens.get("path") is not None:
-        raise WeirError("over HTTP only the logit lens is served, which has no path", "lens.path")
+        raise WeirError("over HTTP a fitted lens is named; the operator names it: --weir-lens NAME=PATH", "lens.path")
     return weir_object, options
 
 

@@ -42,6 +42,12 @@ VALID = [
         weir.Lens("tuned", layers=[5, 2], path=Path("lens"), positions="last_prompt"),
         {"kind": "tuned", "layers": [2, 5], "top_k": 10, "path": "lens", "positions": "last_prompt"},
     ),
+    (
+        weir.Lens("jacobian", path="j.pt", tokens=torch.tensor([9, 3])),
+        {"kind": "jacobian", "layers": "all", "path": "j.pt", "tokens": [9, 3]},
+    ),
+    (weir.Lens(name="j"), {"name": "j", "layers": "all", "top_k": 10}),
+    (weir.Lens(hook="mlp_out"), {"kind": "logit", "layers": "all", "top_k": 10, "hook": "mlp_out"}),
 ]
 
 
@@ -70,15 +76,29 @@ def lens(**more):
 
 WRONG = {
     "x.name": [
+        lens(name=""),
+        lens(name=3),
+        lens(kind="logit", name="j"),
         (weir.Features, {}),
         (weir.SetFeature, {"feature": 1, "value": 1}),
         *(features(name=name) for name in ("", "a" * 300, 3)),
     ],
-    "x.top_k": [*(features(top_k=k) for k in (0, 1025, True)), features(top_k=3, ids=[1]), lens(top_k=0)],
+    "x.top_k": [
+        *(features(top_k=k) for k in (0, 1025, True)),
+        features(top_k=3, ids=[1]),
+        lens(top_k=0),
+        lens(top_k=2, tokens=[1]),
+    ],
     "x.ids": [features(ids=ids) for ids in ([], "123", [1, 1], [1, -1], [1, 2.5], list(range(5000)), {"1": 2})],
     "x.positions": [features(positions="never")],
     "x.k": [features(k=3)],
-    "x.path": [features(path="y"), lens(path="a"), *(lens(kind="tuned", **path) for path in ({}, {"path": ""}))],
+    "x.path": [
+        features(path="y"),
+        lens(path="a"),
+        lens(name="j", path="a"),
+        lens(kind="jacobian"),
+        *(lens(kind="tuned", **path) for path in ({}, {"path": ""})),
+    ],
     "x.feature": [(weir.SetFeature, {"name": "a", "value": 1}), *(feature(feature=k, value=1) for k in (-1, "1"))],
     "x.value": [feature(), feature(value=1, add=1), feature(value="1")],
     "x.scale": [feature(scale=float("nan"))],
@@ -88,6 +108,8 @@ WRONG = {
         feature(value=1, read_back=1),
     ],
     "x.op": [feature(add=1, op="add")],
+    "x.tokens": [*(lens(tokens=tokens) for tokens in ([], [1, 1], [-1], "a", list(range(5000))))],
+    "x.hook": [lens(hook="z"), lens(hook="nowhere"), lens(name="j", hook="mlp_out"), lens(hook=3)],
     "x.layers": [feature(add=1, layers=3), lens(layers=[]), lens(layers=-1)],
     "x.kind": [lens(kind="telescope"), lens(kind=["logit"])],
     "x.at": [lens(at="y")],

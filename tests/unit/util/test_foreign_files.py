@@ -26,11 +26,11 @@ from tests.unit.refusals import refused
 from vllm_weir.errors import StoreError, WeirError
 from vllm_weir.experiments.grid import Grid, GridFile
 from vllm_weir.experiments.vectors.load import load_vector
+from vllm_weir.lenses.files import open_lens
 from vllm_weir.schema.gguf import write_gguf
 from vllm_weir.schema.json_text import is_json
 from vllm_weir.schema.vector_files import kind_of
 from vllm_weir.util import foreign_files
-from vllm_weir.worker.lenses import check_tuned_lens
 
 A, B = np.float32([0.5, -1.0, 2.0]), np.float32([1.0, 0.25, -4.0])
 TERA = 1 << 40
@@ -210,7 +210,7 @@ def test_json_is_told_by_its_first_bytes(tmp_path: Path, mark: bytes) -> None:
     assert weir.load_probe(tmp_path / "v").layer == 1
     (tmp_path / "config.json").write_bytes(mark + b'{"num_hidden_layers": 2, "d_model": 3}')
     (tmp_path / "params.pt").touch()
-    check_tuned_lens(tmp_path, 2, 3)
+    open_lens(tmp_path)
     for blanks in range(6):
         data = save({"layer.1": A}, {"a": " " * (0x5B + 0x20 * blanks)})
         (tmp_path / "v").write_bytes(data)
@@ -234,6 +234,7 @@ def test_only_regular_files_are_read(tmp_path: Path, make: Any) -> None:
     write_v6(tmp_path / "b", "standard", weights("standard"))
     for name in ("a/cfg.json", "b/sae_weights.safetensors", "params.npz", "config.json"):
         make(tmp_path / name)
+    (tmp_path / "params.pt").touch()
     doors = [
         lambda: load_vector(tmp_path / "params.npz"),
         lambda: weir.load_probe(tmp_path / "params.npz"),
@@ -241,7 +242,8 @@ def test_only_regular_files_are_read(tmp_path: Path, make: Any) -> None:
         lambda: weir.SAE.load(tmp_path / "b"),
         lambda: weir.SAE.load(tmp_path / "params.npz", site=("resid_post", 1)),
         lambda: GRID.read(tmp_path / "params.npz", lambda *_: None),
-        lambda: check_tuned_lens(tmp_path, 2, 3),
+        lambda: open_lens(tmp_path / "params.npz"),
+        lambda: open_lens(tmp_path),
     ]
     refusals: list[WeirError] = []
 

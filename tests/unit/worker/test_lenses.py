@@ -1,4 +1,4 @@
-"""Translators of tuned lenses on a worker: files that change, files that are damaged, and devices that are full."""
+"""Translators of fitted lenses on a worker: files that change, and devices that are full."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.read_outs import LENS, ReadOut
-from vllm_weir.worker.lenses import MAX_TUNED, Lenses, Unembedding, load_translators
+from vllm_weir.worker.lenses import MAX_FITTED, Lenses, Unembedding
 
 D, LAYERS = 4, 2
 UNEMBEDDING = Unembedding(lambda rows: rows, D, "")
@@ -38,7 +38,7 @@ def lenses() -> Lenses:
 
 def weight(made: Lenses, folder: Path, layer: int = 0) -> float | None:
     reader = made.reader(ReadOut(LENS, Site("resid_post", layer), str(folder), 1))
-    return None if reader.translator is None else float(reader.translator[0][0, 0])
+    return None if reader.translator is None else float(reader.translator.matrix[0, 1])
 
 
 def test_a_lens_that_is_saved_again_is_read_again(tmp_path):
@@ -48,56 +48,41 @@ def test_a_lens_that_is_saved_again_is_read_again(tmp_path):
     save(folder, state(5.0))
     os.utime(folder / "params.pt", ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # even within a clock's tick
     assert weight(made, folder) == 6.0
-    assert len(made._tuned) == 1
+    assert len(made._ready) == 1
 
 
 def test_a_few_lenses_stay_ready(tmp_path, monkeypatch):
     made = lenses()
-    folders = [save(tmp_path / f"{n}", state(n)) for n in range(MAX_TUNED + 2)]
+    folders = [save(tmp_path / f"{n}", state(float(n))) for n in range(MAX_FITTED + 2)]
     for n, folder in enumerate(folders):
         assert weight(made, folder) == n + 1
-    assert {version[0] for version in made._tuned} == set(map(str, folders[2:]))
-    monkeypatch.setattr("vllm_weir.worker.lenses.load_translators", lambda *_: pytest.fail("it was ready"))
-    assert weight(made, folders[-1]) == MAX_TUNED + 2
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"0.weight": 3}, "block 0 is no pair of tensors"),
-        ({"1.bias": torch.full((D,), float("nan"))}, "block 1 has numbers that are not finite"),
-        ({"1.weight": torch.zeros(D, D + 1)}, "another width"),
-        ({"2.weight": torch.zeros(D, D)}, "one weight and one bias for each block"),
-    ],
-)
-def test_damaged_translators_are_refused(tmp_path, change, says):
-    with pytest.raises(WeirError, match=says) as e:
-        load_translators(save(tmp_path, state(1.0) | change), LAYERS, D)
-    assert e.value.field == "lens.path"
+    assert {lens.path for lens in made._ready} == set(folders[2:])
+    monkeypatch.setattr("vllm_weir.lenses.files.LensFile.translator", lambda *_: pytest.fail("it was ready"))
+    assert weight(made, folders[-1]) == MAX_FITTED + 2
 
 
 def test_files_that_are_gone_are_refused(tmp_path):
-    with pytest.raises(WeirError, match=r"no params\.pt"):
+    with pytest.raises(WeirError, match="has no lens"):
         weight(lenses(), tmp_path)
 
 
 def test_a_full_device_gives_up_other_lenses_and_then_refuses(tmp_path, monkeypatch):
-    made, room = lenses(), [2]
+    made, room = lenses(), [3]
     for n in range(2):
-        weight(made, save(tmp_path / f"{n}", state(n)))
+        weight(made, save(tmp_path / f"{n}", state(float(n))))
     to = torch.Tensor.to
 
     def full(tensor: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
-        if len(made._tuned) >= room[0]:
+        if len(made._ready) >= room[0]:
             raise torch.OutOfMemoryError("full")
         return to(tensor, *given, **more)
 
     monkeypatch.setattr(torch.Tensor, "to", full)
-    assert weight(made, save(tmp_path / "2", state(2))) == 3.0
-    assert [Path(version[0]).name for version in made._tuned] == ["1", "2"]
+    assert weight(made, save(tmp_path / "2", state(2.0))) == 3.0
+    assert [lens.path.name for lens in made._ready] == ["1", "2"]
     room[0] = 0
-    with pytest.raises(WeirError, match="160 bytes of this lens; start the engine with a lower") as e:
-        weight(made, save(tmp_path / "3", state(3)))
+    with pytest.raises(WeirError, match="64 bytes of this lens at one block") as e:
+        weight(made, save(tmp_path / "3", state(3.0)))
     assert e.value.field == "lens.path"
 
 

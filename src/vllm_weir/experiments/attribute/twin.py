@@ -162,6 +162,25 @@ class Twin:
         with torch.no_grad(), _frozen(self.network), self._at([self._last], write):
             return self._forward(ids)[:, -1]
 
+    @contextlib.contextmanager
+    def unembedding(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Yield what turns rows [n, width] that left the last block into logits [n, vocabulary].
+
+        It can be differentiated. All blocks but the last pass their input on meanwhile.
+        """
+        blocks = [block for layer, block in self._tree.blocks.items() if layer < self.num_layers - 1]
+        given: list[torch.Tensor] = []
+
+        def write(_site: Site, tensor: torch.Tensor) -> None:
+            tensor.copy_(given[-1].view(tensor.shape))
+
+        def logits(rows: torch.Tensor) -> torch.Tensor:
+            given[:] = [rows]
+            return self._forward(torch.zeros(len(rows), 1, dtype=torch.long, device=self.device))[:, -1]
+
+        with _frozen(self.network), _passing_on(self.network, blocks), self._at([self._last], write):
+            yield logits
+
     def differentiate(
         self, ids: Sequence[int], metric: Callable[[torch.Tensor], torch.Tensor], sites: Sequence[Site]
     ) -> Derivatives:
@@ -171,29 +190,14 @@ class Twin:
             WeirError: if the metric cannot be differentiated, or a gradient would leave out a part
                 of the model that reads the rows.
         """
-        live: dict[Site, torch.Tensor] = {}
-        versions: dict[Site, int] = {}
         checked = {*sites, *self._stream_sites(sites)}
-
-        def keep(site: Site, tensor: torch.Tensor) -> None:
-            if site == self._first:
-                tensor.requires_grad_(True)
-            live[site], versions[site] = tensor, tensor._version
-
-        with (
-            torch.enable_grad(),
-            _frozen(self.network),
-            check_complete(self._tree, live),
-            self._at([self._first, *checked], keep),
-        ):
-            value = _value_of(metric, self._forward(self._batch(ids))[0, -1])
-            present = [site for site in checked if self._found(live, site).requires_grad]
+        with self.graph(ids, checked) as (logits, live):
+            value = _value_of(metric, logits[-1])
+            present = [site for site in checked if live[site].requires_grad]
             gradients = torch.autograd.grad(value, [live[site] for site in present], allow_unused=True)
         given = dict(zip(present, gradients, strict=True))
         rows, slopes = {}, {}
         for site in checked:
-            if live[site]._version != versions[site]:
-                raise WeirError(f"the twin overwrites {site} in place, so it has no gradient there", "hooks")
             gradient = given.get(site)
             gradient = torch.zeros_like(live[site]) if gradient is None else gradient
             scale = self.require(site).scale
@@ -201,6 +205,71 @@ class Twin:
             slopes[site] = self._shaped(site, gradient) / scale
         check_stream(rows, slopes, self.num_layers)
         return Derivatives(float(value.detach()), {s: rows[s] for s in sites}, {s: slopes[s] for s in sites})
+
+    @contextlib.contextmanager
+    def graph(
+        self, ids: Sequence[int], sites: Iterable[Site]
+    ) -> Iterator[tuple[torch.Tensor, dict[Site, torch.Tensor]]]:
+        """Yield the logits [tokens, vocabulary] of a prompt and the tensors of sites that they are computed from.
+
+        Raises:
+            WeirError: if a tensor's gradient would leave out a part of the model that reads the rows.
+        """
+        live: dict[Site, torch.Tensor] = {}
+        versions: dict[Site, int] = {}
+
+        def keep(site: Site, tensor: torch.Tensor) -> None:
+            if site == self._first:
+                tensor.requires_grad_(True)
+            live[site], versions[site] = tensor, tensor._version
+
+        wanted = [self._first, *sites]
+        with (
+            torch.enable_grad(),
+            _frozen(self.network),
+            check_complete(self._tree, live),
+            self._at(wanted, keep),
+        ):
+            logits = self._forward(self._batch(ids))[0]
+            for site in wanted:
+                if self._found(live, site)._version != versions[site]:
+                    raise WeirError(f"the twin overwrites {site} in place, so it has no gradient there", "hooks")
+            yield logits, live
+
+    def jacobians(
+        self, ids: Sequence[int], layers: Sequence[int], first: int, last: int, batch: int
+    ) -> dict[int, torch.Tensor]:
+        """Return the mean Jacobians of what leaves the last block with respect to what leaves others.
+
+        Row i of a block's matrix is the gradient of the sum of value i over target positions, averaged over source
+        positions; targets before a source have no part in its gradient.
+
+        Args:
+            ids: the prompt.
+            layers: blocks before the last.
+            first: source and target positions are those from this one
+            last: to this one.
+            batch: rows that are computed at a time.
+
+        Returns:
+            block -> float32 [width, width].
+        """
+        sites = [Site("resid_post", layer) for layer in layers]
+        found = {layer: torch.zeros(self.width, self.width, device=self.device) for layer in layers}
+        with self.graph(ids, [*sites, self._last]) as (_, live):
+            final, inputs = live[self._last], [live[site] for site in sites]
+            for start in range(0, self.width, batch):
+                count = min(batch, self.width - start)
+                chosen = torch.zeros(count, len(ids), self.width, device=self.device)
+                chosen[torch.arange(count), first : last + 1, start + torch.arange(count)] = 1.0
+                gradients = torch.autograd.grad(
+                    final, inputs, chosen.view(count, *final.shape), retain_graph=True, is_grads_batched=True
+                )
+                for site, gradient in zip(sites, gradients, strict=True):
+                    rows = gradient.reshape(count, len(ids), self.width)[:, first : last + 1].mean(1)
+                    found[site.layer][start : start + count] = rows
+        final_scale = self.require(self._last).scale
+        return {site.layer: found[site.layer] * (final_scale / self.require(site).scale) for site in sites}
 
     def _stream_sites(self, sites: Iterable[Site]) -> set[Site]:
         """Return the sites of the stream by which gradients of these are checked."""
@@ -269,6 +338,35 @@ def _value_of(metric: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tens
             "metric",
         )
     return value.reshape(())
+
+
+@contextlib.contextmanager
+def _passing_on(network: Any, blocks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Have blocks return the rows that they are given, in the form in which they return rows."""
+    forms: dict[torch.nn.Module, Any] = {}
+    handles = [block.register_forward_hook(lambda module, _args, output: forms.update({module: output}))
+               for block in blocks]  # fmt: skip
+    try:
+        with torch.no_grad():
+            network(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(network.parameters()).device))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+    def passes(form: Any) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            rows = args[0] if args else kwargs["hidden_states"]
+            return (rows, *form[1:]) if isinstance(form, tuple) else rows
+
+        return forward
+
+    try:
+        for block in blocks:
+            block.forward = passes(forms[block])
+        yield
+    finally:
+        for block in blocks:
+            vars(block).pop("forward", None)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from vllm_weir.frontend.admission.capture_groups import (
 )
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.hook_registry import HookRegistry
+from vllm_weir.frontend.admission.lens_registry import LensRegistry
 from vllm_weir.frontend.admission.lowering import lower
 from vllm_weir.frontend.admission.postprocesses import PostprocessChoice, postprocesses_of
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry
@@ -81,6 +82,7 @@ def admit(
     by_client: bool = False,
     hooks: HookRegistry | None = None,
     registered: Sequence[Hook] = (),
+    lenses: LensRegistry | None = None,
 ) -> AdmittedRequest:
     """Check and resolve a request's keys.
 
@@ -101,6 +103,7 @@ def admit(
         saes: the sparse autoencoders that the workers hold; None for none.
         probes: the registered probes; None for none.
         hooks: the registered hooks; None for none.
+        lenses: the named lenses; None for none.
 
     Raises:
         WeirError: naming the field, for anything that cannot be done exactly as asked.
@@ -119,6 +122,7 @@ def admit(
         probes or ProbeRegistry(),
         has_media,
         hooks or HookRegistry(),
+        lenses or LensRegistry(),
     )
     try:
         return admission.admit(_Given.parse(extra_args, capabilities.num_layers, by_client, registered))
@@ -218,6 +222,7 @@ class _Admission:
     probes: ProbeRegistry
     has_media: bool
     hooks: HookRegistry
+    lenses: LensRegistry
 
     def admit(self, given: _Given) -> AdmittedRequest:
         named = [self._settled(one) if isinstance(one, Use) else one for one in given.interventions]
@@ -271,7 +276,9 @@ class _Admission:
         kept = _kept(captures, spec, probes, capabilities)
         expansion = DerivedPoints.expand(captures, capabilities, self.has_embeddings or self.has_media)
         postprocesses = postprocesses_of(expansion.captures, capabilities, self.lookup)
-        read_outs = read_outs_of(spec.features, spec.lens, capabilities, self.saes.find, self.vocabulary)
+        read_outs = read_outs_of(
+            spec.features, spec.lens, capabilities, self.saes.find, self.lenses.find, self.vocabulary
+        )
         if expansion.sources or read_outs:
             postprocesses = postprocesses._replace(device=None)  # the sources' rows are wanted as they are
         parts, device = self._groups(expansion, postprocesses, read_outs, given.lens_layers)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.reachable import Vocabulary, resolve_tokens
 from vllm_weir.frontend.admission.sae_registry import LoadedSAE
+from vllm_weir.lenses.files import open_lens, told_layers
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.features import Features, Lens
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.read_outs import FEATURES, LENS, ReadOut
-from vllm_weir.worker.lenses import check_tuned_lens
 
 FindSAE = Callable[[str, str], LoadedSAE]
 """(name, field) -> the autoencoder under a name, or raises WeirError."""
+FindLens = Callable[[str, str], str]
+"""(name, field) -> the path of the lens under a name, or raises WeirError."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def read_outs_of(
     lens: Lens | None,
     capabilities: EngineCapabilities,
     find: FindSAE,
+    find_lens: FindLens,
     vocabulary: Vocabulary,
 ) -> tuple[AskedReadOut, ...]:
     """Return the read-outs of a request.
@@ -61,7 +63,7 @@ def read_outs_of(
     """
     found = [_features(one, find, vocabulary) for one in features]
     if lens is not None:
-        found += _lens(lens, capabilities, vocabulary)
+        found += _lens(lens, capabilities, find_lens, vocabulary)
     return tuple(found)
 
 
@@ -100,24 +102,39 @@ def _features(asked: Features, find: FindSAE, vocabulary: Vocabulary) -> AskedRe
     return AskedReadOut(asked.name, read_out, _positions(asked.positions, asked.path, vocabulary), asked.path, sae)
 
 
-def _lens(asked: Lens, capabilities: EngineCapabilities, vocabulary: Vocabulary) -> list[AskedReadOut]:
+def _lens(asked: Lens, capabilities: EngineCapabilities, find: FindLens, vocabulary: Vocabulary) -> list[AskedReadOut]:
     if capabilities.no_lens:
         raise WeirError(capabilities.no_lens, asked.at)
-    if vocabulary.size and asked.top_k > vocabulary.size:
+    if vocabulary.size and (asked.top_k or 0) > vocabulary.size:
         raise WeirError(f"the model has {vocabulary.size} tokens; ask for as many at most", f"{asked.at}.top_k")
-    if asked.path is not None:
-        check_tuned_lens(Path(asked.path), capabilities.num_layers, capabilities.d_model, f"{asked.at}.path")
+    if vocabulary.size and max(asked.tokens or (0,)) >= vocabulary.size:
+        raise WeirError(f"token ids count from 0 to {vocabulary.size - 1}", f"{asked.at}.tokens")
     positions = _positions(asked.positions, asked.at, vocabulary)
-    layers = Capture("resid_post", asked.layers, path=asked.at).resolve_layers(capabilities.num_layers)
-    return [
-        AskedReadOut(
-            layer,
-            ReadOut(LENS, Site("resid_post", layer), asked.path or "", asked.top_k),
-            positions,
-            asked.at,
+    layers = Capture(asked.hook, asked.layers, path=asked.at).resolve_layers(capabilities.num_layers)
+    path = _lens_path(asked, capabilities, find, layers)
+    read_outs = (ReadOut(LENS, Site(asked.hook, layer), path, asked.top_k or 0, asked.tokens or ()) for layer in layers)
+    return [AskedReadOut(one.site.layer, one, positions, asked.at) for one in read_outs]
+
+
+def _lens_path(asked: Lens, capabilities: EngineCapabilities, find: FindLens, layers: Sequence[int]) -> str:
+    """Return the path of a fitted lens, "" for the logit lens; raise WeirError if it does not serve these blocks."""
+    if asked.kind == "logit":
+        return ""
+    field = f"{asked.at}.{'path' if asked.name is None else 'name'}"
+    path = asked.path if asked.name is None else find(asked.name, field)
+    lens = open_lens(path, field)
+    if asked.kind not in (None, lens.kind):
+        raise WeirError(f"it is a {lens.kind} lens, not a {asked.kind} one", field)
+    lens.check_fits(capabilities.num_layers, capabilities.d_model, field)
+    last = capabilities.num_layers - 1
+    lacking = [layer for layer in layers if layer != last and layer not in lens.layers]
+    if lacking:
+        raise WeirError(
+            f"the lens has no matrix for block {lacking[0]}; ask for {told_layers(lens.layers)}, or for block {last}, "
+            "which needs none",
+            f"{asked.at}.layers",
         )
-        for layer in layers
-    ]
+    return str(path)
 
 
 def _positions(positions: Positions, path: str, vocabulary: Vocabulary) -> Positions:
