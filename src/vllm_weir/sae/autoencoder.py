@@ -64,14 +64,17 @@ class SAE:
         norm_bias: torch.Tensor | float | None = None,
         center_rows: bool | None = None,
     ) -> SAE:
-        """Load an autoencoder from a directory of SAELens or Gemma Scope's ``params.npz``.
+        """Load an autoencoder from a directory of SAELens, or from files that others publish.
 
-        What a file asks for is done or refused. Linear functions of the input, and their inverses
-        for the reconstruction, are folded into the weights.
+        These are Gemma Scope (1 and 2), Llama Scope, Qwen Scope, Goodfire, dictionary_learning, sparsify
+        (EleutherAI) and circuit-tracer's transcoders of one block; ``.file_format`` says which it found. What a file
+        asks for is done or refused. Linear functions of the input, and their inverses for the
+        reconstruction, are folded into the weights.
 
         Args:
             path: a directory with ``cfg.json`` and ``sae_weights.safetensors`` (SAELens 5 and 6,
-                and earlier ones), or with ``params.npz``, or that file.
+                and earlier ones), or with ``params.npz``, or that file; or the file or directory of
+                another format, under the name with which it was published.
             site: hook point and layer, for files that do not say them or say them ambiguously, e.g.
                 ``("resid_post", 20)``.
             out_site: what a transcoder reconstructs, if neither the file says it nor it is
@@ -130,6 +133,11 @@ class SAE:
         """The hook point that it reconstructs: `site`, except in transcoders."""
         assert self.config.out_site is not None
         return self.config.out_site
+
+    @property
+    def file_format(self) -> str:
+        """The format of the files that it was loaded from, ``"saelens"`` unless these were of another project."""
+        return str(self.config.metadata.get("file_format", "saelens"))
 
     @property
     def head(self) -> int | None:

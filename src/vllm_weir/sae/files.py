@@ -3,48 +3,51 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.sae import tensors as folding
 from vllm_weir.sae.config import ROW_NORMALISATIONS, SAEConfig
+from vllm_weir.sae.published import FORMATS, Format, format_of
+from vllm_weir.sae.raw_files import read_json, read_safetensors
 from vllm_weir.sae.saelens import Given, ParsedFile, parse_cfg, to_cfg
 from vllm_weir.schema.hooks import parse_site
-from vllm_weir.schema.json_text import is_json, loads
 from vllm_weir.util.atomic_write import atomic_write
-from vllm_weir.util.foreign_files import MAX_NAMES, damage_refused, npz_arrays, open_regular, stand_in
+from vllm_weir.util.foreign_files import damage_refused, npz_arrays, open_regular
 
 CFG, WEIGHTS, SCALER, PARAMS = "cfg.json", "sae_weights.safetensors", "activation_scaler.json", "params.npz"
-MAX_JSON_BYTES = 1 << 24
 
 Loaded = tuple[SAEConfig, dict[str, torch.Tensor]]
 
 
 def read(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict[str, torch.Tensor]]:
-    """Read the files of an autoencoder: a SAELens directory, or Gemma Scope's ``params.npz``.
+    """Read the files of an autoencoder: of SAELens, Gemma Scope's ``params.npz``, or another published format.
 
     Tensors of a safetensors file are mapped from it and read when they are used.
 
     Raises:
         WeirError: for files that are missing, damaged or of another format.
     """
+    if (published := format_of(path)) is not None:
+        return _read_published(path, published, given, name)
     if path.is_dir() and (path / CFG).exists():
         return _read_saelens(path, given, name)
     params = path / PARAMS if path.is_dir() else path
     if not path.exists():
         raise MissingFile(f"{path} does not exist", "path")
     if not params.exists():
-        raise MissingFile(f"{path} has neither {CFG} nor {PARAMS}", "path")
+        raise MissingFile(f"{path} has neither {CFG} nor {PARAMS}, nor files of {_known()}", "path")
     if params.suffix != ".npz":
-        raise WeirError(f"expected a directory of SAELens or a file .npz, got {params.name}", "path")
+        raise WeirError(
+            f"expected a directory of SAELens, a file .npz, or files of {_known()}, got {params.name}", "path"
+        )
     return _read_gemma_scope(params, given, name)
 
 
@@ -98,24 +101,31 @@ def _write_weights(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _read_saelens(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict[str, torch.Tensor]]:
-    cfg = _json(path / CFG)
+    cfg = read_json(path / CFG)
     if given.norm_scaling_factor is None and (path / SCALER).exists():
-        scaler = _json(path / SCALER)
+        scaler = read_json(path / SCALER)
         if scaler.get("has_whitening"):
             raise WeirError("whitened activations are not supported", f"{SCALER}.has_whitening")
         if cfg.get("normalize_activations") == "expected_average_only_in":
             given = replace(given, norm_scaling_factor=scaler.get("scaling_factor"))
     file = parse_cfg(cfg, given, name or path.resolve().name)
-    if not (path / WEIGHTS).exists():
-        raise MissingFile(f"{path} has no {WEIGHTS}", "path")
-    with open_regular(path / WEIGHTS) as opened:
-        head = opened.read(1024)
-    says = "truncated, damaged or no safetensors file"
-    with damage_refused(says, WEIGHTS, head), safe_open(path / WEIGHTS, framework="pt", device="cpu") as weights:
-        names = list(weights.keys())
-        if len(names) > MAX_NAMES:
-            raise ValueError(f"{len(names)} names, more than the limit of {MAX_NAMES}")
-        return file, {name: weights.get_tensor(name) for name in names}
+    return file, read_safetensors(path / WEIGHTS)
+
+
+def _known() -> str:
+    return ", ".join(one.name for one in FORMATS)
+
+
+def _read_published(
+    path: Path, published: Format, given: Given, name: str
+) -> tuple[ParsedFile, dict[str, torch.Tensor]]:
+    entries, tensors = published.read(path)
+    factor = entries.pop("own_scaling_factor", None)
+    if given.norm_scaling_factor is None and factor is not None:
+        given = replace(given, norm_scaling_factor=factor)
+    metadata = {"file_format": published.name} | ({"model_name": entries.pop("model_name", None) or ""})
+    metadata |= {key: entries.pop(key) for key in ("hook_name", "hook_name_out") if key in entries}
+    return parse_cfg(entries | {"metadata": metadata}, given, name or path.resolve().stem), tensors
 
 
 def _read_gemma_scope(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict[str, torch.Tensor]]:
@@ -135,6 +145,7 @@ def _read_gemma_scope(path: Path, given: Given, name: str) -> tuple[ParsedFile, 
         site,
         out_site,
         name=name or path.resolve().parent.name,
+        metadata={"file_format": "gemma_scope"},
     )
     with open_regular(path) as opened:
         head = opened.read(1024)
@@ -143,19 +154,6 @@ def _read_gemma_scope(path: Path, given: Given, name: str) -> tuple[ParsedFile, 
     tensors = {key: folding.as_tensor(array, key) for key, array in arrays.items()}
     # Its transcoders read what the norm returns before its weight.
     return ParsedFile(config, center=bool(given.center_rows), before_weight=site.hook == "mlp_in"), tensors
-
-
-def _json(path: Path) -> dict[str, Any]:
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_JSON_BYTES:
-            raise WeirError(f"more than {MAX_JSON_BYTES} bytes", path.name)
-        data = file.read()
-    if reason := stand_in(data) if not is_json(data) else "":
-        raise WeirError(f"no JSON: {reason}", path.name)
-    found = loads(data, path.name)
-    if not isinstance(found, dict):
-        raise WeirError(f"expected an object, got {type(found).__name__}", path.name)
-    return found
 
 
 def _take_scaling_factors(file: ParsedFile, tensors: dict[str, torch.Tensor]) -> None:

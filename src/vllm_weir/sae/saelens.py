@@ -122,6 +122,7 @@ def to_cfg(config: SAEConfig, dtype: str, d_in: int, d_sae: int, d_out: int) -> 
         "model_from_pretrained_kwargs": {},
     }
     metadata.pop("hf_hook_name", None)
+    metadata.pop("file_format", None)  # it is SAELens's now
     cfg: dict[str, Any] = {
         "architecture": config.saved_architecture,
         "d_in": d_in,
