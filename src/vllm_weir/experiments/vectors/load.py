@@ -43,7 +43,8 @@ def load_vector(
         layers: block of the vector, or of each row, in files that do not say it.
         hook: hook point, in files that do not say it; ``"resid_post"`` if left out.
         numbering: how layers are counted, in files that do not say it: ``"blocks"``, from 0, or
-            ``"hidden_states"``, of which number N leaves block N - 1.
+            ``"hidden_states"``, of which number N leaves block N - 1. With the latter a file of rows alone,
+            [blocks + 1, d] as persona_vectors writes it, needs no `layers`; the embedding's row is left out.
         feature: of a sparse autoencoder, the feature whose row of the decoder is read.
 
     Raises:

@@ -83,9 +83,21 @@ def from_rows(arrays: Sequence[Any], given: Given, source: str, field: str = "fi
         if whole.ndim == 3:
             raise WeirError(f"expected [d] or [layers, d], got {list(whole.shape)}", field)
         rows += [whole] if whole.ndim == 1 else list(whole)
+    if given.layers is None and given.numbering == HIDDEN_STATES and len(rows) > 1:
+        # As persona_vectors writes them: a row for each of transformers' hidden states, the embedding's first.
+        left = dict(enumerate(rows[1:], 1))
+        whence = (
+            "the places of its rows, of which row 0, the embedding's, is left out and the last one is behind the final "
+            "norm"
+        )
+        return _found(left, given.hook_or(None, "resid_post", source), given, source, whence, field)
     if given.layers is None:
         count = "one vector" if len(rows) == 1 else f"{len(rows)} vectors"
-        raise WeirError(f"{source} has {count} and does not say for which blocks; give layers=", "layers")
+        whole = "" if len(rows) == 1 else (
+            ", or numbering='hidden_states' if there is one for the embedding and each block, as persona_vectors "
+            "writes them"
+        )  # fmt: skip
+        raise WeirError(f"{source} has {count} and does not say for which blocks; give layers={whole}", "layers")
     if len(given.layers) != len(rows) or len(set(given.layers)) != len(rows):
         raise WeirError(f"{len(rows)} vectors in the file, layers {list(given.layers)[:9]}", "layers")
     hook = given.hook_or(None, "resid_post", source)

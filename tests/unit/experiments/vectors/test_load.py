@@ -273,3 +273,18 @@ def test_a_feature_of_gemma_scope_needs_its_place(tmp_path):
         assert "give hook= and one block in layers=" in refused("layers", path, feature=5)
         assert load_vector(path, feature=5, hook="resid_post", layers=2).layers == (2,)
         assert load_vector(path, feature=5, hook="mlp_in", layers=2).hook == "mlp_out"  # a transcoder's
+
+
+def test_rows_for_the_embedding_and_each_block(tmp_path):
+    """persona_vectors: [blocks + 1, d], of which row N leaves block N - 1."""
+    rows = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    torch.save(rows, tmp_path / "evil_response_avg_diff.pt")
+    read = load_vector(tmp_path / "evil_response_avg_diff.pt", numbering="hidden_states")
+    assert (read.hook, read.layers) == (
+        "resid_post",
+        (0, 1, 2, 3),
+    ) and "the embedding's, is left out" in read.convention
+    for layer in read.layers:
+        assert np.array_equal(read.vectors[layer], rows[layer + 1].numpy())
+    with pytest.raises(WeirError, match="numbering='hidden_states' if there is one for the embedding"):
+        load_vector(tmp_path / "evil_response_avg_diff.pt")
