@@ -191,16 +191,17 @@ def _device(verdict: Verdict) -> str:
 
 
 def _why(verdicts: list[Verdict]) -> list[str]:
-    """Reason -> its points, and how many architectures have it."""
+    """Reason -> its points, and how many architectures have it; those of a single one are in the file alone."""
     found: dict[str, tuple[dict[str, None], set[str]]] = {}
     for verdict in verdicts:
         for reason, hooks in _reasons(verdict).items():
             points, names = found.setdefault(reason, ({}, set()))
             points |= dict.fromkeys(f"`{hook}`" for hook in hooks)
             names.add(verdict.architecture)
+    found = {reason: those for reason, those in found.items() if len(those[1]) > 1}
     lines = ["\nWhy a point is not there, or not in every block:\n\n| why | points | architectures |\n|---|---|---:|"]
     return lines * bool(found) + [
-        f"| {_cell(reason)} | {', '.join(points)} | {', '.join(names) if len(names) == 1 else len(names)} |"
+        f"| {_cell(reason)} | {', '.join(points)} | {len(names)} |"
         for reason, (points, names) in sorted(found.items(), key=lambda one: -len(one[1][1]))
     ]
 
