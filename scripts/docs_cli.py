@@ -45,10 +45,8 @@ def _group(group: Any, path: str) -> list[str]:
 
 
 def _command(command: Any, path: str) -> list[str]:
-    usage = command.get_usage(typer.Context(command, info_name=path)).removeprefix("Usage: ")
     lines = [f"## {path}", ""]
     lines += [textwrap.fill(" ".join(command.help.split()), 100), ""] if command.help else []
-    lines += ["```text", " ".join(usage.split()), "```", ""]
     rows = [_row(parameter) for parameter in command.params if not getattr(parameter, "hidden", False)]
     rows = [row for row in rows if row]
     if rows:

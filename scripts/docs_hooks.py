@@ -112,7 +112,7 @@ def llms(nav: Any, texts: Mapping[str, str], depth: int = 0) -> str:
 
 def first_sentence(text: str) -> str:
     """``: `` and the first sentence of a page's text, without links and marks; empty if it has none."""
-    plain = _COMMENT.sub("", _FENCE.sub("", text)).replace("**What happened.** ", "")
+    plain = _COMMENT.sub("", _FENCE.sub("", text))
     found = [one for one in plain.split("\n\n") if re.match(r"[A-Z`\[_\"]", one)]
     words = " ".join(re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", found[0] if found else "").split())
     sentence = re.match(r".{20,}?[.?](?= [A-Z`]|$)", words)
