@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("mkdocs")
+from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.structure.files import get_files
 from mkdocs.structure.nav import get_navigation
@@ -22,6 +24,7 @@ PICTURE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)")
 TYPED = {
     "clamp feature": "guides/sae",
     "clamp an SAE latent": "guides/sae",
+    "set feature activation": "guides/sae",
     "layer too large": "errors/not-tapped",
     "block does not exist": "errors/not-tapped",
     "steer after </think>": "guides/chat-positions",
@@ -94,6 +97,18 @@ def search(config: Any) -> Any:
 def test_search_finds_the_page_by_the_words_people_type(search: Any, typed: str) -> None:
     found = search.pages(typed)[:3]
     assert f"{TYPED[typed]}.html" in found, found
+
+
+@pytest.mark.thorough
+def test_search_finds_them_among_what_docstrings_say(tmp_path: Path) -> None:
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
+    build(config)
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    boosts = {name: field["boost"] for name, field in index["config"]["fields"].items()}
+    search = script("docs_search").Search(index["docs"], boosts)
+    found = {typed: search.pages(typed)[:3] for typed in TYPED}
+    assert {typed: pages for typed, pages in found.items() if f"{TYPED[typed]}.html" not in pages} == {}
+    assert len((tmp_path / "llms.txt").read_text().splitlines()) > 80
 
 
 def test_search_words_are_of_pages_that_are_there(config: Any) -> None:
