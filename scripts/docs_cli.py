@@ -45,14 +45,12 @@ def _group(group: Any, path: str) -> list[str]:
 
 
 def _command(command: Any, path: str) -> list[str]:
-    usage = command.get_usage(typer.Context(command, info_name=path)).removeprefix("Usage: ")
     lines = [f"## {path}", ""]
     lines += [textwrap.fill(" ".join(command.help.split()), 100), ""] if command.help else []
-    lines += ["```text", " ".join(usage.split()), "```", ""]
     rows = [_row(parameter) for parameter in command.params if not getattr(parameter, "hidden", False)]
     rows = [row for row in rows if row]
     if rows:
-        lines += ["| option | default | meaning |", "|---|---|---|", *rows, ""]
+        lines += [*rows, ""]
     return lines
 
 
@@ -63,9 +61,11 @@ def _row(parameter: Any) -> str:
         names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
     default = parameter.default
     empty = default in (None, False, "", ()) or callable(default)
-    shown = "required" if parameter.required else "" if empty else f"`{default}`"
-    text = " ".join((getattr(parameter, "help", "") or "").split()).replace("|", "\\|")
-    return f"| {names} | {shown} | {text} |"
+    shown = " (required)" if parameter.required else "" if empty else f" (`{default}`)"
+    text = " ".join((getattr(parameter, "help", "") or "").split())
+    return textwrap.fill(
+        f"* {names}{shown}: {text}", 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 if __name__ == "__main__":

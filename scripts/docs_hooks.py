@@ -2,7 +2,8 @@
 
 A page may link to any file of the repository by its relative path. Files outside ``docs/`` that pages link to become
 part of the site: Markdown of the repository's root as pages, source code as pages with highlighting, the rest as it is.
-A notebook becomes a page beside it, with its stored outputs.
+A notebook becomes a page beside it, with its stored outputs. What readers type, `extra.search_words` of ``mkdocs.yml``,
+is found by the search without standing on the page. ``llms.txt`` lists all pages for programs that read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import posixpath
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.M | re.S)
 _FOREIGN = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=["']?(?:https?:)?//[^>]*>""")
 
+_llms: list[str] = []
 _added: dict[str, str] = {}
 """Path in the repository -> path in the site's sources, of files outside ``docs/``."""
 
@@ -72,6 +75,9 @@ def notebook_page(path: Path) -> str:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turn links between files of the repository into links between pages of the site; drop comments."""
+    page.meta["tags"] = config["extra"]["search_words"].get(page.file.src_uri, [])
+    if page.file.src_uri.startswith("source/"):
+        page.meta["search"] = {"boost": 0.1}  # below the pages that link to it
     here = next((path for path, uri in _added.items() if uri == page.file.src_uri), f"docs/{page.file.src_uri}")
 
     def link(match: re.Match[str]) -> str:
@@ -84,8 +90,39 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return _outside_fences(markdown, lambda text: _LINK.sub(link, _COMMENT.sub("", text)))
 
 
+def on_nav(nav: Any, config: Any, files: Files) -> None:
+    """Write the list of pages."""
+    texts = {file.src_uri: file.content_string for file in files.documentation_pages()}
+    _llms.append(llms(config["nav"], texts))
+
+
+def llms(nav: Any, texts: Mapping[str, str], depth: int = 0) -> str:
+    """The pages of a navigation, each with its title, its link and the first sentence of its text."""
+    lines = ["# Weir", "", "> Read and steer the activations of language models served by stock vLLM.", ""] * (
+        not depth
+    )
+    for entry in nav:
+        ((title, below),) = entry.items() if isinstance(entry, dict) else [("Overview", entry)]
+        if isinstance(below, list):
+            lines += ["", f"{'#' * min(depth + 2, 4)} {title}", "", llms(below, texts, depth + 1)]
+        else:
+            lines.append(f"- [{title}]({below}){first_sentence(texts.get(below, ''))}")
+    return "\n".join(lines).replace("\n\n\n", "\n\n")
+
+
+def first_sentence(text: str) -> str:
+    """``: `` and the first sentence of a page's text, without links and marks; empty if it has none."""
+    plain = _COMMENT.sub("", _FENCE.sub("", text))
+    found = [one for one in plain.split("\n\n") if re.match(r"[A-Z`\[_\"]", one)]
+    words = " ".join(re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", found[0] if found else "").split())
+    sentence = re.match(r".{20,}?[.?](?= [A-Z`]|$)", words)
+    return f": {(sentence[0] if sentence else words).rstrip(':')}" if words else ""
+
+
 def on_post_build(config: Any) -> None:
-    """Fail if a page would load anything from another host."""
+    """Write ``llms.txt``; fail if a page would load anything from another host."""
+    listed = re.sub(r"(?<=\]\()([^)]+)\.(md|ipynb)(?=\))", r"\1.html", _llms.pop())
+    Path(config["site_dir"], "llms.txt").write_text(listed + "\n")
     for path in sorted(Path(config["site_dir"]).rglob("*.html")):
         found = [tag for tag in _FOREIGN.findall(path.read_text()) if 'rel="canonical"' not in tag]
         if found:

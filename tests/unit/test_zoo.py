@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import faulthandler
 import os
 import signal
@@ -11,8 +12,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.conformance import pool
-from tests.conformance.__main__ import RESULTS
-from tests.conformance.docs import write_docs
+from tests.conformance.__main__ import DOCS, GPU_RESULTS, RESULTS
+from tests.conformance.docs import _mark, write_docs
 from tests.conformance.multimodal.__main__ import bad
 from tests.conformance.multimodal.finding import Finding, load, save
 from tests.conformance.multimodal.more_recipes import ALL_RECIPES
@@ -68,6 +69,11 @@ def lines_of(folder, *found, **more) -> list[str]:
     return (folder / "page.md").read_text().splitlines()
 
 
+def numbers_of(folder, name="page.csv") -> list[dict[str, str]]:
+    with (folder / name).open() as file:
+        return list(csv.DictReader(file))
+
+
 def test_other_configurations_have_a_table_of_their_own(tmp_path) -> None:
     found = {
         "A": Verdict("A", CONFORMS, model_class="A", hooks={"embed": point()}, vllm="0.32.0"),
@@ -76,9 +82,31 @@ def test_other_configurations_have_a_table_of_their_own(tmp_path) -> None:
     }
     page = "\n".join(lines_of(tmp_path, found, {}))
     assert "\n1 conforms\n" in page, "configurations are not counted as architectures"
-    assert "1 of 2\nconform" in page
-    assert "| A:flat | B | flat True | transformers | 3e-07 / 4e-07 |" in page
-    assert "| A:deep | deep True | refused | two streams |" in page
+    assert "through Weir: 1 of 2\n" in page
+    assert "|A|✓|?|?|?|?|?|?|?|?|?|1||" in page, "beside it, how many others conform"
+    assert "| A:deep, deep True | cpu, vLLM  | two streams |" in page
+    rows = {row["architecture"]: row for row in numbers_of(tmp_path)}
+    assert rows["A:flat"]["what differs"] == "flat True" and rows["A:flat"]["embed"] == "3e-07 / 4e-07"
+    assert rows["A:deep"]["why a point is not there"] == "two streams"
+
+
+def test_marks_say_what_is_served() -> None:
+    has_not = point(None, None, 0, refused="this block has no experts to choose from")
+    one, inner = Verdict("A", CONFORMS), ("z", "pattern")
+    for found, mark in (
+        ([point()], "✓"),
+        ([point(layers=2, has=2)], "✓"),
+        ([point(layers=2, refused="this block has no attention; block 3 has no attention")], "✓"),
+        ([point(layers=2, has=4, refused="packed")], "◐"),
+        ([point(), point(None, None, 0, 4, "packed")], "◐"),
+        ([point(), has_not], "✓"),
+        ([point(None, None, 0, 4, "packed")], "✗"),
+        ([point(None, None, 0, 0)], "–"),
+        ([has_not], "–"),
+        ([], "?"),
+    ):
+        one.hooks = dict(zip(inner, found, strict=False))
+        assert _mark(one, inner) == mark, found
 
 
 def test_points_inside_a_part_share_a_cell(tmp_path) -> None:
@@ -88,10 +116,11 @@ def test_points_inside_a_part_share_a_cell(tmp_path) -> None:
     found = {name: Verdict(name, CONFORMS, model_class=name, hooks=hooks, vllm="0.32.0") for name in ("A", "B")}
     found["C"] = Verdict("C", CONFORMS, model_class="C", vllm="0.32.0")
     lines = lines_of(tmp_path, found, {})
-    rows = {line.split(" | ")[0]: [cell.strip() for cell in line.split("|")[-4:-2]] for line in lines if "|" in line}
-    assert rows["| A"] == ["all: 2e-06 / 4e-07", "`mlp_in`: 1e-07 / 2e-07 (2 of 4)"]
-    assert rows["| C"] == ["not measured"] * 2
-    assert "* `mlp_post`: packed: A, B" in lines and not any("no gate" in line for line in lines)
+    rows = {row["architecture"]: [row["attention"], row["MLP"]] for row in numbers_of(tmp_path)}
+    assert rows["A"] == ["all: 2e-06 / 4e-07", "`mlp_in`: 1e-07 / 2e-07 (2 of 4)"]
+    assert rows["C"] == ["not measured"] * 2
+    assert "| packed | `mlp_post` | 2 |" in lines and not any("no gate" in line for line in lines)
+    assert [line for line in lines if line.startswith("|A|")] == ["|A|" + "?|" * 7 + "✓|◐|?||" + "|"]
 
 
 def test_every_architecture_that_conforms_has_a_verdict_for_the_lens(tmp_path) -> None:
@@ -100,9 +129,17 @@ def test_every_architecture_that_conforms_has_a_verdict_for_the_lens(tmp_path) -
         "B": Verdict("B", CONFORMS, model_class="B", vllm="0.32.0", lens={"error": None, "refused": "no norm"}),
     }
     lines = lines_of(tmp_path, found, {})
-    assert [line.split(" | ")[-1] for line in lines if line.startswith(("| A |", "| B |"))] == ["3e-07 |", "refused |"]
-    assert "* `lens`: no norm: B" in lines
+    assert [line.split("|")[-4] for line in lines if line.startswith(("|A|", "|B|"))] == ["✓", "✗"]
+    assert [row["lens"] for row in numbers_of(tmp_path)] == ["3e-07", "refused"]
+    assert [row["why a point is not there"] for row in numbers_of(tmp_path)] == ["", "lens: no norm"]
     assert all(v.lens for v in load_results(RESULTS).values() if v.verdict == CONFORMS), "run with --lens"
+
+
+def test_the_page_and_its_numbers_are_written_from_the_results(tmp_path) -> None:
+    write_docs(load_results(RESULTS), load_results(GPU_RESULTS), tmp_path / DOCS.name, multimodal=load().values())
+    for path in tmp_path.iterdir():
+        assert path.read_text() == DOCS.with_name(path.name).read_text(), "run `python -m tests.conformance docs`"
+    assert len([*tmp_path.iterdir()]) == 3
 
 
 def test_representatives_are_in_the_zoo_and_run() -> None:
@@ -132,10 +169,12 @@ def test_what_a_gpu_found_joins_the_page(tmp_path) -> None:
     undone = Verdict("C", CANNOT, "too big", vllm="0.26.0", backend="H200", dtype="bfloat16")
     save_results([done, undone, refused], tmp_path / "gpu.json")
     lines = lines_of(tmp_path, cpu, load_results(tmp_path / "gpu.json"))
-    (row,) = [line for line in lines if line.startswith("| B |")]
-    assert "| H200, vLLM 0.26.0 | float32 | 2e-02 |" in row and "| 3e-03 / 4e-03 |" in row
+    assert [line[-6:] for line in lines if line.startswith("|B|")] == ["|only|"]
+    (row,) = [row for row in numbers_of(tmp_path) if row["architecture"] == "B"]
+    assert (row["where"], row["dtype"], row["bound"]) == ("H200, vLLM 0.26.0", "float32", "2e-02")
+    assert row["embed"] == "3e-03 / 4e-03"
     assert "1 conforms · 1 more conforms on H200, vLLM 0.26.0 · 1 refused · 1 cannot run" in lines
-    assert "| D | H200, vLLM 0.26.0 | two streams | identities |" in lines
+    assert "| D | H200, vLLM 0.26.0 | two streams |" in lines
     rows = [line for line in lines if line.startswith("| C |")]
     assert rows == ["| C | no kernel either | by running it | too big (bfloat16) |"]
     assert "| architecture | cpu, vLLM 0.32.0 | known | on a GPU |" in lines
@@ -153,11 +192,13 @@ def test_multimodal_models_have_a_table_of_their_own(tmp_path) -> None:
     verdict = {"C": Verdict("C", CANNOT, "no kernel", vllm="0.32.0")}
     lines = lines_of(tmp_path, verdict, {}, multimodal=load(tmp_path / "found.json").values())
     assert "## Models that take images and sound" in lines
-    rows = [line for line in lines if line.startswith(("| A |", "| B |"))]
-    assert rows == [
-        "| A | A | audio | 1e-06 | cannot be run: no kernel | cannot be run: no kernel | 2e-06 | nothing |",
-        "| B | B | image | 1e-06 | 2e-06 | 3e-06 | 4e-06 | `pattern`: tokens of one image see each other |",
+    assert [line for line in lines if line.startswith(("|A|", "|B|"))] == [
+        "|A|audio|✓|✗|✗|✓|cannot be run: no kernel|",
+        "|B|image|✓|✓|✓|✓|`pattern`: tokens of one image see each other|",
     ]
+    a, b = numbers_of(tmp_path, "page-multimodal.csv")
+    assert (a["with items"], a["lens"], a["refused, and why"]) == ("cannot be run: no kernel", "2e-06", "nothing")
+    assert [b[name] for name in ("text", "with items", "added at items")] == ["1e-06", "2e-06", "3e-06"]
     assert set(load()) == set(ALL_RECIPES), "run `python -m tests.conformance.multimodal`"
     assert not [one for one in load().values() if bad(one)]
     assert not any("images and sound" in line for line in lines_of(tmp_path, verdict, {}))

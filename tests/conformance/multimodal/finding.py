@@ -13,14 +13,16 @@ HEAD = """
 
 Tiny ones too, in fp32 on a CPU (`python -m tests.conformance.multimodal`), with the bound 1e-5. Three prompts each: of
 text alone, with one item, and with two; rows at every position of every point that is served, against transformers.
-*added at items* is about vectors added at the items' positions, `{"modality": ...}`, at each point in turn: all rows
-that follow. `lens` is about the logit lens of all blocks for the prompt with two items, or of text where items cannot
-be run. `router_logits` and the like are left out of the points where the reference has none. Not in the table:
-`AyaVisionForConditionalGeneration`, which vLLM has dropped (0.24), and Molmo, of which transformers has no model.
+*added* is about vectors added at the items' positions, `{"modality": ...}`, at each point in turn: all rows that
+follow. `router_logits` and the like are left out where the reference has none. The numbers are in
+[models-multimodal.csv](models-multimodal.csv). Not in the table: `AyaVisionForConditionalGeneration`, which vLLM has
+dropped (0.24), and Molmo, of which transformers has no model.
 
-| architecture | vLLM's class | takes | text | with items | added at items | `lens` | refused, and why |
-|---|---|---|---|---|---|---|---|
+| architecture | takes | text | items | added | lens | refused, and why |
+|---|---|:-:|:-:|:-:|:-:|---|
 """
+COLUMNS = ("architecture", "vLLM's class", "takes", "text", "with items", "added at items", "lens", "refused, and why")
+"""Of the file of numbers."""
 
 
 @dataclass
@@ -64,10 +66,20 @@ def table(findings: Iterable[Finding]) -> list[str]:
     findings = list(findings)
     lines = [HEAD.rstrip("\n")] * bool(findings)
     for one in sorted(findings, key=lambda one: one.architecture.lower()):
-        errors = [one.failed or "not run" if error is None else f"{error:.0e}" for error in _errors(one)]
-        why = "; ".join(f"{points}: {reason}" for reason, points in one.refused.items()) or "nothing"
-        lines.append(f"| {' | '.join([one.architecture, one.model_class, one.modality, *errors, why])} |")
+        marks = "|".join("✗" if error is None else "✓" for error in _errors(one))
+        why = "; ".join(filter(None, [one.failed, _why(one)]))
+        lines.append(f"|{one.architecture}|{one.modality}|{marks}|{why}|")
     return lines
+
+
+def cells(finding: Finding) -> list[str]:
+    """The row of the file of numbers."""
+    errors = [finding.failed or "not run" if error is None else f"{error:.0e}" for error in _errors(finding)]
+    return [finding.architecture, finding.model_class, finding.modality, *errors, _why(finding) or "nothing"]
+
+
+def _why(finding: Finding) -> str:
+    return "; ".join(f"{points}: {reason}" for reason, points in finding.refused.items())
 
 
 def _errors(finding: Finding) -> tuple[float | None, ...]:
