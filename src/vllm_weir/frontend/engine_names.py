@@ -47,7 +47,7 @@ class EngineNames:
         probes: by name.
         hooks: by name; of this process alone.
         always: interventions of every request, before its own.
-        lens_hooks: vllm-lens's hooks of every request.
+        global_hooks: functions that are called for every request, see `admit`.
         source: the store, shared by a server's processes, from which `refresh` loads all of these;
             None if there is none.
         lock: held while names are looked up or changed: controllers change them in threads of their
@@ -60,7 +60,7 @@ class EngineNames:
         self.probes = ProbeRegistry()
         self.hooks = HookRegistry()
         self.always: tuple[Kept, ...] = ()
-        self.lens_hooks: tuple[Hook, ...] = ()
+        self.global_hooks: tuple[Hook, ...] = ()
         self.source: RegistryBackend | None = None
         self.lock = threading.RLock()
         self._engine, self._forget = engine, forget
@@ -79,7 +79,7 @@ class EngineNames:
     def universal(self) -> bool:
         """Whether requests that name nothing are steered or scored, too."""
         self.refresh()
-        return bool(self.always or self.lens_hooks or self.probes.everyone or self._scoring)
+        return bool(self.always or self.global_hooks or self.probes.everyone or self._scoring)
 
     def refresh(self) -> None:
         """Load what other processes of the server have changed."""
@@ -138,13 +138,13 @@ class EngineNames:
 
         self.change(edit)
 
-    def set_lens_hooks(self, hooks: Sequence[Hook]) -> None:
-        """Set vllm-lens's hooks of every request from now on; raise WeirError if the engine cannot do them."""
+    def set_global_hooks(self, hooks: Sequence[Hook]) -> None:
+        """Set functions that are called for every request from now on; raise WeirError if the engine cannot do them."""
         with self.lock:
             if hooks:
                 admitted = admit({}, self._engine.require_capabilities(), registered=hooks)
                 self._engine.check_holds(admitted)
-            self.lens_hooks = tuple(hooks)
+            self.global_hooks = tuple(hooks)
             self._forget()
 
     def put_vector(self, name: str, vector: Any) -> str:

@@ -8,6 +8,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm_weir.compat.vllm_lens.request import lens_field, read, to_weir
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.continuation import current_search
@@ -55,7 +56,7 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
                 if observer is not None:
                     observer.refused()
                 forget_items(self, request)
-                raise WeirRequestError(e.message, e.field) from None
+                raise WeirRequestError(e.message, lens_field(e.field)) from None
         original(self, request, *args, **kwargs)
         if tracker is not None:
             assert frontend is not None, "only an engine frontend admits"
@@ -101,7 +102,7 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
         refuse_adapter(request.lora_request, "lens")
     tracker, engine_request = frontend.admit(
         request.request_id,
-        extras,
+        to_weir(extras, frontend.served),
         ids,
         length,
         max_tokens,
@@ -372,7 +373,7 @@ def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Ca
             from vllm_weir.server.context import check_answered
 
             params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
-            check_answered(params, frontend.manager.takes_scores)
+            check_answered(params, read, frontend.manager.takes_scores)
         return stream(self, holding.get(), *args, **kwargs)
 
     return wrapper

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_weir.compat.rhizonymph.sweep_schemas import PatchSweep
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.server.routes.patch_schemas import PatchSweep
 
 MAX_SPANS = 64
 
