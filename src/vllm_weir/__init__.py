@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vllm_weir.client.async_client import AsyncClient
     from vllm_weir.client.client import Client
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
+    from vllm_weir.compat.probe_hook import LLM, AsyncLLM
     from vllm_weir.compat.rhizonymph.tiers import from_tiers
     from vllm_weir.compat.vllm_lens.request import SteeringVector
     from vllm_weir.compat.vllm_lens.tensors import (
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from vllm_weir.experiments.vectors.load import load_vector
     from vllm_weir.experiments.vectors.reft import load_reft
     from vllm_weir.extraction.run import extract
-    from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
     from vllm_weir.results.activations import Activations
     from vllm_weir.results.receipt import Receipt
     from vllm_weir.sae.autoencoder import SAE
@@ -179,7 +179,7 @@ __getattr__, __dir__ = lazy_names(
         "Activations": "vllm_weir.results.activations",
         "Add": "vllm_weir.schema.interventions",
         "AsyncClient": "vllm_weir.client.async_client",
-        "AsyncLLM": "vllm_weir.integrations.probe_hook",
+        "AsyncLLM": "vllm_weir.compat.probe_hook",
         "AttentionProbe": "vllm_weir.schema.probes",
         "Attribution": "vllm_weir.experiments.attribute.result",
         "AuthError": "vllm_weir.client.errors",
@@ -188,7 +188,7 @@ __getattr__, __dir__ = lazy_names(
         "Client": "vllm_weir.client.client",
         "Directions": "vllm_weir.experiments.directions",
         "Features": "vllm_weir.schema.features",
-        "LLM": "vllm_weir.integrations.probe_hook",
+        "LLM": "vllm_weir.compat.probe_hook",
         "Lens": "vllm_weir.schema.features",
         "Hook": "vllm_weir.schema.user_hooks",
         "HookContext": "vllm_weir.worker.own_function",

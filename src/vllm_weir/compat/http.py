@@ -20,11 +20,7 @@ from vllm_weir.server.state import ServerState
 
 
 async def known_names(state: ServerState) -> KnownNames:
-    """Return what the fork's gates and patches may refer to.
-
-    Raises:
-        WeirError: If the engine cannot serve Weir's keys.
-    """
+    """Return what the fork's gates and patches may refer to; raise WeirError if the engine serves none of it."""
     capabilities = await state.capabilities()
     state.frontend.names.refresh()
     return KnownNames(state.frontend.names.vectors.module, capabilities.d_model)

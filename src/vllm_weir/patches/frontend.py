@@ -8,8 +8,8 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm_weir.compat.mi_patch.environment import settings_of
 from vllm_weir.compat.vllm_lens.request import lens_field, read, to_weir
-from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.continuation import current_search
 from vllm_weir.frontend.admission.reachable import Vocabulary
@@ -224,7 +224,7 @@ def merge_outputs(original: Callable[..., Any], _status: PatchStatus) -> Callabl
 
 def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFrontend:
     config = engine.vllm_config
-    settings = Settings.load(config.additional_config)
+    settings = settings_of(config.additional_config)
     parallel = config.parallel_config
     host = None
     if may_be_remote(parallel):
@@ -341,7 +341,7 @@ def _note_weights(engine: Any, method: Any) -> None:
 def _check_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     config = kwargs.get("vllm_config", args[0] if args else None)
     if config is not None:
-        settings = Settings.load(config.additional_config)
+        settings = settings_of(config.additional_config)
         check_sinks(settings.sinks)
         check_controllers(settings.controllers)
 

@@ -84,9 +84,9 @@ def describe(function: Callable[..., Any], field: str, adapter: str = "") -> Tra
     return _kept(msgspec.structs.replace(_described(function), adapter=adapter), function)
 
 
-def by_adapter(name: str) -> bool:
-    """Return whether a function's adapter, not its author, chose a name to save under: ``KEY [INDEX, NAME]``."""
-    return _BY_ADAPTER.match(name) is not None
+def by_authors(saved: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return what functions saved under names of their authors; an adapter's are ``KEY [INDEX, NAME]``."""
+    return None if saved is None else {name: value for name, value in saved.items() if not _BY_ADAPTER.match(name)}
 
 
 _BY_ADAPTER = re.compile(r"[a-z_]+ \[\d+, ", re.ASCII)

@@ -19,8 +19,7 @@ import numpy as np
 
 from vllm_weir.compat.http import known_names
 from vllm_weir.compat.rhizonymph.requests import KnownNames, from_patch, parse_table
-from vllm_weir.compat.rhizonymph.sweep_axes import align, positions_of
-from vllm_weir.compat.rhizonymph.sweep_schemas import PatchSweep
+from vllm_weir.compat.rhizonymph.sweep_body import PatchSweep, align, positions_of
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments import metrics
 from vllm_weir.schema.capture import Capture

@@ -38,15 +38,7 @@ from vllm_weir.schema.vectors import MAX_ELEMENTS, Vector, number
 
 
 def to_weir(extra_args: Mapping[str, Any], by_client: bool = False) -> Mapping[str, Any]:
-    """Return extra arguments in which Weir's key stands for vllm-lens's too.
-
-    Args:
-        extra_args: ``SamplingParams.extra_args``; not changed.
-        by_client: whether the request comes from a client of a server.
-
-    Raises:
-        WeirError: naming the field.
-    """
+    """Return extra arguments in which Weir's key stands for vllm-lens's too, see `read`."""
     if all(extra_args.get(key) is None for key in LENS_KEYS):
         return extra_args
     others = {key: value for key, value in extra_args.items() if key not in KEYS}
@@ -54,7 +46,11 @@ def to_weir(extra_args: Mapping[str, Any], by_client: bool = False) -> Mapping[s
 
 
 def read(extra_args: Mapping[str, Any], by_client: bool = True) -> RequestSpec:
-    """Return what a request asks in Weir's key and in vllm-lens's keys, whose steering comes last."""
+    """Return what a request, of a server's client or not, asks in Weir's key and then in vllm-lens's.
+
+    Raises:
+        WeirError: naming the field.
+    """
     refuse_lens(extra_args, by_client)
     spec = RequestSpec.carried_by(extra_args)
     capture, steer, hooks = (extra_args.get(key) for key in (LENS_CAPTURE_KEY, LENS_STEER_KEY, LENS_HOOKS_KEY))
@@ -209,13 +205,7 @@ _ADAPTER = "vllm_weir.compat.vllm_lens.functions:LensFunction"
 
 
 def saved_name(key: str, index: int, name: object) -> str:
-    """Return the name under which what a hook has saved travels, see `vllm_weir.schema.functions.by_adapter`.
-
-    Args:
-        key: where the hook is from.
-        index: of the hook there.
-        name: its own; text or a number.
-    """
+    """Return the name under which what a hook of `key` saved as `name` travels, see `by_authors`."""
     return f"{key} {json.dumps([index, name])}"
 
 

@@ -176,7 +176,6 @@ class _Admission:
     def admit(self, spec: RequestSpec, given: Sequence[AnyIntervention]) -> AdmittedRequest:
         """Check and resolve what a request asks; `given` are its interventions and hooks, in order."""
         capabilities = self.capabilities
-        stacked = () if spec.stacked is None else spec.stacked.resolve_layers(capabilities.num_layers)
         own = [self._settled(one) if isinstance(one, Use) else one for one in given]
         interventions = self._interventions(spec, own)
         lowered = lower(interventions, capabilities, self.lookup, self.has_token_ids, self._check)
@@ -186,7 +185,7 @@ class _Admission:
         captures = self._captures(spec)
         captured = _nothing_captured(capabilities.dtype)
         if captures or spec.features or spec.lens is not None:
-            captured = self._resolve(captures, spec, stacked, scoring.probes)
+            captured = self._resolve(captures, spec, scoring.probes)
         asked = (*asked_of((*spec.capture, *own)), *scoring.asked, *captured.asked)
         admitted = AdmittedRequest(
             spec=captured.spec,
@@ -219,11 +218,7 @@ class _Admission:
         return admitted
 
     def _resolve(
-        self,
-        captures: tuple[Capture, ...],
-        spec: RequestSpec,
-        stacked: tuple[int, ...],
-        probes: Sequence[ResolvedProbe],
+        self, captures: tuple[Capture, ...], spec: RequestSpec, probes: Sequence[ResolvedProbe]
     ) -> _ResolvedCaptures:
         """Resolve captures, features and the lens."""
         capabilities = self.capabilities
@@ -233,6 +228,7 @@ class _Admission:
         read_outs = read_outs_of(spec.features, spec.lens, capabilities, self.saes.find, self.vocabulary)
         if expansion.sources or read_outs:
             postprocesses = postprocesses._replace(device=None)  # the sources' rows are wanted as they are
+        stacked = () if spec.stacked is None else spec.stacked.resolve_layers(capabilities.num_layers)
         parts, device = self._groups(expansion, postprocesses, read_outs, stacked)
         resolved, parts = _resolved(parts, device, kept)
         directions = postprocesses.directions if postprocesses.device is not None else {}

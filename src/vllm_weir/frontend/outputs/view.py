@@ -28,7 +28,7 @@ from vllm_weir.results.receipt import GateCount, Receipt
 from vllm_weir.results.scores import HookValues, Scores
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.controllers import PREFIX
-from vllm_weir.schema.functions import by_adapter
+from vllm_weir.schema.functions import by_authors
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
@@ -53,7 +53,7 @@ class ViewSnapshot:
 
     def saved(self) -> dict[str, Any] | None:
         """Return what functions have saved, see `OutputView.saved`."""
-        return _by_authors(self.saved_by_functions)
+        return by_authors(self.saved_by_functions)
 
     def all_saved(self) -> dict[str, Any] | None:
         """Return what functions and their adapters have saved."""
@@ -212,7 +212,7 @@ class OutputView:
 
     def saved(self) -> dict[str, Any] | None:
         """Return what functions have saved; waits as `values` does."""
-        return _by_authors(self.all_saved())
+        return by_authors(self.all_saved())
 
     def all_saved(self) -> dict[str, Any] | None:
         """Return what functions and their adapters have saved; waits likewise."""
@@ -666,10 +666,6 @@ class OutputView:
         if not self.part.picks:
             return taken
         return [pick_values(rows, self.part.picks) for rows in join_shards(taken)]
-
-
-def _by_authors(found: dict[str, Any] | None) -> dict[str, Any] | None:
-    return None if found is None else {name: value for name, value in found.items() if not by_adapter(name)}
 
 
 def _spans(positions: np.ndarray) -> list[list[int]]:

@@ -18,6 +18,7 @@ from tests.support.check import expected_positions
 from tests.unit.refusals import refused
 from tests.unit.request_strategies import selectors, served
 from vllm_weir import Ablate, Add, Capture, SteeringVector, WeirError
+from vllm_weir.compat.probe_hook import HiddenStateRequest
 from vllm_weir.compat.vllm_lens.request import in_lens_words, to_weir
 from vllm_weir.config.settings import Settings
 from vllm_weir.frontend.admission.admit import admit
@@ -26,7 +27,6 @@ from vllm_weir.frontend.admission.engine_wire import MAX_TOKEN_SELECTORS
 from vllm_weir.frontend.admission.reachable import Vocabulary, max_generated
 from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.frontend.engine_frontend import EngineFrontend
-from vllm_weir.integrations.probe_hook import HiddenStateRequest
 from vllm_weir.schema.media import Media
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec
