@@ -29,6 +29,10 @@ PROBE = {"kind": "linear", "name": "own", "weight": [1.0, 2.0], "layer": 0}
         ({"apply_hooks": "[]"}, "apply_hooks"),
         ({"weir": WISH}, "capture"),
         ({"output_residual_stream": True}, "output_residual_stream"),
+        (
+            {"apply_steering_vectors": [{"activations": [[1.0]], "layer_indices": ["x"]}]},
+            "apply_steering_vectors[0].layer_indices",
+        ),
         ({"weir": {"v": 1, "captures": []}}, "weir.captures"),
         ({"weir": {"v": 1, "features": [{"name": "sae", "top_k": 2}]}}, "features"),
         ({"weir": {"v": 1, "lens": {}}}, "lens"),

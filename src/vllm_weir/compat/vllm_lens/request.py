@@ -37,6 +37,15 @@ from vllm_weir.schema.user_hooks import Hook
 from vllm_weir.schema.vectors import MAX_ELEMENTS, Vector, number
 
 
+@contextmanager
+def in_lens_words() -> Iterator[None]:
+    """Name the fields of errors as a caller of vllm-lens writes them."""
+    try:
+        yield
+    except WeirError as e:
+        raise WeirError(e.message, lens_field(e.field)) from None
+
+
 def to_weir(extra_args: Mapping[str, Any], by_client: bool = False) -> Mapping[str, Any]:
     """Return extra arguments in which Weir's key stands for vllm-lens's too, see `read`."""
     if all(extra_args.get(key) is None for key in LENS_KEYS):
@@ -45,6 +54,7 @@ def to_weir(extra_args: Mapping[str, Any], by_client: bool = False) -> Mapping[s
     return {**others, WIRE_KEY: read(extra_args, by_client)}
 
 
+@in_lens_words()
 def read(extra_args: Mapping[str, Any], by_client: bool = True) -> RequestSpec:
     """Return what a request, of a server's client or not, asks in Weir's key and then in vllm-lens's.
 
@@ -223,15 +233,6 @@ _OWN_FIELD = re.compile(
     rf"((?:{LENS_STEER_KEY}|{LENS_HOOKS_KEY}|{REGISTERED})\[\d+\])\.(layers|vector|positions)\b(.*)"
 )
 _LENS_NAMES = {"layers": "layer_indices", "vector": "activations", "positions": "position_indices"}
-
-
-@contextmanager
-def in_lens_words() -> Iterator[None]:
-    """Name the fields of errors as a caller of vllm-lens writes them."""
-    try:
-        yield
-    except WeirError as e:
-        raise WeirError(e.message, lens_field(e.field)) from None
 
 
 def lens_field(field: str) -> str:
