@@ -194,7 +194,7 @@ SHIM = {
     "    serialize_activations, serialize_tensor)\n",
     "_helpers/__init__.py": "",
     "_helpers/types.py": "from vllm_weir import Hook, SteeringVector\n",
-    "_helpers/_serialize.py": "from vllm_weir.results.lens_tensors import *\n",
+    "_helpers/_serialize.py": "from vllm_weir.compat.vllm_lens.tensors import *\n",
     "tests/__init__.py": "",
 }
 CONFTEST = """

@@ -45,6 +45,15 @@ if TYPE_CHECKING:
     from vllm_weir.client.async_client import AsyncClient
     from vllm_weir.client.client import Client
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
+    from vllm_weir.compat.probe_hook import LLM, AsyncLLM
+    from vllm_weir.compat.rhizonymph.tiers import from_tiers
+    from vllm_weir.compat.vllm_lens.request import SteeringVector
+    from vllm_weir.compat.vllm_lens.tensors import (
+        decode_activations,
+        deserialize_tensor,
+        serialize_activations,
+        serialize_tensor,
+    )
     from vllm_weir.errors import WeirError
     from vllm_weir.experiments.attribute.result import Attribution
     from vllm_weir.experiments.attribute.run import attribute
@@ -57,20 +66,11 @@ if TYPE_CHECKING:
     from vllm_weir.experiments.vectors.load import load_vector
     from vllm_weir.experiments.vectors.reft import load_reft
     from vllm_weir.extraction.run import extract
-    from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
     from vllm_weir.lenses.fitted import FittedLens
     from vllm_weir.results.activations import Activations
-    from vllm_weir.results.lens_tensors import (
-        decode_activations,
-        deserialize_tensor,
-        serialize_activations,
-        serialize_tensor,
-    )
     from vllm_weir.results.receipt import Receipt
     from vllm_weir.sae.autoencoder import SAE
     from vllm_weir.schema.capture import Capture
-    from vllm_weir.schema.compat.three_tier import from_tiers
-    from vllm_weir.schema.compat.vllm_lens import SteeringVector
     from vllm_weir.schema.features import Features, Lens, SetFeature
     from vllm_weir.schema.gates import When
     from vllm_weir.schema.hooks import Site
@@ -191,7 +191,7 @@ __getattr__, __dir__ = lazy_names(
         "Activations": "vllm_weir.results.activations",
         "Add": "vllm_weir.schema.interventions",
         "AsyncClient": "vllm_weir.client.async_client",
-        "AsyncLLM": "vllm_weir.integrations.probe_hook",
+        "AsyncLLM": "vllm_weir.compat.probe_hook",
         "AttentionProbe": "vllm_weir.schema.probes",
         "Attribution": "vllm_weir.experiments.attribute.result",
         "AuthError": "vllm_weir.client.errors",
@@ -201,7 +201,7 @@ __getattr__, __dir__ = lazy_names(
         "Directions": "vllm_weir.experiments.directions",
         "Features": "vllm_weir.schema.features",
         "FittedLens": "vllm_weir.lenses.fitted",
-        "LLM": "vllm_weir.integrations.probe_hook",
+        "LLM": "vllm_weir.compat.probe_hook",
         "Lens": "vllm_weir.schema.features",
         "Hook": "vllm_weir.schema.user_hooks",
         "HookContext": "vllm_weir.worker.own_function",
@@ -218,7 +218,7 @@ __getattr__, __dir__ = lazy_names(
         "SetFeature": "vllm_weir.schema.features",
         "Site": "vllm_weir.schema.hooks",
         "SiteVerdict": "vllm_weir.schema.site_verdict",
-        "SteeringVector": "vllm_weir.schema.compat.vllm_lens",
+        "SteeringVector": "vllm_weir.compat.vllm_lens.request",
         "Sweep": "vllm_weir.experiments.sweep.result",
         "TooLarge": "vllm_weir.client.errors",
         "Use": "vllm_weir.schema.named_hooks",
@@ -227,15 +227,15 @@ __getattr__, __dir__ = lazy_names(
         "add_controller": "vllm_weir.api",
         "attribute": "vllm_weir.experiments.attribute.run",
         "clear_global": "vllm_weir.api",
-        "decode_activations": "vllm_weir.results.lens_tensors",
+        "decode_activations": "vllm_weir.compat.vllm_lens.tensors",
         "demo_model": "vllm_weir.util.shipped",
         "demo_sae": "vllm_weir.util.shipped",
-        "deserialize_tensor": "vllm_weir.results.lens_tensors",
+        "deserialize_tensor": "vllm_weir.compat.vllm_lens.tensors",
         "extract": "vllm_weir.extraction.run",
         "fit": "vllm_weir.experiments.fit.run",
         "fit_lens": "vllm_weir.experiments.lens_fit",
         "flush": "vllm_weir.api",
-        "from_tiers": "vllm_weir.schema.compat.three_tier",
+        "from_tiers": "vllm_weir.compat.rhizonymph.tiers",
         "list": "vllm_weir.api:list_vectors",
         "list_hooks": "vllm_weir.api",
         "list_lenses": "vllm_weir.api",
@@ -260,8 +260,8 @@ __getattr__, __dir__ = lazy_names(
         "register_probe": "vllm_weir.api",
         "remove_controller": "vllm_weir.api",
         "saes": "vllm_weir.api",
-        "serialize_activations": "vllm_weir.results.lens_tensors",
-        "serialize_tensor": "vllm_weir.results.lens_tensors",
+        "serialize_activations": "vllm_weir.compat.vllm_lens.tensors",
+        "serialize_tensor": "vllm_weir.compat.vllm_lens.tensors",
         "set_global": "vllm_weir.api",
         "sinks": "vllm_weir.api",
         "sites": "vllm_weir.api",

@@ -18,12 +18,14 @@ from starlette.exceptions import HTTPException
 
 from tests.unit.frontends import frontend_of
 from tests.unit.request_strategies import served
+from vllm_weir.compat.rhizonymph import routes as fork
+from vllm_weir.compat.rhizonymph import steering
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server.errors import TYPES, error, weir_error
 from vllm_weir.server.limits import ServerLimits
-from vllm_weir.server.routes import activations, fork, hooks, marks, probes, saes, steering, vectors
+from vllm_weir.server.routes import activations, hooks, marks, probes, saes, vectors
 from vllm_weir.server.routes.body_limit import BodyLimit
 from vllm_weir.server.state import ServerState
 from vllm_weir.worker.saes import WorkerSAEs

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from vllm_weir.integrations.probe_hook import HiddenStateRequest
+from vllm_weir.compat.probe_hook import HiddenStateRequest
 
 
 def test_what_params_carry_already_stays_unless_it_is_given_anew():

@@ -28,9 +28,10 @@ from tests.support.other_systems import (
 )
 from tests.unit.admin_app import ADMIN, app_of, serving
 from vllm_weir import WeirError, analysis
-from vllm_weir.config.mi_patch_env import act_sink
+from vllm_weir.compat.http import translate
+from vllm_weir.compat.mi_patch.environment import act_sink
+from vllm_weir.compat.rhizonymph.requests import KnownNames
 from vllm_weir.guard import refuse
-from vllm_weir.schema.compat.fork_requests import KnownNames
 from vllm_weir.schema.keys import asks, refuse_slips
 from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.request import WeirRequest
@@ -64,7 +65,7 @@ EXAMPLES = {
 
 def parse(xargs=None, body=None):
     names = KnownNames(lambda name, field: (), D)
-    return WeirRequest.parse(xargs, body, ServerLimits(), names)
+    return translate(WeirRequest.parse(xargs, body, ServerLimits()), body or {}, names)
 
 
 @pytest.mark.parametrize(("key", "verdict"), LENS_KEYS.items())

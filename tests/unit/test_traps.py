@@ -21,6 +21,7 @@ from tests.unit.schema.test_lowering import REPLY, Bench, D
 from tests.unit.worker.planning.test_planner import COLUMNS, planner_of, spec_of, step
 from tests.unit.worker.tap.test_op import recording
 from vllm_weir import Site, WeirError
+from vllm_weir.compat.vllm_lens.request import to_weir
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.receive.pending_sequence import InterventionGroup
@@ -255,7 +256,9 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
     class Processor:
         def __init__(self):
             self.request_states = {}
-            self._weir_frontend = SimpleNamespace(universal=False, observer=None, admit=self.admit, pacing=Pacing())
+            self._weir_frontend = SimpleNamespace(
+                universal=False, served=False, observer=None, admit=self.admit, pacing=Pacing()
+            )
 
         def admit(self, request_id, extra_args, *_):
             seen.append((request_id, copy.deepcopy(extra_args)))
@@ -322,9 +325,9 @@ WITH_LAYERS = {
 @pytest.mark.parametrize(("layers", "why"), [([-1], "from 0"), ([1, -4], "from 0"), ([4], "0..3"), ([0, 99], "0..3")])
 def test_trap_12_layers_that_do_not_exist_are_refused_wherever_they_are_named(ask, layers, why):
     """Not dropped, and a negative one is not taken for one from the end: nowhere is it said that it would be."""
-    admit(ask([0, 3]), FACTS)
+    admit(to_weir(ask([0, 3])), FACTS)
     with pytest.raises(WeirError, match=f"block {layers[-1]} does not exist.*{why}") as caught:
-        admit(ask(layers), FACTS)
+        admit(to_weir(ask(layers)), FACTS)
     assert "layer" in caught.value.field or caught.value.field.startswith("output_residual_stream")
 
 

@@ -24,7 +24,6 @@ from vllm_weir.results.activations import Activations
 from vllm_weir.schema.hooks import Site, normalise_hook
 from vllm_weir.schema.scalars import plain
 from vllm_weir.storage.dataset import ActivationDataset
-from vllm_weir.storage.foreign.mi_patch_npz import is_foreign
 from vllm_weir.storage.index import Index, short_names
 from vllm_weir.storage.layouts.npz import folder_of
 from vllm_weir.storage.layouts.npz_arrays import CODES, to_arrays
@@ -167,7 +166,7 @@ class ActivationLoader:
             rows = self.dataset.rows(site, request, space="projected" if projected else "model").rows
             data = {"activations": rows.float() if rows.is_floating_point() else rows} | data
         except WeirError:
-            if decoded or not all(map(is_foreign, blocks)):
+            if decoded or not all(map(_is_foreign, blocks)):
                 raise
         data |= {k: torch.from_numpy(native(array)) for k, array in self._fields(request, site, blocks).items()}
         if self.device is None:
@@ -210,6 +209,11 @@ class ActivationLoader:
     def compute_layer_statistics(self, sequence_activations: dict[int, Any]) -> dict[int, dict[str, float]]:
         """Return statistics by layer, see `vllm_weir.analysis.compute_layer_statistics`."""
         return compute_layer_statistics(sequence_activations)
+
+
+def _is_foreign(block: RecordBlock) -> bool:
+    """Return whether a block is a readable file of Vllm_mi_patch's."""
+    return isinstance(block, ArrayBlock) and block.readable and block.unpack is not unpack_own
 
 
 def quick_load(

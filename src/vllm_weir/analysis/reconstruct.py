@@ -12,7 +12,6 @@ import torch
 from vllm_weir.codec import decode, project
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.compression import METHODS, Compression
-from vllm_weir.storage.foreign.mi_patch_npz import rebuild
 from vllm_weir.storage.layouts.npz_arrays import to_records
 
 DENSE, SPARSE = ("rp8", "full8"), "topk8"
@@ -93,3 +92,65 @@ def native(array: np.ndarray) -> np.ndarray:
 
 def _little_endian(array: np.ndarray) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder("<")) if array.dtype.itemsize > 1 else array
+
+
+def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
+    """Decode the arrays of one file: float32 [n, k] (dense) or [n, width] (topk8).
+
+    Vllm_mi_patch's scales are [n], or [k] if its function for scales per dimension was given all
+    rows at once; if n equals k they are taken to be per row. Scales of Weir's own files are [n, 1]
+    and mean ``q * scale + zero``.
+
+    Args:
+        arrays: Arrays of the file by name.
+        width: Values of a row, for topk8.
+
+    Raises:
+        WeirError: If fields are missing or do not match, or if the file has lost its values.
+    """
+    sparse = "indices" in arrays
+    for key in ("indices", "values", "scale", "zero") if sparse else ("q", "scale", "zero"):
+        if key not in arrays:
+            raise WeirError(f"has no field {key}", key)
+    codes = np.asarray(arrays["values" if sparse else "q"], np.float32)
+    scale, zero = (np.asarray(arrays[key], np.float32) for key in ("scale", "zero"))
+    if codes.ndim != 2:
+        raise WeirError(f"codes are [rows, values], got {list(codes.shape)}", "q")
+    if scale.shape == codes.shape and codes.shape[1] > 1:
+        raise WeirError(
+            "its scales are per dimension (VLLM_ACT_PER_DIM=1), each taken over a single row: it keeps no values",
+            "scale",
+        )
+    if not sparse and scale.shape == zero.shape == codes.shape[1:] != (len(codes),):
+        return (codes - zero) * scale
+    if scale.size != len(codes) or zero.size != len(codes):
+        raise WeirError(f"{len(codes)} rows want as many scales and zeros, got {scale.size} and {zero.size}", "scale")
+    if scale.shape == zero.shape == (len(codes), 1):
+        values = codes * scale + zero
+    else:
+        values = (codes - zero.reshape(-1, 1)) * scale.reshape(-1, 1)
+    if not sparse:
+        return values
+    if width is None:
+        raise WeirError("topk8 does not say how wide a row is; pass hidden_size", "hidden_size")
+    return scatter(np.asarray(arrays["indices"]), values, width)
+
+
+def scatter(indices: np.ndarray, values: np.ndarray, width: int) -> np.ndarray:
+    """Return sparse rows [n, k] as dense ones [n, width].
+
+    int16 indices are read as uint16, since Vllm_mi_patch stores larger ones wrapped.
+    """
+    if indices.shape != values.shape or indices.dtype.kind not in "iu":
+        raise WeirError(
+            f"indices {indices.dtype} {list(indices.shape)} do not fit values {list(values.shape)}", "indices"
+        )
+    if indices.dtype == np.int16:
+        if width > 65_536:
+            raise WeirError(f"int16 indices cannot reach {width} values: it keeps wrong places", "indices")
+        indices = indices.view(np.uint16)
+    if indices.size and (int(indices.max()) >= width or int(indices.min()) < 0):
+        raise WeirError(f"index {int(indices.max())} is outside a row of {width} values", "indices")
+    dense = np.zeros((len(values), width), np.float32)
+    np.put_along_axis(dense, indices.astype(np.int64), values, axis=1)
+    return dense

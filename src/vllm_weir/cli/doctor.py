@@ -145,7 +145,7 @@ def _check_plugins() -> tuple[list[dict[str, str]], list[dict[str, str]], list[s
     The settings are those of environment variables.
     """
     from vllm_weir import consumers, controllers
-    from vllm_weir.config.settings import Settings
+    from vllm_weir.compat.mi_patch.environment import settings_of
     from vllm_weir.frontend.controllers import check_controllers
     from vllm_weir.frontend.sinks.manager import check_sinks
 
@@ -168,7 +168,7 @@ def _check_plugins() -> tuple[list[dict[str, str]], list[dict[str, str]], list[s
         rows("controller", controllers.names(), controllers.find),
     )
     try:
-        settings = Settings.load(None)
+        settings = settings_of(None)
         check_sinks(settings.sinks)
         check_controllers(settings.controllers)
     except WeirError as e:

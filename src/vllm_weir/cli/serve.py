@@ -10,6 +10,8 @@ from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 
 from vllm_weir.cli.options import take
+from vllm_weir.compat.rhizonymph.modules import OPTION as MODULES_OPTION
+from vllm_weir.compat.rhizonymph.modules import put_options as put_modules
 from vllm_weir.config.env import disabled
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.guard import refuse
@@ -17,8 +19,6 @@ from vllm_weir.schema.json_text import fits_header
 from vllm_weir.server import hooks, lenses
 from vllm_weir.server.endpoint_plugin import load_route_modules
 from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
-from vllm_weir.server.modules import OPTION as MODULES_OPTION
-from vllm_weir.server.modules import put_options as put_modules
 from vllm_weir.server.saes import OPTION as SAE_OPTION
 from vllm_weir.server.saes import check_given, model_in, put_options
 from vllm_weir.server.shared.directory import clear

@@ -16,8 +16,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_weir.config.env import warn_of_unknown
-from vllm_weir.config.mi_patch_env import NAME as ACT
-from vllm_weir.config.mi_patch_env import act_sink
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.controllers import parse_controllers
@@ -118,9 +116,6 @@ class Settings(BaseModel):
             given["sinks"] = parse_sinks(given["sinks"])
         if "controllers" in given:
             given["controllers"] = parse_controllers(given["controllers"])
-        act = act_sink(environ)
-        if act is not None:
-            given["sinks"] = given.get("sinks", {}) | parse_sinks({ACT: act}, ACT)
         if "hooks" in given:
             given["hooks"] = _normalise_hooks(given["hooks"])
         for name, value in given.items():

@@ -78,7 +78,7 @@ class EngineFrontend:
         names: what names stand for, and what holds for all requests.
         observer: told what becomes of requests; None unless a server has set it.
         holder: holds outputs back until their tokens have scores.
-        lens_told: of every request since vllm-lens's hooks were registered, what its functions have said.
+        global_told: by request, what functions have said since some are called for every request.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class EngineFrontend:
     ) -> None:
         self.settings = settings
         self.store = RowStore()
-        self.lens_told: dict[str, ToldValues] = {}
+        self.global_told: dict[str, ToldValues] = {}
         self.holder = OutputHolder(self.store, settings.timeout)
         self.pacing = Pacing()
         self.observer: RequestObserver | None = None
@@ -214,8 +214,8 @@ class EngineFrontend:
             request_id, admitted, [-1] * prompt_len if prompt_ids is None else prompt_ids, self.store
         )
         self.store.open(pending)
-        if self.names.lens_hooks:
-            self.lens_told[request_id] = pending.told
+        if self.names.global_hooks:
+            self.global_told[request_id] = pending.told
         if prompt_ids is not None and captures_only_prompt(pending.memory, prompt_len):
             self.store.prompt_slicer.add(pending, capabilities.d_model)
         elif not streams and presliceable_kind(pending.memory) and not self.engine.traits.speculative:
@@ -269,7 +269,7 @@ class EngineFrontend:
             bool(media),
             by_client=self.served,
             hooks=names.hooks,
-            registered=names.lens_hooks,
+            registered=names.global_hooks,
             lenses=names.lenses,
         )
         if not self.served and admitted.told < len(admitted.probes):

@@ -51,7 +51,7 @@ class EngineNames:
         hooks: by name; of this process alone.
         lenses: files of fitted lenses by name; likewise.
         always: interventions of every request, before its own.
-        lens_hooks: vllm-lens's hooks of every request.
+        global_hooks: functions that are called for every request, see `admit`.
         source: the store, shared by a server's processes, from which `refresh` loads all of these;
             None if there is none.
         lock: held while names are looked up or changed: controllers change them in threads of their
@@ -65,7 +65,7 @@ class EngineNames:
         self.hooks = HookRegistry()
         self.lenses = LensRegistry()
         self.always: tuple[Kept, ...] = ()
-        self.lens_hooks: tuple[Hook, ...] = ()
+        self.global_hooks: tuple[Hook, ...] = ()
         self.source: RegistryBackend | None = None
         self.lock = threading.RLock()
         self._engine, self._forget = engine, forget
@@ -84,7 +84,7 @@ class EngineNames:
     def universal(self) -> bool:
         """Whether requests that name nothing are steered or scored, too."""
         self.refresh()
-        return bool(self.always or self.lens_hooks or self.probes.everyone or self._scoring)
+        return bool(self.always or self.global_hooks or self.probes.everyone or self._scoring)
 
     def refresh(self) -> None:
         """Load what other processes of the server have changed."""
@@ -143,13 +143,13 @@ class EngineNames:
 
         self.change(edit)
 
-    def set_lens_hooks(self, hooks: Sequence[Hook]) -> None:
-        """Set vllm-lens's hooks of every request from now on; raise WeirError if the engine cannot do them."""
+    def set_global_hooks(self, hooks: Sequence[Hook]) -> None:
+        """Set functions that are called for every request from now on; raise WeirError if the engine cannot do them."""
         with self.lock:
             if hooks:
                 admitted = admit({}, self._engine.require_capabilities(), registered=hooks)
                 self._engine.check_holds(admitted)
-            self.lens_hooks = tuple(hooks)
+            self.global_hooks = tuple(hooks)
             self._forget()
 
     def put_vector(self, name: str, vector: Any) -> str:

@@ -6,6 +6,7 @@ engine runs.
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,8 @@ BEAMS = "vllm.entrypoints.generate.beam_search.utils"
 """The module of the sequences that beam search returns."""
 POOLED = ("PoolingOutput", "EmbeddingOutput", "ClassificationOutput", "ScoringOutput")
 READ_VALUES = ("features", "lens")
+TRANSLATED = {"hook_results": "vllm_weir.compat.vllm_lens.request"}
+"""Properties of other systems -> the module with a function of that name, which makes them of what was saved."""
 _PROPERTIES = {
     "activations": "Rows captured for this sequence (index 0's for a request), or None; see `weir.Activations`.",
     "features": "Features of autoencoders by name (index 0's for a request), or None; see `weir.Features`.",
@@ -56,6 +59,8 @@ def _completion_getter(name: str) -> Any:
             return None
         if name in READ_VALUES:
             return getattr(view.read_values(), name)
+        if name in TRANSLATED:
+            return getattr(importlib.import_module(TRANSLATED[name]), name)(view.all_saved() or {}) or None
         return getattr(view, name)()
 
     return get

@@ -26,13 +26,13 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from vllm_weir.client import AsyncClient
 from vllm_weir.client.payload import MODULES_KEY, RESPONSE_KEY, refuse_code
 from vllm_weir.client.results import Completion, completion_of
+from vllm_weir.compat.vllm_lens.request import lens_capture, lens_interventions
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import LENS_KEY, Activations
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.compat.vllm_lens import lens_capture, lens_interventions, refuse_lens
 from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.json_text import loads
-from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
+from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY, refuse_lens
 from vllm_weir.schema.request import (
     MEASURE_DOSE,
     WIRE_VERSION,

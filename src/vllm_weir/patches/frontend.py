@@ -8,7 +8,8 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_weir.config.settings import Settings
+from vllm_weir.compat.mi_patch.environment import settings_of
+from vllm_weir.compat.vllm_lens.request import lens_field, read, to_weir
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.continuation import current_search
 from vllm_weir.frontend.admission.reachable import Vocabulary
@@ -55,7 +56,7 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
                 if observer is not None:
                     observer.refused()
                 forget_items(self, request)
-                raise WeirRequestError(e.message, e.field) from None
+                raise WeirRequestError(e.message, lens_field(e.field)) from None
         original(self, request, *args, **kwargs)
         if tracker is not None:
             assert frontend is not None, "only an engine frontend admits"
@@ -101,7 +102,7 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
         refuse_adapter(request.lora_request, "lens")
     tracker, engine_request = frontend.admit(
         request.request_id,
-        extras,
+        to_weir(extras, frontend.served),
         ids,
         length,
         max_tokens,
@@ -223,7 +224,7 @@ def merge_outputs(original: Callable[..., Any], _status: PatchStatus) -> Callabl
 
 def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFrontend:
     config = engine.vllm_config
-    settings = Settings.load(config.additional_config)
+    settings = settings_of(config.additional_config)
     parallel = config.parallel_config
     host = None
     if may_be_remote(parallel):
@@ -340,7 +341,7 @@ def _note_weights(engine: Any, method: Any) -> None:
 def _check_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     config = kwargs.get("vllm_config", args[0] if args else None)
     if config is not None:
-        settings = Settings.load(config.additional_config)
+        settings = settings_of(config.additional_config)
         check_sinks(settings.sinks)
         check_controllers(settings.controllers)
 
@@ -372,7 +373,7 @@ def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Ca
             from vllm_weir.server.context import check_answered
 
             params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
-            check_answered(params, frontend.manager.takes_scores)
+            check_answered(params, read, frontend.manager.takes_scores)
         return stream(self, holding.get(), *args, **kwargs)
 
     return wrapper

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_weir.compat.vllm_lens.methods import METHODS
 from vllm_weir.config.env import OFF
 from vllm_weir.guard import refuse as guard
 from vllm_weir.guard.import_hook import when_imported
-from vllm_weir.patches.lens_hooks import METHODS
 
 logger = logging.getLogger(__name__)
 

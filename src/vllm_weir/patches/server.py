@@ -8,6 +8,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from vllm_weir.compat import http
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.lookup import has_frontend, view_of
 from vllm_weir.frontend.pacing import entry_of
@@ -61,10 +62,11 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
             if lora is not None and (problem := await _use_lora(self.models, request, lora)) is not None:
                 return problem
             server = server_of(self.engine_client)
-            names = await server.known_names() if not fork_fields(body).keys().isdisjoint(FORK_LISTS) else None
-            weir_request = WeirRequest.parse(request.vllm_xargs, body, server.limits, names)
+            names = await http.known_names(server) if not fork_fields(body).keys().isdisjoint(FORK_LISTS) else None
+            weir_request = WeirRequest.parse(request.vllm_xargs, body, server.limits)
             if weir_request is None:
                 return await _plain(server, original(self, request, *args, **kwargs))
+            weir_request = http.translate(weir_request, body, names)
             if request.use_beam_search:
                 raise WeirError("is not served together with Weir's keys", "use_beam_search")
             await server.frontend.pacing.wait_to_enter()
@@ -134,8 +136,8 @@ async def _finish(serving: Any, builder: ResponseBuilder, result: Any) -> Any:
     for choice in result.choices:
         if choice.index in weir_objects:
             choice.weir = weir_objects[choice.index]
-    if builder.lens is not None:
-        result.activations = builder.lens
+    for name, value in builder.fields.items():
+        setattr(result, name, value)
     return result
 
 

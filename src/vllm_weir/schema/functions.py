@@ -13,6 +13,7 @@ import dis
 import hashlib
 import importlib
 import inspect
+import re
 import secrets
 import textwrap
 import weakref
@@ -81,6 +82,14 @@ def describe(function: Callable[..., Any], field: str, adapter: str = "") -> Tra
         got = type(function).__name__
         raise WeirError(f"expected a function of (rows, ctx), got {got}; code never comes over HTTP", field)
     return _kept(msgspec.structs.replace(_described(function), adapter=adapter), function)
+
+
+def by_authors(saved: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return what functions saved under names of their authors; an adapter's are ``KEY [INDEX, NAME]``."""
+    return None if saved is None else {name: value for name, value in saved.items() if not _BY_ADAPTER.match(name)}
+
+
+_BY_ADAPTER = re.compile(r"[a-z_]+ \[\d+, ", re.ASCII)
 
 
 def describe_in(module: str, name: str, function: Callable[..., Any]) -> Travelling:

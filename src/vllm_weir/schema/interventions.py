@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from vllm_weir.schema.instructions import (
     VectorCollector,
 )
 from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.vectors import number
 
 MAX_ADDED_LENGTH, MAX_ADDED_RATIO = 1e16, 1e9
 """Most that KEEP_NORM adds before it restores the norm: its length, and its ratio to the row's.
@@ -286,3 +288,20 @@ class LowRank(Intervention):
 
 def _clipped(value: float, limit: float) -> float:
     return max(-limit, min(value, limit))
+
+
+def scaled(interventions: Sequence[Intervention], scale: Any, path: str) -> list[Intervention]:
+    """Return additions with their scales multiplied by `scale`.
+
+    Raises:
+        WeirError: naming `path`, if there are interventions of other kinds and `scale` is not 1.
+    """
+    factor = number(scale, path)
+    if factor == 1.0:
+        return list(interventions)
+    out: list[Intervention] = []
+    for intervention in interventions:
+        if not isinstance(intervention, Add):
+            raise WeirError(f"the module holds a {intervention.op}, which cannot be scaled; leave the scale out", path)
+        out.append(replace(intervention, scale=intervention.scale * factor))
+    return out

@@ -70,6 +70,19 @@ def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
     return False
 
 
+def refuse_lens(extra_args: Mapping[str, Any], by_client: bool = True) -> None:
+    """Raise WeirError if a request carries one of `LENS_REFUSED`, or comes from a client and carries functions."""
+    for key, why in LENS_REFUSED.items():
+        if extra_args.get(key) is not None:
+            raise WeirError(why, key)
+    if by_client and extra_args.get(LENS_HOOKS_KEY) is not None:
+        raise WeirError(
+            "code never comes over HTTP; the server's operator loads a function with --weir-hook "
+            "NAME=module:attribute, and requests name it",
+            LENS_HOOKS_KEY,
+        )
+
+
 @functools.lru_cache(maxsize=1024)
 def meant(key: str, in_body: bool = False) -> str | None:
     """Return the key of Weir's that `key` misspells, or None.

@@ -116,6 +116,8 @@ class RequestSpec:
         stop_when: rules about the scores, any of which ends generation.
         dose: whether the relative doses of its interventions are measured.
         hooks: functions that are called after the interventions: `Hook` and `Use`.
+        stacked: that of its captures whose blocks also come as one tensor; it does not travel.
+        last_hooks: functions that are called after those of every request; they do not travel.
     """
 
     capture: tuple[Capture, ...] = ()
@@ -127,6 +129,8 @@ class RequestSpec:
     stop_when: tuple[StopText, ...] = ()
     dose: bool = MEASURE_DOSE
     hooks: tuple[Hook | Use, ...] = ()
+    stacked: Capture | None = None
+    last_hooks: tuple[Hook, ...] = ()
 
     @classmethod
     def carried_by(cls, extras: Mapping[str, Any]) -> RequestSpec:

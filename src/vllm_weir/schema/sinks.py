@@ -39,6 +39,7 @@ class SinkDefinition:
             consumer declares, mostly none.
         keep: for those captures, as `Capture.keep`.
         required: whether a request fails if the sink fails; None: as the consumer says.
+        fits_width: whether the `k` of its captures' topk8 is at most the width of rows; it has no wire form.
     """
 
     consumer: str
@@ -48,6 +49,7 @@ class SinkDefinition:
     captures: tuple[str, ...] | None = None
     keep: str = "always"
     required: bool | None = None
+    fits_width: bool = False
 
     @classmethod
     def parse(

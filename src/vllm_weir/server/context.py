@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -11,8 +11,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.lookup import frontend_of
 from vllm_weir.guard.refuse import ROUTES
 from vllm_weir.guard.request_errors import WeirRequestError
-from vllm_weir.schema.compat.vllm_lens import lens_capture, refuse_lens
-from vllm_weir.schema.keys import LENS_CAPTURE_KEY, asks
+from vllm_weir.schema.keys import asks
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.server.response import ResponseBuilder
 from vllm_weir.server.state import ServerState
@@ -50,24 +49,23 @@ def answering() -> Iterator[None]:
         _rows_used.reset(token)
 
 
-def check_answered(params: Any, scores_taken: bool = False) -> None:
+def check_answered(params: Any, read: Callable[[Mapping[str, Any]], RequestSpec], scores_taken: bool = False) -> None:
     """Refuse a request for rows, or what is read off them, on a route whose responses cannot carry them.
 
     Args:
         params: the request's.
+        read: makes a request of extra arguments.
         scores_taken: whether a controller of the engine gets the scores.
     """
     extra = getattr(params, "extra_args", None)
     if current_response.get() is not None or _rows_used.get() or not extra or not asks(extra, None):
         return
     try:
-        refuse_lens(extra)
-        spec = RequestSpec.carried_by(extra)
-        lens = lens_capture(extra[LENS_CAPTURE_KEY]) if extra.get(LENS_CAPTURE_KEY) is not None else None
+        spec = read(extra)
     except WeirError as e:
         raise WeirRequestError(e.message, e.field) from None
-    if lens is not None or any(capture.sink.memory for capture in spec.capture):
-        field = "capture" if spec.capture else LENS_CAPTURE_KEY
+    if any(capture.sink.memory for capture in spec.capture):
+        field = spec.capture[0].path.partition("[")[0]
         raise WeirRequestError(f"responses of this route cannot carry rows; use {ROUTES}, or name a sink", field)
     unread = _unread(spec, scores_taken)
     if unread is not None:

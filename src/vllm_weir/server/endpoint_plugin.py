@@ -23,8 +23,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROUTERS = ("activations", "fork", "hooks", "info", "lenses", "marks", "probes", "saes", "steering", "vectors", "page")
-"""Modules of `vllm_weir.server.routes`, each with a function `router`."""
+ROUTES = ("activations", "hooks", "info", "lenses", "marks", "probes", "saes", "vectors", "page")
+ROUTERS = (
+    *(f"vllm_weir.compat.rhizonymph.{name}" for name in ("routes", "steering")),
+    *(f"vllm_weir.server.routes.{name}" for name in ROUTES),
+)
+"""Modules with a function `router`."""
+LOADERS = tuple(
+    f"vllm_weir.{name}"
+    for name in ("server.saes", "compat.rhizonymph.modules", "server.hooks", "server.lenses", "server.shipped")
+)
+"""Modules with a function `load_given`, which loads what the server was started with."""
 PREFIXES = (
     "/v1/weir",
     "/v1/activations",
@@ -83,10 +92,11 @@ class Endpoints:
         try:
             load_route_modules()
             from vllm_weir.frontend.lookup import has_frontend
-            from vllm_weir.server import hooks, lenses, modules, saes, shipped
             from vllm_weir.server.context import served_name, server_of
             from vllm_weir.server.routes import marks
             from vllm_weir.server.shared.peers import Peers
+
+            loaders = [importlib.import_module(name) for name in LOADERS]
         except Exception as e:  # noqa: BLE001 - as in attach_router
             state.weir_refusal = guard.cause_of(e)
             return
@@ -101,11 +111,8 @@ class Endpoints:
             answer = functools.partial(marks.answer_here, server.frontend.manager)
             server.peers = Peers(server.directory.subdirectory("peers"), answer, str(os.getpid()))
             await server.peers.open()
-        await saes.load_given(server)
-        await modules.load_given(server)
-        await hooks.load_given(server)
-        await lenses.load_given(server)
-        await shipped.load_given(server)
+        for loader in loaders:
+            await loader.load_given(server)
         state.weir = server
         state.weir_sweeper = asyncio.create_task(server.sweep())
         logger.info("Weir's routes are on; results by reference are in %s", server.directory and server.directory.path)
@@ -117,7 +124,7 @@ class Endpoints:
 
 def load_route_modules() -> list[ModuleType]:
     """Return the modules with the routes; raise whatever their import raises."""
-    return [importlib.import_module(f"vllm_weir.server.routes.{name}") for name in ROUTERS]
+    return [importlib.import_module(name) for name in ROUTERS]
 
 
 def _attach_refusals(app: FastAPI, why: str) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.compat.fork_requests import KnownNames
-from vllm_weir.schema.compat.vllm_lens import refuse_lens
+from vllm_weir.results.activations import Activations
 from vllm_weir.schema.json_text import loads
-from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, PROJECTED_KEYS, WIRE_KEY, fork_fields, misplaced, places
+from vllm_weir.schema.keys import KEYS, PROJECTED_KEYS, WIRE_KEY, fork_fields, misplaced, places, refuse_lens
 from vllm_weir.server.limits import ServerLimits
-from vllm_weir.server.rhizonymph import with_fork
 
 RESPONSE = "response"
 _ENTRY = re.compile(r"^(modules|interventions|probes)\[(\d+)\](.*)$", re.ASCII | re.DOTALL)
@@ -28,16 +26,16 @@ class WeirRequest:
         inline_bytes: Up to this many bytes of rows come inline with the choice.
         stream: Whether chunks carry new scores as they arrive.
         binary: Whether the values of hooks come as base64 instead of numbers.
-        lens: Whether the response has vllm-lens's fields.
+        answer: Returns another system's fields of the response, of rows of at most so many bytes; None for none.
         own: Whether the key ``weir`` was given, so that rows come in Weir's form.
-        origins: For the lists in ``weir``, the fork's fields that their first entries stand for.
+        origins: For the lists in ``weir``, the fields of another system that their first entries stand for.
     """
 
     extra_args: Mapping[str, Any]
     inline_bytes: int
     stream: bool = False
     binary: bool = False
-    lens: bool = False
+    answer: Callable[[Activations, int], dict[str, Any]] | None = None
     own: bool = False
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -56,46 +54,39 @@ class WeirRequest:
         xargs: Mapping[str, Any] | None,
         body: Mapping[str, Any] | None,
         limits: ServerLimits,
-        names: KnownNames | None = None,
     ) -> WeirRequest | None:
         """Return what is asked in ``vllm_xargs`` and in unknown top-level keys, None if nothing is.
+
+        Fields of other systems are left to `compat`.
 
         Args:
             xargs: The request's ``vllm_xargs``.
             body: The fields that vLLM does not know.
             limits: What clients may ask for.
-            names: What `FORK_LISTS` refer to; None only for a body without them.
 
         Raises:
             WeirError: Naming the field.
         """
         if (error := misplaced(xargs, body)) is not None:
             raise error
-        extra_args, fork = _gather(xargs or {}, body or {}), fork_fields(body)
-        if not extra_args and not fork:
+        extra_args = _gather(xargs or {}, body or {})
+        if not extra_args and not fork_fields(body):
             return None
         refuse_lens(extra_args)
         options = _ResponseOptions(limits.inline_default)
         if WIRE_KEY in extra_args:
             extra_args[WIRE_KEY], options = _weir_object(extra_args[WIRE_KEY], limits)
-        origins: Mapping[str, tuple[str, ...]] = {}
-        if fork:
-            extra_args[WIRE_KEY], origins = with_fork(extra_args.get(WIRE_KEY), fork, names)
-        if LENS_CAPTURE_KEY in extra_args:
-            extra_args[LENS_CAPTURE_KEY] = _lens_layers(extra_args[LENS_CAPTURE_KEY])
         return cls(
             extra_args,
             inline_bytes=min(options.inline_bytes, limits.inline_bytes),
             stream=options.stream,
             binary=options.binary,
-            lens=extra_args.get(LENS_CAPTURE_KEY) is not None,
             own=WIRE_KEY in extra_args,
-            origins=origins,
         )
 
 
 def _gather(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Weir's and vllm-lens's keys from all places; raise WeirError for one given twice."""
+    """Return the keys of Weir and of other systems from all places; raise WeirError for one given twice."""
     found: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for place, values in places(xargs, body):
@@ -168,12 +159,3 @@ def _response_options(data: Any, limits: ServerLimits) -> _ResponseOptions:
     if values not in ("numbers", "b64"):
         raise WeirError("expected 'numbers' or 'b64'", f"{path}.values")
     return _ResponseOptions(inline, stream, values == "b64")
-
-
-def _lens_layers(value: Any) -> Any:
-    """Return vllm-lens's capture; in ``vllm_xargs`` vLLM turns its true into a number."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if value not in (0, 1):
-            raise WeirError("expected true, a list of blocks, or that as JSON", LENS_CAPTURE_KEY)
-        return value == 1
-    return value

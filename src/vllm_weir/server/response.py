@@ -12,7 +12,6 @@ from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.frontend.receive.release import HeldSequences
 from vllm_weir.server.errors import TYPES, error_body
 from vllm_weir.server.hook_values import ValueForm
-from vllm_weir.server.lens_response import activations_field
 from vllm_weir.server.request import WeirRequest
 from vllm_weir.server.response_body import NO_LOCK, new_values, projects, weir_object, whole
 from vllm_weir.server.state import ServerState
@@ -31,7 +30,7 @@ class ResponseBuilder:
             not distinguish them.
         several: Whether there is more than one choice.
         held: The request's sequences, whose rows are held until the response is out.
-        lens: vllm-lens's field ``activations``, once choice 0 is answered.
+        fields: Another system's fields, once choice 0 is answered.
     """
 
     def __init__(self, request: WeirRequest, server: ServerState) -> None:
@@ -39,7 +38,7 @@ class ResponseBuilder:
         self.failure: WeirError | None = None
         self.failed = self.several = False
         self.held = HeldSequences()
-        self.lens: dict[str, Any] | None = None
+        self.fields: dict[str, Any] = {}
         self._server = server
         self._views: dict[int, OutputView] = {}
         self._streamed_ends: dict[int, tuple[int, int]] = {}  # choice -> ends of the rows, and of the scores, streamed
@@ -103,16 +102,16 @@ class ResponseBuilder:
 
     def _weir_object(self, choice: int) -> dict[str, Any]:
         view = whole(self._views.pop(choice))
-        # Rows in vllm-lens's field are not sent a second time.
+        # Rows in another system's field are not sent a second time.
         rows = self.request.own or self.several
         # A receipt alone is built in the event loop, which must not wait for a thread.
         cpu_lock = self._server.cpu_lock if view.part.has_rows or view.pending.admitted.calls else NO_LOCK
         inline_bytes = self._server.inline_bytes(self.request.inline_bytes)
         try:
             out = weir_object(view, inline_bytes, self._spool, rows, cpu_lock, self._value_form)
-            if self.request.lens and choice == 0 and not projects(view):
+            if self.request.answer is not None and choice == 0 and not projects(view):
                 with cpu_lock:
-                    self.lens = activations_field(view.activations(), self._server.limits.lens_bytes)
+                    self.fields = self.request.answer(view.activations(), self._server.limits.lens_bytes)
             return out
         finally:
             view.drop()
@@ -124,9 +123,7 @@ class ResponseBuilder:
 
     async def _rewrite(self, chunk: str) -> str:
         if chunk.startswith(DONE):
-            if self.lens is None:
-                return chunk
-            return f"{_event({'activations': self.lens})}{chunk}"
+            return f"{_event(self.fields)}{chunk}" if self.fields else chunk
         if not chunk.startswith(f"{DATA}{{"):
             return chunk
         data = json.loads(chunk[len(DATA) :])

@@ -17,7 +17,6 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.results.activations import Activations
-from vllm_weir.schema.compat.fork_requests import KnownNames
 from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
 from vllm_weir.server.metrics import ServerMetrics
 from vllm_weir.server.shared.directory import SharedDirectory
@@ -117,16 +116,6 @@ class ServerState:
         if tokenizer is None:
             raise WeirError("this server has no tokenizer", "prompt")
         return tokenizer
-
-    async def known_names(self) -> KnownNames:
-        """Return what the fork's gates and patches may refer to.
-
-        Raises:
-            WeirError: If the engine cannot serve Weir's keys.
-        """
-        capabilities = await self.capabilities()
-        self.frontend.names.refresh()
-        return KnownNames(self.frontend.names.vectors.module, capabilities.d_model)
 
     async def run(self, job: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
         """Run `job`, which waits or copies for a response, in a thread, and `undo` if the caller was cancelled."""

@@ -17,10 +17,9 @@ from vllm_weir.schema.compression import EXACT_DTYPES, Compression, header_shape
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.batch import Batch, header_text
 from vllm_weir.storage.dataset import ActivationDataset
-from vllm_weir.storage.foreign.rhizonymph import write_rhizonymph
 from vllm_weir.storage.index import Index
 from vllm_weir.storage.layouts.base import Writer
-from vllm_weir.storage.loading import load, open_writer
+from vllm_weir.storage.loading import foreign, load, open_writer
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.provenance import SOURCE
 
@@ -100,10 +99,11 @@ def _write_fork(
     store = ObjectStore(target, storage_options, fsync=fsync)
     if store.is_file() or store.names(deep=True):
         raise WeirError(f"{store.url} is not empty; files for the fork are written into a new place", "target")
+    write = foreign("rhizonymph.files").write_rhizonymph
     rows_done, total = 0, dataset.count()
     for request in dataset.requests:
         acts = dataset[request]
-        write_rhizonymph(store, request, acts)
+        write(store, request, acts)
         rows_done += sum(acts.count(site) for site in acts.sites)
         _report(progress, total, 0, rows_done)
     return len(dataset)

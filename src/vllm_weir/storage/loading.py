@@ -11,9 +11,6 @@ from typing import Any
 
 from vllm_weir.errors import MissingFile, WeirError, brief
 from vllm_weir.storage.dataset import ActivationDataset
-from vllm_weir.storage.foreign.mi_patch_npz import read_foreign_npz
-from vllm_weir.storage.foreign.rhizonymph import is_rhizonymph, read_rhizonymph
-from vllm_weir.storage.foreign.vllm_hidden_states import read_hidden_states
 from vllm_weir.storage.index import Index
 from vllm_weir.storage.layouts.base import MARKER, Writer, read_marker
 from vllm_weir.storage.layouts.npz import FILE, FOLDER
@@ -77,6 +74,11 @@ def _layout_module(module: str) -> Any:
         return importlib.import_module(f"vllm_weir.storage.layouts.{module}")
     except ImportError as e:
         raise WeirError(f"the layout 'sharded' needs pyarrow ({e}): pip install 'vllm-weir[keep]'", "layout") from e
+
+
+def foreign(module: str) -> Any:
+    """Import a module of `compat` that reads and writes files of another system."""
+    return importlib.import_module(f"vllm_weir.compat.{module}")
 
 
 def _read_sharded(store: ObjectStore, names: dict[str, int], incomplete: bool = False) -> Index:
@@ -164,12 +166,12 @@ def _recognise(
             _refuse_renamed(store, files, _layout_module("manifest").is_shard)
             return _read_sharded(store, names)
         if "hidden_states" in container.tensors:
-            return read_hidden_states(store, names, layer_ids)
+            return foreign("hidden_states").read_hidden_states(store, names, layer_ids)
         raise store.error(files[0], "holds no activations that Weir knows")
     if any(FILE.fullmatch(n.rpartition("/")[2]) for n in names):
-        return read_foreign_npz(store, names, hidden_size)
-    if is_rhizonymph(names):
-        return read_rhizonymph(store, names)
+        return foreign("mi_patch.files").read_foreign_npz(store, names, hidden_size)
+    if (fork := foreign("rhizonymph.files")).is_rhizonymph(names):
+        return fork.read_rhizonymph(store, names)
     if not store.exists():
         if not store.local:
             with contextlib.suppress(MissingFile):

@@ -119,6 +119,7 @@ class ArrayBlock(RecordBlock):
     _recent: ClassVar[WeakKeyDictionary[ArrayBlock, np.ndarray]] = WeakKeyDictionary()
     KEEP = 8
     has_own_checksums = True  # a member of a zip file has a CRC-32
+    readable = True
 
     def __init__(
         self,

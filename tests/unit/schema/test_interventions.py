@@ -17,10 +17,10 @@ import vllm_weir as weir
 from tests.unit.frontends import frontend_of
 from tests.unit.refusals import pairs, refused
 from tests.unit.request_strategies import served
+from vllm_weir.compat.vllm_lens.request import lens_capture, lens_interventions
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.schema.compat.vllm_lens import lens_capture, lens_interventions
 from vllm_weir.schema.intervention_kinds import KINDS, parse_intervention
 from vllm_weir.schema.vectors import Vector, digest_of
 

@@ -18,6 +18,7 @@ import torch
 
 import vllm_weir as weir
 from tests.unit.schema.test_lowering import FACTS, LAYERS, Bench, D
+from vllm_weir.compat.vllm_lens.request import to_weir
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.schema.hooks import Site
@@ -164,7 +165,7 @@ def done(case: Case, value: Any, positions: Any, prompt_len: int, names: dict[st
     """What the product does, in the table's words."""
     ids = IDS[:prompt_len]
     try:
-        found = admit(case.build(value, positions), FACTS, lookup=lambda ref, _field: names[ref])
+        found = admit(to_weir(case.build(value, positions)), FACTS, lookup=lambda ref, _field: names[ref])
         bench = Bench()
         bench.enter("r", found, prompt_len, ids)
     except WeirError as e:

@@ -21,6 +21,7 @@ from tests.support.growth import FOLD, grown, grows, places
 from tests.support.hook_functions import probe_and_steer
 from tests.support.sae_reference import weights
 from tests.unit.admin_app import ADMIN, FACTS, D, Server, Workers, app_of, serving
+from vllm_weir.compat.vllm_lens.request import to_weir
 from vllm_weir.schema import keys
 from vllm_weir.schema.intervention_base import MAX_INTERVENTIONS, Intervention
 from vllm_weir.server.context import current_response
@@ -135,7 +136,7 @@ class OpenAIServingCompletion:
         if builder is not None:
             frontend = self.engine_client._weir_server.frontend
             frontend.names.refresh()
-            tracker, _ = frontend.admit("r", builder.request.extra_args, [5] * 40, 40, 8)
+            tracker, _ = frontend.admit("r", to_weir(builder.request.extra_args, by_client=True), [5] * 40, 40, 8)
             builder.held.add(frontend.store, tracker.pending)
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from tests.unit.admin_app import FACTS
 from tests.unit.frontends import frontend_of
 from vllm_weir import WeirError
+from vllm_weir.compat.vllm_lens.request import read
 from vllm_weir.patches import server
 from vllm_weir.server import context
 
@@ -28,6 +29,10 @@ PROBE = {"kind": "linear", "name": "own", "weight": [1.0, 2.0], "layer": 0}
         ({"apply_hooks": "[]"}, "apply_hooks"),
         ({"weir": WISH}, "capture"),
         ({"output_residual_stream": True}, "output_residual_stream"),
+        (
+            {"apply_steering_vectors": [{"activations": [[1.0]], "layer_indices": ["x"]}]},
+            "apply_steering_vectors[0].layer_indices",
+        ),
         ({"weir": {"v": 1, "captures": []}}, "weir.captures"),
         ({"weir": {"v": 1, "features": [{"name": "sae", "top_k": 2}]}}, "features"),
         ({"weir": {"v": 1, "lens": {}}}, "lens"),
@@ -40,7 +45,7 @@ PROBE = {"kind": "linear", "name": "own", "weight": [1.0, 2.0], "layer": 0}
 )
 def test_what_would_be_dropped_is_refused(extra, field):
     with pytest.raises(WeirError) as caught:
-        context.check_answered(SimpleNamespace(extra_args=extra))
+        context.check_answered(SimpleNamespace(extra_args=extra), read)
     assert caught.value.field == field
 
 
@@ -58,12 +63,12 @@ def test_what_would_be_dropped_is_refused(extra, field):
     ],
 )
 def test_what_asks_for_no_rows_goes_on(extra):
-    context.check_answered(SimpleNamespace(extra_args=extra))
+    context.check_answered(SimpleNamespace(extra_args=extra), read)
 
 
 def test_scores_that_a_controller_gets_are_not_dropped():
     asked = SimpleNamespace(extra_args={"weir": {"v": 1, "probes": ["mood"]}})
-    context.check_answered(asked, scores_taken=True)
+    context.check_answered(asked, read, scores_taken=True)
 
 
 @pytest.mark.parametrize(

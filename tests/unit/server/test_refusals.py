@@ -16,9 +16,11 @@ from tests.support.hook_functions import probe_and_steer
 from tests.support.refusals import ADMISSION, PARSE, refusals
 from tests.support.sae_reference import weights
 from tests.unit.admin_app import ADMIN, D, Server, Workers, app_of, serving
+from vllm_weir.compat.http import translate
+from vllm_weir.compat.rhizonymph.requests import KnownNames
+from vllm_weir.compat.vllm_lens.request import to_weir
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.reachable import Vocabulary
-from vllm_weir.schema.compat.fork_requests import KnownNames
 from vllm_weir.server.context import current_response
 from vllm_weir.server.request import WeirRequest
 
@@ -61,7 +63,7 @@ class OpenAIServingCompletion:
         extra = current_response.get().request.extra_args
         self.engine_client._weir_server.frontend.names.refresh()
         frontend = self.engine_client._weir_server.frontend
-        frontend.admit("r", extra, PROMPT, len(PROMPT), request.max_tokens)
+        frontend.admit("r", to_weir(extra, by_client=True), PROMPT, len(PROMPT), request.max_tokens)
         pytest.fail("it was admitted")
 
 
@@ -80,12 +82,17 @@ def answer(server: Server, asked: dict[str, Any]) -> tuple[str, str, OpenAIServi
 def test_each_is_refused_at_its_door_by_its_field(server, one):
     body = {name: value for name, value in one.asked.items() if name != "vllm_xargs"}
     names = KnownNames(server.frontend.names.vectors.module, D)
+
+    def parsed():
+        request = WeirRequest.parse(one.asked.get("vllm_xargs"), body, server.limits)
+        return request and translate(request, body, names)
+
     if one.door == PARSE:
         with pytest.raises(WeirError) as caught:
-            WeirRequest.parse(one.asked.get("vllm_xargs"), body, server.limits, names)
+            parsed()
         assert caught.value.field == one.field
     else:
-        WeirRequest.parse(one.asked.get("vllm_xargs"), body, server.limits, names)
+        parsed()
     message, field, serving = answer(server, one.asked)
     assert field == one.field and message.startswith(f"{one.field}: ") and one.why in message
     assert serving.entered == (one.door == ADMISSION)

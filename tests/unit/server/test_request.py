@@ -13,10 +13,11 @@ import zstandard
 import vllm_weir as weir
 from tests.unit.refusals import refused
 from vllm_weir.cli.serve import all_plugins, prepare
+from vllm_weir.compat.http import translate
+from vllm_weir.compat.vllm_lens import request as vllm_lens
+from vllm_weir.compat.vllm_lens.request import lens_interventions
+from vllm_weir.compat.vllm_lens.tensors import serialize_tensor as encode
 from vllm_weir.errors import WeirError
-from vllm_weir.results.lens_tensors import serialize_tensor as encode
-from vllm_weir.schema.compat import vllm_lens
-from vllm_weir.schema.compat.vllm_lens import lens_interventions
 from vllm_weir.schema.keys import asks
 from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.request import WeirRequest
@@ -26,13 +27,14 @@ WISH = {"v": 1, "capture": [{"hook": "resid_post", "layers": [1]}]}
 
 
 def parse(xargs=None, body=None, limits=LIMITS):
-    return WeirRequest.parse(xargs, body, limits)
+    request = WeirRequest.parse(xargs, body, limits)
+    return request and translate(request, body or {})
 
 
 def test_every_place_says_the_same():
     as_text = parse({"weir": json.dumps(WISH)})
     assert as_text == parse(None, {"weir": WISH}) == parse({}, {"extra_args": {"weir": WISH}})
-    assert as_text.extra_args == {"weir": WISH} and as_text.own and not as_text.lens
+    assert as_text.extra_args == {"weir": WISH} and as_text.own and not as_text.answer
 
 
 @pytest.mark.parametrize("body", [None, {}, {"user": 1}, {"extra_args": 5}, {"weir": None}])
@@ -66,7 +68,7 @@ def test_a_client_names_a_sink_of_the_operator():
 @pytest.mark.parametrize(("value", "means"), [(1, True), (1.0, True), (0, False), ([1, 2], [1, 2]), ("true", "true")])
 def test_what_vllm_makes_of_true_is_still_every_block(value, means):
     ask = parse({"output_residual_stream": value})
-    assert ask.extra_args == {"output_residual_stream": means} and ask.lens and not ask.own
+    assert ask.extra_args == {"output_residual_stream": means} and ask.answer and not ask.own
 
 
 def lens_json(tensor, **more):

@@ -18,10 +18,11 @@ from tests.support import machine
 from tests.support.measure import becomes
 from tests.unit.stored import shaped_rows
 from vllm_weir.client.response_fields import activations_of
+from vllm_weir.compat.http import activations_field
+from vllm_weir.compat.vllm_lens.tensors import serialize_tensor as encode
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.pacing import Pacing
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.lens_tensors import serialize_tensor as encode
 from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server import response as module
@@ -216,12 +217,12 @@ def test_an_error_event_names_the_field(server):
 def test_too_much_for_vllm_lens_is_refused(server, monkeypatch):
     held = acts()
     held._lens_layers = (0,)
-    made = reply(server, View(activations=lambda: held), lens=True)
+    made = reply(server, View(activations=lambda: held), answer=activations_field)
     server.limits = ServerLimits(lens_bytes=10)
     with pytest.raises(WeirError, match="WEIR_SERVE_LENS_BYTES") as e:
         asyncio.run(made.weir_objects())
     assert e.value.field == "output_residual_stream"
-    assert module.activations_field(held, 1 << 20) is not None
+    assert activations_field(held, 1 << 20)
 
 
 def test_trap_13_tensors_that_are_compressed_side_by_side_are_whole():
@@ -251,7 +252,7 @@ def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):
             yield f"data: {json.dumps({'choices': [{'index': prompt, 'text': '', 'finish_reason': 'stop'}]})}\n\n"
 
     async def go():
-        patches.current_response.set(ResponseBuilder(WeirRequest({}, 1 << 20, lens=True), server))
+        patches.current_response.set(ResponseBuilder(WeirRequest({}, 1 << 20, answer=activations_field), server))
         stream = patches.stream(vllm_s, None)(None, SimpleNamespace(n=None), results(), num_prompts=2)
         return [json.loads(c[6:])["choices"][0] async for c in stream]
 
@@ -442,7 +443,7 @@ def test_what_was_kept_for_an_answer_that_fails_is_freed(server, monkeypatch):
     with pytest.raises(WeirError, match="did not arrive"):
         asyncio.run(made.weir_objects())
     assert len(server.spool) == 0
-    monkeypatch.setattr(module, "activations_field", failing("too much", "output_residual_stream"))
-    (out,) = rewritten(reply(server, View(), lens=True), chunk("stop"))
+    answer = failing("too much", "output_residual_stream")
+    (out,) = rewritten(reply(server, View(), answer=answer), chunk("stop"))
     assert "too much" in told_of(out)["choices"][0]["weir"]["error"]
     assert len(server.spool) == 0

@@ -39,7 +39,7 @@ from vllm_weir.consumers.base import EngineInfo, Finished, Rows
 from vllm_weir.storage import Batch, convert, inspect
 from vllm_weir.storage.verify import verify
 from vllm_weir.config.settings import Settings
-from vllm_weir.config.mi_patch_env import act_sink
+from vllm_weir.compat.mi_patch.environment import act_sink
 
 out, rows, at = sys.argv[1], torch.randn(3, 8), np.arange(3)
 with weir.open_writer(out + "/a", "npz", compress="full8") as writer:

@@ -93,11 +93,11 @@ def from_rows(arrays: Sequence[Any], given: Given, source: str, field: str = "fi
         return _found(left, given.hook_or(None, "resid_post", source), given, source, whence, field)
     if given.layers is None:
         count = "one vector" if len(rows) == 1 else f"{len(rows)} vectors"
-        whole = "" if len(rows) == 1 else (
+        hint = "" if len(rows) == 1 else (
             ", or numbering='hidden_states' if there is one for the embedding and each block, as persona_vectors "
             "writes them"
         )  # fmt: skip
-        raise WeirError(f"{source} has {count} and does not say for which blocks; give layers={whole}", "layers")
+        raise WeirError(f"{source} has {count} and does not say for which blocks; give layers={hint}", "layers")
     if len(given.layers) != len(rows) or len(set(given.layers)) != len(rows):
         raise WeirError(f"{len(rows)} vectors in the file, layers {list(given.layers)[:9]}", "layers")
     hook = given.hook_or(None, "resid_post", source)

@@ -32,21 +32,13 @@ from vllm_weir.frontend.admission.scoring import ProbeResolver
 from vllm_weir.frontend.admission.units import check_units
 from vllm_weir.frontend.derived.sources import DerivedPoints, Expansion
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.compat.three_tier import scaled
-from vllm_weir.schema.compat.vllm_lens import (
-    in_lens_words,
-    lens_capture,
-    lens_hooks,
-    lens_interventions,
-    refuse_lens,
-)
 from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.functions import pickled
 from vllm_weir.schema.hooks import DERIVED_HOOKS, Site
 from vllm_weir.schema.intervention_base import Intervention, at_most
 from vllm_weir.schema.intervention_kinds import AnyIntervention, Kept
-from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_HOOKS_KEY, LENS_STEER_KEY
+from vllm_weir.schema.interventions import scaled
 from vllm_weir.schema.named_hooks import NO_CODE, Use
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
 from vllm_weir.schema.resolved_probes import ResolvedProbe
@@ -93,7 +85,7 @@ def admit(
         has_embeddings: whether the prompt, or a part of it, is given as embeddings.
         has_media: whether it has images and the like.
         by_client: whether the request comes from a client of a server, which chooses no path there.
-        registered: vllm-lens's hooks of every request, which act before the request's own hooks of that kind.
+        registered: hooks of every request, which act after the request's own hooks and before its last ones.
         lookup: (reference, field) -> array, or raises WeirError.
         always: interventions that every request undergoes, before its own.
         everyone: captures of every request, for sinks.
@@ -124,48 +116,10 @@ def admit(
         hooks or HookRegistry(),
         lenses or LensRegistry(),
     )
-    try:
-        return admission.admit(_Given.parse(extra_args, capabilities.num_layers, by_client, registered))
-    except WeirError as e:
-        raise in_lens_words(e) from None
-
-
-class _Given(NamedTuple):
-    """What a request asks, in Weir's keys and in vllm-lens's.
-
-    Attributes:
-        spec: what it asks in Weir's.
-        captures: its own.
-        interventions: its own.
-        lens_layers: the blocks that vllm-lens's key captures.
-    """
-
-    spec: RequestSpec
-    captures: tuple[Capture, ...]
-    interventions: tuple[AnyIntervention, ...]
-    lens_layers: tuple[int, ...]
-
-    @classmethod
-    def parse(
-        cls, extra_args: Mapping[str, Any], num_layers: int, by_client: bool, registered: Sequence[Hook]
-    ) -> _Given:
-        refuse_lens(extra_args, by_client)
-        spec = RequestSpec.carried_by(extra_args)
-        if by_client:
-            _refuse_paths(spec)
-        captures, interventions = spec.capture, (*spec.interventions, *spec.hooks)
-        lens_layers: tuple[int, ...] = ()
-        if extra_args.get(LENS_CAPTURE_KEY) is not None:
-            lens = lens_capture(extra_args[LENS_CAPTURE_KEY])
-            if lens is not None:
-                lens_layers = lens.resolve_layers(num_layers)
-                captures = (*captures, lens)
-        if extra_args.get(LENS_STEER_KEY) is not None:
-            interventions += lens_interventions(extra_args[LENS_STEER_KEY])
-        interventions += tuple(registered)
-        if extra_args.get(LENS_HOOKS_KEY) is not None:
-            interventions += lens_hooks(extra_args[LENS_HOOKS_KEY])
-        return cls(spec, captures, interventions, lens_layers)
+    spec = RequestSpec.carried_by(extra_args)
+    if by_client:
+        _refuse_paths(spec)
+    return admission.admit(spec, (*spec.interventions, *spec.hooks, *registered, *spec.last_hooks))
 
 
 def _refuse_paths(spec: RequestSpec) -> None:
@@ -224,20 +178,20 @@ class _Admission:
     hooks: HookRegistry
     lenses: LensRegistry
 
-    def admit(self, given: _Given) -> AdmittedRequest:
-        named = [self._settled(one) if isinstance(one, Use) else one for one in given.interventions]
-        given = given._replace(interventions=tuple(named))
-        spec, capabilities = given.spec, self.capabilities
-        interventions = self._interventions(given)
+    def admit(self, spec: RequestSpec, given: Sequence[AnyIntervention]) -> AdmittedRequest:
+        """Check and resolve what a request asks; `given` are its interventions and hooks, in order."""
+        capabilities = self.capabilities
+        own = [self._settled(one) if isinstance(one, Use) else one for one in given]
+        interventions = self._interventions(spec, own)
         lowered = lower(interventions, capabilities, self.lookup, self.has_token_ids, self._check)
         scoring = ProbeResolver(
             capabilities, self.lookup, self.probes, self.vocabulary, self.has_token_ids, self._check
-        ).resolve(spec.probes, spec.stop_when, interventions, len(interventions) - len(given.interventions), spec.dose)
-        captures = self._captures(given)
+        ).resolve(spec.probes, spec.stop_when, interventions, len(interventions) - len(own), spec.dose)
+        captures = self._captures(spec)
         captured = _nothing_captured(capabilities.dtype)
         if captures or spec.features or spec.lens is not None:
-            captured = self._resolve(captures, given, scoring.probes)
-        asked = (*asked_of((*given.captures, *given.interventions)), *scoring.asked, *captured.asked)
+            captured = self._resolve(captures, spec, scoring.probes)
+        asked = (*asked_of((*spec.capture, *own)), *scoring.asked, *captured.asked)
         admitted = AdmittedRequest(
             spec=captured.spec,
             parts=captured.parts,
@@ -269,10 +223,10 @@ class _Admission:
         return admitted
 
     def _resolve(
-        self, captures: tuple[Capture, ...], given: _Given, probes: Sequence[ResolvedProbe]
+        self, captures: tuple[Capture, ...], spec: RequestSpec, probes: Sequence[ResolvedProbe]
     ) -> _ResolvedCaptures:
         """Resolve captures, features and the lens."""
-        spec, capabilities = given.spec, self.capabilities
+        capabilities = self.capabilities
         kept = _kept(captures, spec, probes, capabilities)
         expansion = DerivedPoints.expand(captures, capabilities, self.has_embeddings or self.has_media)
         postprocesses = postprocesses_of(expansion.captures, capabilities, self.lookup)
@@ -281,22 +235,21 @@ class _Admission:
         )
         if expansion.sources or read_outs:
             postprocesses = postprocesses._replace(device=None)  # the sources' rows are wanted as they are
-        parts, device = self._groups(expansion, postprocesses, read_outs, given.lens_layers)
+        stacked = () if spec.stacked is None else spec.stacked.resolve_layers(capabilities.num_layers)
+        parts, device = self._groups(expansion, postprocesses, read_outs, stacked)
         resolved, parts = _resolved(parts, device, kept)
         directions = postprocesses.directions if postprocesses.device is not None else {}
         return _ResolvedCaptures(resolved, parts, directions, asked_of([one.source for one in read_outs]))
 
-    def _interventions(self, given: _Given) -> tuple[Intervention, ...]:
+    def _interventions(self, spec: RequestSpec, own: Sequence[AnyIntervention]) -> tuple[Intervention, ...]:
         """Return those of every request, of the request's modules, and its own, in the order in which they act."""
-        modules = given.spec.modules
-        settled = ((list(map(self._settled, self.module(m.name, m.path))), m) for m in modules)
+        settled = ((list(map(self._settled, self.module(m.name, m.path))), m) for m in spec.modules)
         from_modules = at_most(
             (one for kept, m in settled for one in scaled(kept, m.scale, f"{m.path}.scale")), "modules"
         )
         # What many requests share is about images where there are some.
         everybody = (*map(self._settled, self.always), *from_modules)
         shared = [one for one in everybody if self.vocabulary.occurs(one.positions)]
-        own = given.interventions
         interventions = tuple(resolve_tokens(self._settled(one), self.vocabulary) for one in (*shared, *own))
         check_units(interventions)
         for one in interventions:
@@ -321,9 +274,9 @@ class _Admission:
                 f"{hook.path}.layers",
             )
 
-    def _captures(self, given: _Given) -> tuple[Capture, ...]:
+    def _captures(self, spec: RequestSpec) -> tuple[Capture, ...]:
         """Return the request's own, whose sinks have to exist, and those of every request."""
-        for capture in given.captures:
+        for capture in spec.capture:
             if not capture.sink.memory and capture.sink.own is None and capture.sink.name not in self.sinks:
                 known = ", ".join(["memory", *self.sinks])
                 raise WeirError(
@@ -332,18 +285,18 @@ class _Admission:
                     f"{capture.path}.sink",
                 )
         of_everyone = (one for one in self.everyone if self.vocabulary.occurs(one.positions))
-        return tuple(resolve_tokens(one, self.vocabulary) for one in (*given.captures, *of_everyone))
+        return tuple(resolve_tokens(one, self.vocabulary) for one in (*spec.capture, *of_everyone))
 
     def _groups(
         self,
         expansion: Expansion,
         postprocesses: PostprocessChoice,
         read_outs: tuple[AskedReadOut, ...],
-        lens_layers: tuple[int, ...],
+        stacked: tuple[int, ...],
     ) -> tuple[tuple[CaptureGroup, ...], Postprocess | None]:
         """Return the captures by where their rows go, and what workers make of the rows before they send them."""
         capabilities, has_token_ids, check = self.capabilities, self.has_token_ids, self._check
-        parts = make_groups(expansion.captures, capabilities, postprocesses, has_token_ids, check, lens_layers)
+        parts = make_groups(expansion.captures, capabilities, postprocesses, has_token_ids, check, stacked)
         parts = assign_postprocesses(parts, postprocesses)
         if expansion.recipes:
             parts = with_derived(parts, expansion, capabilities, has_token_ids, check)

@@ -6,7 +6,7 @@ import marshal
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any, NamedTuple
 
-from vllm_weir.schema.keys import LENS_KEYS, carries_keys
+from vllm_weir.schema.keys import carries_keys
 from vllm_weir.schema.request import ATOMS, WIRE_KEY
 from vllm_weir.schema.vectors import vector_of
 
@@ -51,7 +51,7 @@ def admission_key(
     weir_object = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
         return AdmissionKey((has_token_ids, names, content_of_prompt), 8)
-    if not isinstance(weir_object, dict) or not _LENS.isdisjoint(extra_args):
+    if not isinstance(weir_object, dict):
         return None
     size = [0]
     try:
@@ -65,9 +65,6 @@ def admission_key(
     if size[0] > MAX_KEY_BYTES:
         return None
     return AdmissionKey((has_token_ids, names, content, content_of_prompt), size[0], short.values())
-
-
-_LENS = frozenset(LENS_KEYS)
 
 
 def _is_json(values: Collection[Any]) -> bool:

@@ -35,7 +35,7 @@ class CaptureGroup:
         dtype: the model's.
         sink: where the rows go.
         keep: ``"always"``, or ``"marked"`` for rows that wait for `weir.mark`.
-        lens_layers: blocks asked for by vllm-lens's key.
+        lens_layers: blocks of `resid_post` that also come as one tensor.
         late: whether the postprocess runs in this process, on rows that leave the device as they
             are, because other groups of the request want another one.
         directions: the vectors [d_model] of a late postprocess, by digest.
@@ -126,7 +126,7 @@ def make_groups(
         has_token_ids: whether the prompt is given as token ids.
         check: (site, path) -> raises WeirError, naming a field under the path, for a site that is
             not served.
-        lens_layers: blocks asked for by vllm-lens's key.
+        lens_layers: blocks of `resid_post` that also come as one tensor.
 
     Raises:
         WeirError: naming the field, if captures contradict each other.

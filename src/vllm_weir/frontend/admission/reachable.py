@@ -8,7 +8,6 @@ from typing import Protocol, TypeVar
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.compat.vllm_lens import lens_field
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention
@@ -150,7 +149,7 @@ def asked_of(items: Iterable[Capture | AnyIntervention | ProbeBase]) -> Asked:
     found: dict[Positions, str] = {}
     for item in items:
         if item.positions.kind in ("generated", "list", "slice"):
-            found.setdefault(item.positions, lens_field(f"{item.path}.positions"))
+            found.setdefault(item.positions, f"{item.path}.positions")
     return tuple(found.items())
 
 

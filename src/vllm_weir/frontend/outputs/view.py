@@ -27,8 +27,8 @@ from vllm_weir.results.read_outs import ReadValues
 from vllm_weir.results.receipt import GateCount, Receipt
 from vllm_weir.results.scores import HookValues, Scores
 from vllm_weir.results.site_slices import SiteSlices
-from vllm_weir.schema.compat.vllm_lens import hook_results, without_results
 from vllm_weir.schema.controllers import PREFIX
+from vllm_weir.schema.functions import by_authors
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
@@ -53,11 +53,11 @@ class ViewSnapshot:
 
     def saved(self) -> dict[str, Any] | None:
         """Return what functions have saved, see `OutputView.saved`."""
-        return None if self.saved_by_functions is None else without_results(self.saved_by_functions)
+        return by_authors(self.saved_by_functions)
 
-    def hook_results(self) -> dict[str, dict[Any, Any]] | None:
-        """Return what vllm-lens's hooks have saved, see `OutputView.hook_results`."""
-        return hook_results(self.saved_by_functions or {}) or None
+    def all_saved(self) -> dict[str, Any] | None:
+        """Return what functions and their adapters have saved."""
+        return self.saved_by_functions
 
     def activations(self) -> Activations:
         """Return the rows, see `OutputView.activations`."""
@@ -129,7 +129,7 @@ class OutputView:
             self.read_values(),
             self.scores(),
             self.values(),
-            self._saved(),
+            self.all_saved(),
         )
 
     @property
@@ -212,14 +212,10 @@ class OutputView:
 
     def saved(self) -> dict[str, Any] | None:
         """Return what functions have saved; waits as `values` does."""
-        found = self._saved()
-        return None if found is None else without_results(found)
+        return by_authors(self.all_saved())
 
-    def hook_results(self) -> dict[str, dict[Any, Any]] | None:
-        """Return what the request's hooks of vllm-lens have saved, by index; None for nothing. Waits likewise."""
-        return hook_results(self._saved() or {}) or None
-
-    def _saved(self) -> dict[str, Any] | None:
+    def all_saved(self) -> dict[str, Any] | None:
+        """Return what functions and their adapters have saved; waits likewise."""
         if not self.pending.admitted.calls:
             return None
         self.pending.check()

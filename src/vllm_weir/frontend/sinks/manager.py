@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_weir import consumers
-from vllm_weir.config.mi_patch_env import NAME as ACT
 from vllm_weir.consumers.base import Consumer, EngineInfo, Finished
 from vllm_weir.controllers.async_controller import AsyncController
 from vllm_weir.errors import WeirError
@@ -90,7 +89,8 @@ class SinkManager:
         """Set up the settings' sinks; raise WeirError if a consumer cannot be opened."""
         with self._lock:
             self._engine = engine
-            self.everyone = tuple(_fitting(capture, engine.d_model) for capture in self.everyone)
+            fits = {name for name, definition in self.definitions.items() if definition.fits_width}
+            self.everyone = tuple(_fitting(c, engine.d_model) if c.sink.name in fits else c for c in self.everyone)
             for name, definition in self.definitions.items():
                 if name not in self._runners:
                     self._runners[name] = _opened(name, definition, engine, _path(name), self._consumers[name])
@@ -371,9 +371,9 @@ def captures_for(
 
 
 def _fitting(capture: Capture, d_model: int) -> Capture:
-    """Bound topk8's `k` by the row's width, for the sink that Vllm_mi_patch's variables set up."""
+    """Bound topk8's `k` by the row's width."""
     compress = capture.compress
-    if capture.sink.name != ACT or compress is None or compress.method != "topk8" or compress.k is None:
+    if compress is None or compress.method != "topk8" or compress.k is None:
         return capture
     return replace(capture, compress=replace(compress, k=min(compress.k, d_model)))
 

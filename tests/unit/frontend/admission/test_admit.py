@@ -13,6 +13,7 @@ from tests.support.properties import examples
 from tests.unit.refusals import pairs, refused
 from tests.unit.request_strategies import any_extra_args, sensible_captures, served
 from vllm_weir import Add, Capture, Clamp, Hook, LowRank, Probe, Replace, Site, WeirError
+from vllm_weir.compat.vllm_lens.request import in_lens_words, to_weir
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.cache import MAX_KEY_BYTES, admission_key
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
@@ -35,7 +36,8 @@ FUZZ = examples(800, *HealthCheck, database=None)
 def attempt(extra_args, capabilities=FACTS):
     """What the engine would receive, or the refusal."""
     try:
-        admitted = admit(extra_args, capabilities)
+        with in_lens_words():
+            admitted = admit(to_weir(extra_args), capabilities)
         return admitted, make_engine_request(admitted, "reply", [1, 2, 3, 4, 5, 6], 6, 8, capabilities, 1, SIZES)
     except WeirError as e:
         assert e.field, e
@@ -315,7 +317,8 @@ def test_what_is_remembered_of_an_admission():
     endless = []
     endless.append(endless)
     forgotten = [ask(before=value) for value in (object(), "x" * MAX_KEY_BYTES, endless)]
-    assert not any(map(key, [*forgotten, ask() | {"apply_steering_vectors": []}, {"weir": "x"}]))
+    steered = to_weir(ask() | {"apply_steering_vectors": []})
+    assert not any(map(key, [*forgotten, steered, {"weir": "x"}]))
 
 
 def test_refusals_say_what_to_write():

@@ -18,6 +18,8 @@ from tests.support.check import expected_positions
 from tests.unit.refusals import refused
 from tests.unit.request_strategies import selectors, served
 from vllm_weir import Ablate, Add, Capture, SteeringVector, WeirError
+from vllm_weir.compat.probe_hook import HiddenStateRequest
+from vllm_weir.compat.vllm_lens.request import in_lens_words, to_weir
 from vllm_weir.config.settings import Settings
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
@@ -25,7 +27,6 @@ from vllm_weir.frontend.admission.engine_wire import MAX_TOKEN_SELECTORS
 from vllm_weir.frontend.admission.reachable import Vocabulary, max_generated
 from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.frontend.engine_frontend import EngineFrontend
-from vllm_weir.integrations.probe_hook import HiddenStateRequest
 from vllm_weir.schema.media import Media
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec
@@ -56,7 +57,8 @@ def spec_of(*items: Any) -> dict[str, Any]:
 def ask(frontend: EngineFrontend, *items: Any, P: int = 6, max_tokens: int = 4, **more: Any) -> Any:
     """Admit a request with these captures and interventions."""
     extra = {"weir": spec_of(*items)} if items else {}
-    return frontend.admit(f"r{next(_numbers)}", extra | more, [5] * P, P, max_tokens)
+    with in_lens_words():
+        return frontend.admit(f"r{next(_numbers)}", to_weir(extra | more), [5] * P, P, max_tokens)
 
 
 _numbers = iter(range(10**9))

@@ -16,6 +16,7 @@ from tests.unit.refusals import pairs
 from tests.unit.refusals import refused as expect_refusal
 from tests.unit.request_strategies import selectors, served
 from vllm_weir import Add, Capture, Probe, WeirError, When
+from vllm_weir.compat.rhizonymph.tiers import scaled
 from vllm_weir.config.settings import Settings
 from vllm_weir.core.cache_keys import CacheKeys
 from vllm_weir.core.waiting_queue import WaitingQueue
@@ -24,7 +25,6 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.row_bound import NUMBERS_PER_ROW, check_rows
-from vllm_weir.schema.compat.three_tier import scaled
 from vllm_weir.schema.engine_request import TableNeeds
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site, parse_site

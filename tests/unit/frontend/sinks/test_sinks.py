@@ -27,7 +27,7 @@ from tests.support.measure import eventually
 from tests.unit.refusals import pairs, refused
 from tests.unit.stored import shaped_rows
 from vllm_weir import Capture, Site, WeirError, codec, consumers
-from vllm_weir.config.mi_patch_env import act_sink
+from vllm_weir.compat.mi_patch.environment import act_sink, settings_of
 from vllm_weir.config.settings import Settings
 from vllm_weir.consumers import Consumer, EngineInfo, Finished, Rows
 from vllm_weir.controllers import AsyncController
@@ -163,11 +163,11 @@ def test_act_environment():
     for name, wrong in pairs(WRONG_ACT):
         with pytest.raises(WeirError, match=f"VLLM_ACT_{name}"):
             act(**{"CAPTURE": "1", name: wrong})
-    narrow = board(VLLM_ACT=act(CAPTURE="1", MODE="topk8"))
+    narrow = board(**settings_of({}, {"VLLM_ACT_CAPTURE": "1", "VLLM_ACT_MODE": "topk8"}).sinks)
     (capture,) = narrow.everyone
     assert capture.compress.k == ENGINE.d_model, "Vllm_mi_patch keeps what there is"
     narrow.close()
-    sinks = Settings.load({"weir": {"sinks": {"own": {"logging": {}}}}}, {"VLLM_ACT_CAPTURE": "1"}).sinks
+    sinks = settings_of({"weir": {"sinks": {"own": {"logging": {}}}}}, {"VLLM_ACT_CAPTURE": "1"}).sinks
     assert set(sinks) == {"own", "VLLM_ACT"}
     check_sinks(sinks)
 

@@ -19,11 +19,12 @@ from safetensors.torch import save as save_torch
 
 from tests.support.machine import mounted, needs, tmpfs
 from tests.unit.admin_app import ADMIN, KEY, LAYERS, NEURONS, PART_FACTS, D, app_of, serving
+from vllm_weir.compat.http import known_names, translate
+from vllm_weir.compat.rhizonymph import modules
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.schema.keys import asks
 from vllm_weir.schema.vector_files import read_vectors
-from vllm_weir.server import modules
 from vllm_weir.server.request import WeirRequest
 
 V = [0.5, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0]
@@ -620,7 +621,7 @@ def test_requests_of_the_fork(pair):
 
     def asked(body):
         assert asks(None, body)
-        weir_object = dict(WeirRequest.parse(None, body, server.limits).extra_args["weir"])
+        weir_object = dict(translate(WeirRequest.parse(None, body, server.limits), body).extra_args["weir"])
         assert json.loads(json.dumps(weir_object)) == weir_object and weir_object.pop("v") == 1
         return lowered(server, weir_object)
 
@@ -628,17 +629,20 @@ def test_requests_of_the_fork(pair):
     assert asked(body | {"weir": own}) == [first[0], *first, ("resid_post", (3,), "all", [V])]
     assert asked({"prefill_steering_vectors": {"post_mlp": {"0": V}}}) == [("resid_post", (0,), "prompt", [V])]
     clamp = {"resid_mid": {"1": [{"vector": V, "max": 4.0}]}}
-    clamped = WeirRequest.parse(None, {"prefill_steering_clamps": clamp} | body, server.limits).extra_args["weir"]
+    body = {"prefill_steering_clamps": clamp} | body
+    ask = translate(WeirRequest.parse(None, body, server.limits), body)
+    clamped = ask.extra_args["weir"]
     assert [(i["op"], i["positions"]) for i in clamped["interventions"]] == [("add", "generated"), ("clamp", "prompt")]
     assert asks(None, {"steering_clamps": clamp}) and clamped["interventions"][1]["max"] == 4.0
     assert not asks(None, {"steering_name": None}) and WeirRequest.parse(None, {}, server.limits) is None
     bad = {"steering_vectors": {"post_mlp": {**packed, "shape": [2, D]}}}
     with pytest.raises(WeirError) as caught:
-        WeirRequest.parse(None, bad, server.limits)
+        translate(WeirRequest.parse(None, bad, server.limits), bad)
     assert caught.value.field == "steering_vectors.post_mlp.data.b64"
     with pytest.raises(WeirError) as caught:
         asked({"steering_name": "m", "weir": {"v": 1, "modules": ["m", "gone"]}})
-    ask = WeirRequest.parse(None, {"steering_name": "m", "weir": {"v": 1, "modules": ["m", "gone"]}}, server.limits)
+    body = {"steering_name": "m", "weir": {"v": 1, "modules": ["m", "gone"]}}
+    ask = translate(WeirRequest.parse(None, body, server.limits), body)
     assert ask.as_sent(caught.value).field == "modules[1]"
 
 
@@ -679,9 +683,10 @@ def test_what_the_forks_gates_name(pair):
         add = {"kind": "add", "steer": {"kind": "name", "name": name}, "strength": 0.5}
         return {"when": when, "scope": "this_token", "apply": add}
 
-    names = asyncio.run(servers[1].known_names())
+    names = asyncio.run(known_names(servers[1]))
     body = {"steering": [gate("s")]}
-    (added,) = WeirRequest.parse(None, body, servers[1].limits, names).extra_args["weir"]["interventions"]
+    ask = translate(WeirRequest.parse(None, body, servers[1].limits), body, names)
+    (added,) = ask.extra_args["weir"]["interventions"]
     assert (added["scale"], added["positions"], added["when"]["probe"]) == (1.0, "generated", "p")
     servers[1].frontend.names.refresh()
     servers[1].frontend.admit("r", {"weir": {"v": 1, "interventions": [added]}}, [5, 6, 7], 3, 6)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from vllm_weir.compat.rhizonymph.tiers import FORK_HOOKS
 from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
-from vllm_weir.schema.compat.three_tier import FORK_HOOKS
 from vllm_weir.schema.compression import ITEMSIZE, ROW_DTYPES, Compression
 from vllm_weir.schema.hooks import Site, normalise_hook
 from vllm_weir.storage.index import Index, IndexBuilder, text_field

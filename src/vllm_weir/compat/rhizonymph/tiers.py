@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.fields import refuse_unknown_keys
 from vllm_weir.schema.hooks import normalise_hook
 from vllm_weir.schema.intervention_base import Intervention, at_most
-from vllm_weir.schema.interventions import Add, Clamp
+from vllm_weir.schema.interventions import Add, Clamp, scaled
 from vllm_weir.schema.scalars import plain
 from vllm_weir.schema.vectors import Vector, number
 
@@ -103,23 +102,6 @@ def from_fields(fields: Mapping[str, Any], path: str = "") -> list[Intervention]
     """
     vectors, clamps = ([fields.get(f"{prefix}{kind}") for prefix in TIERS] for kind in ("vectors", "clamps"))
     return at_most(_in_tiers(vectors, clamps, path))
-
-
-def scaled(interventions: Sequence[Intervention], scale: Any, path: str) -> list[Intervention]:
-    """Return additions with their scales multiplied by `scale`.
-
-    Raises:
-        WeirError: naming `path`, if there are interventions of other kinds and `scale` is not 1.
-    """
-    factor = number(scale, path)
-    if factor == 1.0:
-        return list(interventions)
-    out: list[Intervention] = []
-    for intervention in interventions:
-        if not isinstance(intervention, Add):
-            raise WeirError(f"the module holds a {intervention.op}, which cannot be scaled; leave the scale out", path)
-        out.append(replace(intervention, scale=intervention.scale * factor))
-    return out
 
 
 def additions(spec: Mapping | None, path: str, positions: str) -> Iterator[Add]:

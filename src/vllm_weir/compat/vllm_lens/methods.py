@@ -20,10 +20,12 @@ def register_hooks(self: Any, hooks: Sequence[Any], prefetch_params: Sequence[st
     Raises:
         WeirError: naming the field, if the engine cannot do them; then nothing changes.
     """
-    from vllm_weir.schema.compat.vllm_lens import REGISTERED, lens_hooks
+    from vllm_weir.compat.vllm_lens.request import REGISTERED, in_lens_words, lens_hooks
 
     names = _frontend(self).names
-    names.set_lens_hooks((*names.lens_hooks, *lens_hooks(hooks, REGISTERED, len(names.lens_hooks))))
+    added = lens_hooks(hooks, REGISTERED, len(names.global_hooks))
+    with in_lens_words():
+        names.set_global_hooks((*names.global_hooks, *added))
 
 
 def collect_hook_results(self: Any) -> dict[str, dict[str, dict[Any, Any]]]:
@@ -31,17 +33,17 @@ def collect_hook_results(self: Any) -> dict[str, dict[str, dict[Any, Any]]]:
 
     It is kept until `clear_hooks`.
     """
-    from vllm_weir.schema.compat.vllm_lens import REGISTERED, hook_results
+    from vllm_weir.compat.vllm_lens.request import REGISTERED, hook_results
 
-    found = {name: hook_results(told.saved(), REGISTERED) for name, told in _frontend(self).lens_told.items()}
+    found = {name: hook_results(told.saved(), REGISTERED) for name, told in _frontend(self).global_told.items()}
     return {name: results for name, results in found.items() if results}
 
 
 def clear_hooks(self: Any) -> None:
     """Forget the registered hooks, and what they have saved."""
     frontend = _frontend(self)
-    frontend.names.set_lens_hooks(())
-    frontend.lens_told.clear()
+    frontend.names.set_global_hooks(())
+    frontend.global_told.clear()
 
 
 def prefetch_params(self: Any, names: Sequence[str]) -> None:

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_weir.compat.http import known_names
+from vllm_weir.compat.rhizonymph.requests import KnownNames, from_patch, parse_table
+from vllm_weir.compat.rhizonymph.sweep_body import PatchSweep, align, positions_of
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments import metrics
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.compat.fork_requests import KnownNames, from_patch, parse_table
 from vllm_weir.schema.hooks import Site, normalise_hook
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.server.context import answering, served_name
 from vllm_weir.server.errors import error_body
-from vllm_weir.server.patch_axes import align, positions_of
-from vllm_weir.server.routes.patch_schemas import PatchSweep
 from vllm_weir.server.state import ServerState
 
 MAX_CELLS = 1 << 14
@@ -92,7 +92,7 @@ class Sweeper:
         Raises:
             WeirError: naming the field.
         """
-        names = await self._state.known_names()
+        names = await known_names(self._state)
         if body.model not in (None, served_name(self._state.engine_client)):
             raise WeirError("only the served model itself is swept, without an adapter", "model")
         tokenizer = self._state.tokenizer()
@@ -143,7 +143,7 @@ class Sweeper:
 
         The requests that run are ended where nobody waits any more.
         """
-        names = await self._state.known_names()
+        names = await known_names(self._state)
         cells, done = plan.cells, asyncio.Queue[Any]()
 
         async def work() -> None:

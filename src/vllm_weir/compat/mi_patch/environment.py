@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
-import multiprocessing
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm_weir.config.env import warn_of_unknown
+from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.compression import RP_MAX, RP_MIN
+from vllm_weir.schema.sinks import parse_sinks
 
 logger = logging.getLogger(__name__)
 NAME = "VLLM_ACT"
@@ -22,6 +25,15 @@ _IDLE = ("BITS", "ATTNM", "HIDDEN_SIZE")
 """Vllm_mi_patch's variables without a meaning here: codes have 8 bits in both, attention is not kept by either, and the
 width is the model's."""
 _RETURNS = ("sharded", "gathered", "summary")
+
+
+def settings_of(additional_config: object, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return an engine's settings, see `Settings.load`, with the sink that these variables ask for."""
+    settings, sink = Settings.load(additional_config, environ), act_sink(environ)
+    if sink is None:
+        return settings
+    definition = replace(parse_sinks({NAME: sink}, NAME)[NAME], fits_width=True)
+    return settings.model_copy(update={"sinks": {**settings.sinks, NAME: definition}})
 
 
 def act_sink(environ: Mapping[str, str]) -> dict[str, Any] | None:
@@ -78,11 +90,9 @@ def act_sink(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 @functools.cache
 def _warn_of_per_dim() -> None:
-    # An engine's own processes (vLLM gives them these names) read the same variables as the one that started them.
-    if not multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
-        logger.warning(
-            "VLLM_ACT_PER_DIM has no effect: a row is scaled as a whole; a scale per dimension of one row keeps nothing"
-        )
+    logger.warning(
+        "VLLM_ACT_PER_DIM has no effect: a row is scaled as a whole; a scale per dimension of one row keeps nothing"
+    )
 
 
 def _flag(environ: Mapping[str, str], name: str, default: str) -> bool:

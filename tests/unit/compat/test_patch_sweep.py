@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.unit.refusals import refused
-from vllm_weir.server import patch_sweep
-from vllm_weir.server.patch_axes import align, positions_of
-from vllm_weir.server.routes.patch_schemas import PatchSweep
+from vllm_weir.compat.rhizonymph import sweep as patch_sweep
+from vllm_weir.compat.rhizonymph.sweep_body import PatchSweep, align, positions_of
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import vllm_weir as weir
+from vllm_weir.compat.vllm_lens.request import REGISTERED, hook_results, lens_hooks
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.compat.vllm_lens import REGISTERED, hook_results, lens_hooks, refuse_lens, without_results
-from vllm_weir.schema.functions import Travelling, find
+from vllm_weir.schema.functions import Travelling, by_authors, find
+from vllm_weir.schema.keys import refuse_lens
 from vllm_weir.schema.user_hooks import Hook, LensHook
 
 
@@ -58,7 +59,8 @@ def test_a_function_is_called_as_vllm_lens_does():
     results = hook_results(mine)
     assert results.keys() == {"0"} and {*results["0"]} == {"rows", 1, 2} and results["0"]["rows"] == 4
     assert hook_results(other)["0"]["rows"] == 2 and not hook_results(mine, REGISTERED)
-    assert without_results(mine | {"own": 1, "apply_hooks": 2}) == {"own": 1, "apply_hooks": 2}
+    own = dict.fromkeys(("own", "apply_hooks", "apply_hooks [0]", "My rows [0, 1]"))
+    assert by_authors(mine | own) == own and by_authors(None) is None
     (model,) = lens_hooks([LensHook(lambda ctx, rows: ctx.model, [1])])
     with pytest.raises(AttributeError, match="get_parameter"):
         find(model.function)(rows, at(1, model, {}))

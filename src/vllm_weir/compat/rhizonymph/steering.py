@@ -10,10 +10,11 @@ import numpy as np
 from fastapi import APIRouter, Body, Depends, Query
 from fastapi.responses import Response
 
+from vllm_weir.compat.rhizonymph import steering_schemas as bodies
+from vllm_weir.compat.rhizonymph.tiers import FORK_HOOKS, TIERS, from_fields
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.vector_registry import RegistryContents, VectorRegistry
-from vllm_weir.schema.compat.three_tier import FORK_HOOKS, TIERS, from_fields
 from vllm_weir.schema.hooks import READ_ONLY_HOOKS
 from vllm_weir.schema.intervention_base import MAX_INTERVENTIONS, Intervention
 from vllm_weir.schema.intervention_kinds import AnyIntervention, Kept
@@ -24,7 +25,6 @@ from vllm_weir.schema.user_hooks import Hook
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.room import check_room
-from vllm_weir.server.routes import steering_schemas as bodies
 from vllm_weir.server.routes.auth import require_admin
 from vllm_weir.server.routes.router import weir_router
 from vllm_weir.server.state import ServerState, server_state

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_weir.compat.rhizonymph.tiers import additions
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.compat.three_tier import additions
 from vllm_weir.schema.fields import refuse_unknown_keys
 from vllm_weir.schema.gates import When
 from vllm_weir.schema.hooks import normalise_hook

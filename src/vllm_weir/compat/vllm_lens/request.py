@@ -7,6 +7,7 @@ import binascii
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,23 +22,54 @@ from vllm_weir.schema.functions import describe
 from vllm_weir.schema.intervention_base import Intervention, at_most
 from vllm_weir.schema.interventions import Add
 from vllm_weir.schema.json_text import dumps, loads
-from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_HOOKS_KEY, LENS_REFUSED, LENS_STEER_KEY
+from vllm_weir.schema.keys import (
+    KEYS,
+    LENS_CAPTURE_KEY,
+    LENS_HOOKS_KEY,
+    LENS_KEYS,
+    LENS_STEER_KEY,
+    WIRE_KEY,
+    refuse_lens,
+)
 from vllm_weir.schema.positions import MAX_LIST, Positions, check_listed
+from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.user_hooks import Hook
 from vllm_weir.schema.vectors import MAX_ELEMENTS, Vector, number
 
 
-def refuse_lens(extra_args: Mapping[str, Any], by_client: bool = True) -> None:
-    """Raise WeirError if a request carries one of `LENS_REFUSED`, or comes from a client and carries functions."""
-    for key, why in LENS_REFUSED.items():
-        if extra_args.get(key) is not None:
-            raise WeirError(why, key)
-    if by_client and extra_args.get(LENS_HOOKS_KEY) is not None:
-        raise WeirError(
-            "code never comes over HTTP; the server's operator loads a function with --weir-hook "
-            "NAME=module:attribute, and requests name it",
-            LENS_HOOKS_KEY,
-        )
+@contextmanager
+def in_lens_words() -> Iterator[None]:
+    """Name the fields of errors as a caller of vllm-lens writes them."""
+    try:
+        yield
+    except WeirError as e:
+        raise WeirError(e.message, lens_field(e.field)) from None
+
+
+def to_weir(extra_args: Mapping[str, Any], by_client: bool = False) -> Mapping[str, Any]:
+    """Return extra arguments in which Weir's key stands for vllm-lens's too, see `read`."""
+    if all(extra_args.get(key) is None for key in LENS_KEYS):
+        return extra_args
+    others = {key: value for key, value in extra_args.items() if key not in KEYS}
+    return {**others, WIRE_KEY: read(extra_args, by_client)}
+
+
+@in_lens_words()
+def read(extra_args: Mapping[str, Any], by_client: bool = True) -> RequestSpec:
+    """Return what a request, of a server's client or not, asks in Weir's key and then in vllm-lens's.
+
+    Raises:
+        WeirError: naming the field.
+    """
+    refuse_lens(extra_args, by_client)
+    spec = RequestSpec.carried_by(extra_args)
+    capture, steer, hooks = (extra_args.get(key) for key in (LENS_CAPTURE_KEY, LENS_STEER_KEY, LENS_HOOKS_KEY))
+    if capture is not None and (stacked := lens_capture(capture)) is not None:
+        spec = replace(spec, capture=(*spec.capture, stacked), stacked=stacked)
+    if steer is not None:
+        interventions = (*spec.interventions, *spec.hooks, *lens_interventions(steer))
+        spec = replace(spec, interventions=interventions, hooks=())
+    return spec if hooks is None else replace(spec, last_hooks=lens_hooks(hooks))
 
 
 def lens_capture(value: object) -> Capture | None:
@@ -179,17 +211,11 @@ def _hook(one: Any, key: str, index: int) -> Hook:
     return Hook(function, hook, layers, args={"key": key, "index": index}, mode="eager", path=path)
 
 
-_ADAPTER = "vllm_weir.worker.lens_functions:LensFunction"
+_ADAPTER = "vllm_weir.compat.vllm_lens.functions:LensFunction"
 
 
 def saved_name(key: str, index: int, name: object) -> str:
-    """Return the name under which what a hook has saved travels; the names of others begin otherwise.
-
-    Args:
-        key: where the hook is from.
-        index: of the hook there.
-        name: its own; text or a number.
-    """
+    """Return the name under which what a hook of `key` saved as `name` travels, see `by_authors`."""
     return f"{key} {json.dumps([index, name])}"
 
 
@@ -203,22 +229,10 @@ def hook_results(saved: Mapping[str, Any], key: str = LENS_HOOKS_KEY) -> dict[st
     return found
 
 
-def without_results(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what others than vllm-lens's hooks have saved."""
-    return {name: value for name, value in saved.items() if not name.startswith(_RESULTS)}
-
-
-_RESULTS = (f"{LENS_HOOKS_KEY} [", f"{REGISTERED} [")
 _OWN_FIELD = re.compile(
     rf"((?:{LENS_STEER_KEY}|{LENS_HOOKS_KEY}|{REGISTERED})\[\d+\])\.(layers|vector|positions)\b(.*)"
 )
 _LENS_NAMES = {"layers": "layer_indices", "vector": "activations", "positions": "position_indices"}
-
-
-def in_lens_words(error: WeirError) -> WeirError:
-    """Return the error with its field named as a caller of vllm-lens writes it."""
-    field = lens_field(error.field)
-    return error if field == error.field else WeirError(error.message, field)
 
 
 def lens_field(field: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_weir.schema.compat.vllm_lens import saved_name
+from vllm_weir.compat.vllm_lens.request import saved_name
 from vllm_weir.worker.own_function import HookContext
 
 

@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_weir.analysis.reconstruct import rebuild
 from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.schema.compression import MAX_WIDTH, Compression
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.index import Index, IndexBuilder, short_names
 from vllm_weir.storage.layouts.npz import FILE, MANIFEST
 from vllm_weir.storage.layouts.npz_file import read_npz, read_some
-from vllm_weir.storage.layouts.npz_reader import add_own_file, add_request, home_of, unpack_own
+from vllm_weir.storage.layouts.npz_reader import add_own_file, add_request, home_of
 from vllm_weir.storage.object_store import ObjectStore
-from vllm_weir.storage.record_blocks import ArrayBlock, RecordBlock
+from vllm_weir.storage.record_blocks import ArrayBlock
 
 NOTES = [
     "written by Vllm_mi_patch, which taps what a block returns first: in models that carry (hidden, residual) that is "
@@ -176,17 +177,14 @@ def _widths(store: ObjectStore, folder: str) -> dict[tuple[int, int], int]:
 class _Damaged(ArrayBlock):
     """A damaged file: a single row that raises when it is read, since the number is unknown."""
 
+    readable = False
+
     def __init__(self, store: ObjectStore, name: str, message: str) -> None:
         super().__init__(store, name, Compression().header(1, "float32"), 1, partial(_unpack, width=1))
         self.message = message
 
     def gather(self, offsets: np.ndarray) -> np.ndarray:
         raise WeirError(self.message)
-
-
-def is_foreign(block: RecordBlock) -> bool:
-    """Return whether a block is a readable file of Vllm_mi_patch's."""
-    return isinstance(block, ArrayBlock) and not isinstance(block, _Damaged) and block.unpack is not unpack_own
 
 
 def _unpack(store: ObjectStore, name: str, *, width: int | None) -> np.ndarray:
@@ -197,65 +195,3 @@ def _unpack(store: ObjectStore, name: str, *, width: int | None) -> np.ndarray:
         message = f"{store.describe(name)}: {e.message}"
         raise WeirError(message, e.field if e.field == "hidden_size" else "") from None
     return np.ascontiguousarray(rows, "<f4").view(np.uint8)
-
-
-def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
-    """Decode the arrays of one file: float32 [n, k] (dense) or [n, width] (topk8).
-
-    Vllm_mi_patch's scales are [n], or [k] if its function for scales per dimension was given all
-    rows at once; if n equals k they are taken to be per row. Scales of Weir's own files are [n, 1]
-    and mean ``q * scale + zero``.
-
-    Args:
-        arrays: Arrays of the file by name.
-        width: Values of a row, for topk8.
-
-    Raises:
-        WeirError: If fields are missing or do not match, or if the file has lost its values.
-    """
-    sparse = "indices" in arrays
-    for key in ("indices", "values", "scale", "zero") if sparse else ("q", "scale", "zero"):
-        if key not in arrays:
-            raise WeirError(f"has no field {key}", key)
-    codes = np.asarray(arrays["values" if sparse else "q"], np.float32)
-    scale, zero = (np.asarray(arrays[key], np.float32) for key in ("scale", "zero"))
-    if codes.ndim != 2:
-        raise WeirError(f"codes are [rows, values], got {list(codes.shape)}", "q")
-    if scale.shape == codes.shape and codes.shape[1] > 1:
-        raise WeirError(
-            "its scales are per dimension (VLLM_ACT_PER_DIM=1), each taken over a single row: it keeps no values",
-            "scale",
-        )
-    if not sparse and scale.shape == zero.shape == codes.shape[1:] != (len(codes),):
-        return (codes - zero) * scale
-    if scale.size != len(codes) or zero.size != len(codes):
-        raise WeirError(f"{len(codes)} rows want as many scales and zeros, got {scale.size} and {zero.size}", "scale")
-    if scale.shape == zero.shape == (len(codes), 1):
-        values = codes * scale + zero
-    else:
-        values = (codes - zero.reshape(-1, 1)) * scale.reshape(-1, 1)
-    if not sparse:
-        return values
-    if width is None:
-        raise WeirError("topk8 does not say how wide a row is; pass hidden_size", "hidden_size")
-    return scatter(np.asarray(arrays["indices"]), values, width)
-
-
-def scatter(indices: np.ndarray, values: np.ndarray, width: int) -> np.ndarray:
-    """Return sparse rows [n, k] as dense ones [n, width].
-
-    int16 indices are read as uint16, since Vllm_mi_patch stores larger ones wrapped.
-    """
-    if indices.shape != values.shape or indices.dtype.kind not in "iu":
-        raise WeirError(
-            f"indices {indices.dtype} {list(indices.shape)} do not fit values {list(values.shape)}", "indices"
-        )
-    if indices.dtype == np.int16:
-        if width > 65_536:
-            raise WeirError(f"int16 indices cannot reach {width} values: it keeps wrong places", "indices")
-        indices = indices.view(np.uint16)
-    if indices.size and (int(indices.max()) >= width or int(indices.min()) < 0):
-        raise WeirError(f"index {int(indices.max())} is outside a row of {width} values", "indices")
-    dense = np.zeros((len(values), width), np.float32)
-    np.put_along_axis(dense, indices.astype(np.int64), values, axis=1)
-    return dense

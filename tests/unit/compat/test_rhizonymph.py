@@ -7,7 +7,8 @@ import base64
 import numpy as np
 import pytest
 
-from vllm_weir.schema.compat.fork_requests import KnownNames
+from vllm_weir.compat.http import translate
+from vllm_weir.compat.rhizonymph.requests import KnownNames
 from vllm_weir.schema.interventions import Add, Clamp
 from vllm_weir.schema.keys import asks
 from vllm_weir.schema.request import RequestSpec
@@ -34,7 +35,7 @@ def inline(*rows, layers=(2,), hook="post_block", **more):
 
 def asked(**body):
     assert asks(None, body)
-    return RequestSpec.parse(WeirRequest.parse(None, body, ServerLimits(), NAMES).extra_args["weir"])
+    return RequestSpec.parse(translate(WeirRequest.parse(None, body, ServerLimits()), body, NAMES).extra_args["weir"])
 
 
 def gate(when, scope="this_token", **apply):

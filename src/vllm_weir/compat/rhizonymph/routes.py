@@ -5,25 +5,23 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
+from vllm_weir.compat.rhizonymph import steering
+from vllm_weir.compat.rhizonymph.requests import one_probe
+from vllm_weir.compat.rhizonymph.steering import ADMIN, State
+from vllm_weir.compat.rhizonymph.steering_schemas import PackedVectors, RegisterModule
+from vllm_weir.compat.rhizonymph.sweep import NO_RUNS, Sweeper
+from vllm_weir.compat.rhizonymph.sweep_body import PatchSweep
 from vllm_weir.errors import brief
-from vllm_weir.schema.compat.fork_requests import one_probe
 from vllm_weir.schema.controllers import PREFIX
 from vllm_weir.server import probes
 from vllm_weir.server.errors import declared, error
-from vllm_weir.server.patch_sweep import NO_RUNS, Sweeper
-from vllm_weir.server.routes import steering
-from vllm_weir.server.routes.auth import require_admin
-from vllm_weir.server.routes.patch_schemas import PatchSweep
 from vllm_weir.server.routes.router import weir_router
-from vllm_weir.server.routes.steering_schemas import PackedVectors, RegisterModule
-from vllm_weir.server.state import ServerState, server_state
+from vllm_weir.server.state import ServerState
 
-State = Annotated[ServerState, Depends(server_state)]
-ADMIN = [Depends(require_admin)]
 Kind = Literal["probe", "steer"]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 

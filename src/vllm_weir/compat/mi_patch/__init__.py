@@ -1,0 +1,1 @@
+"""Vllm_mi_patch: its files, its environment variables."""

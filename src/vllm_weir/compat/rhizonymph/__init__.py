@@ -1,0 +1,1 @@
+"""The fork RhizoNymph/vllm: its request fields, its routes, its files."""

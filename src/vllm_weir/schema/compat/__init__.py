@@ -1,1 +1,0 @@
-"""Request forms of other systems, translated to Weir's."""
