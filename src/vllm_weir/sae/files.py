@@ -113,7 +113,8 @@ def _read_saelens(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict
             given = replace(given, norm_scaling_factor=scaler.get("scaling_factor"))
     file = parse_cfg(cfg, given, name or path.resolve().name)
     if (path / LABELS).exists():
-        file = replace(file, config=replace(file.config, labels=_json(path / LABELS)))
+        labels: Any = _json(path / LABELS)  # with features as text, which the config takes, too
+        file = replace(file, config=replace(file.config, labels=labels))
     if not (path / WEIGHTS).exists():
         raise MissingFile(f"{path} has no {WEIGHTS}", "path")
     with open_regular(path / WEIGHTS) as opened:

@@ -19,7 +19,7 @@ EXAMPLES = (
     "Write a short casual story about the market.",
     "I want to read a new formal story about music.",
 )
-"""Messages for the shipped model, in words that it knows and of no mood."""
+"""Messages for the shipped model, in words that it knows and of no mood, so that the vector turns the replies."""
 CACHE = 256 << 20
 """Bytes of the KV cache, if the command does not say: all of the model's contexts, on any machine."""
 

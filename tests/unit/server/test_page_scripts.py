@@ -313,6 +313,7 @@ def test_links_that_others_wrote_are_read_or_refused(tmp_path):
         ("Tell me", ["Tell", " me"], []),
         ("Überall Äpfel", ["Ã", "ľber", "all", "ĠÃ", "Ħ", "pfel"], []),
         ("Hello there", ["▁Hello", "▁there"], []),
+        ("the cat saw the dog", ["▁the", "▁cat", "▁saw", "▁the", "<unk>"], ["dog"]),
         ("", [], []),
     ],
 )
@@ -354,7 +355,9 @@ const controls = { "by-probe": { value: "", replaceChildren(...some) { this.opti
 document.getElementById = (id) => controls[id];
 globalThis.Option = class { constructor(label, value) { Object.assign(this, { label, value }); } };
 const span = () => ({ style: {}, dataset: {}, classes: {}, classList: { toggle(name, on) { this.on = on; } } });
-const { addGate, addProbeScores, askProbe, chosenProbe, paintProbe, showProbes, ungated } = await import("./probes.js");
+const { addGate, addProbeScores, askProbe, chosenProbe, ownScores, paintProbe, showProbes, ungated } =
+  await import("./probes.js");
+const { magnitude } = await import("./heatmap.js");
 """
 PROBES = [
     {"name": "mood", "outputs": 1, "activation": "sigmoid"},
@@ -437,12 +440,14 @@ def test_tokens_are_coloured_by_their_own_position(tmp_path):
 
 
 def test_raw_scores_are_coloured_by_the_largest(tmp_path):
-    colours, scale = page(tmp_path, """
+    """Which may be that of the reply beside it."""
+    alone, beside = page(tmp_path, """
         controls["by-probe"].value = "topic[1]";
         const probe = chosenProbe(), tokens = [span(), span()].map((span) => ({ span }));
         addProbeScores(probe, { topic: { positions: [2, 3], values: [[9, -4, 9], [9, 2, null]] } });
-        const scale = paintProbe(probe, tokens, 2);
-        console.log(JSON.stringify([tokens.map((t) => t.span.style.backgroundColor), scale]));
+        const painted = [magnitude(ownScores(probe, tokens, 2)), 8].map((largest) => (
+          [paintProbe(probe, tokens, 2, largest), tokens.map((t) => t.span.style.backgroundColor)]));
+        console.log(JSON.stringify(painted));
     """)  # fmt: skip
-    assert colours == ["rgba(29, 99, 184, 0.750)", "rgba(214, 40, 40, 0.375)"]
-    assert scale == ["-4.000", "4.000"]
+    assert alone == [["-4.000", "4.000"], ["rgba(29, 99, 184, 0.750)", "rgba(214, 40, 40, 0.375)"]]
+    assert beside == [["-8.000", "8.000"], ["rgba(29, 99, 184, 0.375)", "rgba(214, 40, 40, 0.188)"]]

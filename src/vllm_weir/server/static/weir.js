@@ -3,7 +3,7 @@
 import { FeatureSliders, described, enterFeatures, featuresOf, fillFeatures, listed } from "./features.js";
 import { colour, fillTable, format, magnitude } from "./heatmap.js";
 import { bodyOf, fillHeads, fillNeurons, read, servedBlocks } from "./inside.js";
-import { addGate, addProbeScores, askProbe, chosenProbe, paintProbe, showProbes, ungated } from "./probes.js";
+import { addGate, addProbeScores, askProbe, chosenProbe, ownScores, paintProbe, showProbes, ungated } from "./probes.js";
 import { encode, events, fromBase64, safetensors, visibleParts } from "./rows.js";
 import { fromFragment, toFragment } from "./share.js";
 import { Vectors, describedAdd } from "./vectors.js";
@@ -280,10 +280,12 @@ function finish(reply, receipt) {
 
 /** Colour the replies of a turn, on one scale for those that stand side by side. */
 function paint({ replies }) {
-  const layer = Number($("probe-layer").value), max = magnitude(replies.flatMap(({ tokens }) => tokens.map((t) => t.scores[layer])));
+  const layer = Number($("probe-layer").value);
+  const max = magnitude(replies.flatMap(({ byProbe, tokens, promptIds }) => (
+    byProbe ? ownScores(byProbe, tokens, promptIds.length) : tokens.map((t) => t.scores[layer]))));
   for (const reply of replies) {
     if (reply.byProbe) {
-      [$("low").textContent, $("high").textContent] = paintProbe(reply.byProbe, reply.tokens, reply.promptIds.length);
+      [$("low").textContent, $("high").textContent] = paintProbe(reply.byProbe, reply.tokens, reply.promptIds.length, max);
     } else if (reply.probe) {
       for (const token of reply.tokens) {
         const score = token.scores[layer];

@@ -32,10 +32,12 @@ export function unknownWords(text, tokens) {
     unknown = false;
   };
   for (const token of tokens) {
-    const shown = token.replace(/[Ġ▁]/g, " "), found = [shown, shown.trim()].find((one) => text.indexOf(one, at) >= 0);
+    let shown = token.replace(/[Ġ▁]/g, " ");
+    if (!at && !unknown && text.startsWith(shown.trim())) shown = shown.trim(); // some put a space before a text
+    const start = text.indexOf(shown, at);
     if (isUnknown(token)) unknown = true;
-    else if (found === undefined) lost = true; // bytes of a character, say: what lies between tokens tells nothing then
-    else close(text.indexOf(found, at), text.indexOf(found, at) + found.length);
+    else if (start < 0) lost = true; // bytes of a character, say: what lies between tokens tells nothing then
+    else close(start, start + shown.length);
   }
   close(text.length, text.length);
   return [...new Set(gaps.filter((gap) => gap.unknown || !lost).flatMap((gap) => gap.text.split(/\s+/)).filter(Boolean))];
