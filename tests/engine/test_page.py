@@ -22,7 +22,7 @@ pytestmark = [
 LAYER = 2
 HAPPY = 100
 """The shipped autoencoder's feature of happy stories."""
-TEXT = "Tell me a story about a dog."
+TEXT = "Tell me a story about the garden."
 PLUS, MINUS = "a dog and a dog", "the cat on the hill"
 APART = 1e-4
 """How far scores of two requests may be apart, of the largest: they may share cached tokens, and then round apart."""
