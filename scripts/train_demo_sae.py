@@ -4,7 +4,8 @@
 Weir extracts the rows of one block for stories and chats into a dataset, and the training loop reads them back as a
 torch dataset. Training is BatchTopK (Bussmann et al. 2024, arXiv:2412.06410) with nested widths (Matryoshka,
 arXiv:2503.17547), saved as SAELens saves it: a JumpReLU SAE. Then the features that tell happy stories from sad ones
-are looked for, and written to ``training.json`` with what was measured. Ten minutes on one core:
+are looked for, and written to ``training.json`` with what was measured; ``labels.json`` gets the tokens at which each
+feature is most active. Ten minutes on one core; with ``--label``, which labels the one that is there, two minutes:
 
     python scripts/train_demo_sae.py
 """
@@ -152,6 +153,23 @@ def moods(sae, dataset, site, lines: list[dict]) -> dict:
     return out
 
 
+def labels(sae, dataset, site, mood: dict) -> dict[int, str]:
+    """Return the tokens that have the largest shares of each feature's activation, and the mood of its stories."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(weir.demo_model())
+    found = dataset.rows(site)
+    acts = sae.encode(found.rows.float())
+    totals = torch.zeros(len(tokenizer), sae.d_sae).index_add_(0, found.token_ids, acts)
+    moods = {one["feature"]: f"{name} stories: " for name, one in mood.items()}
+    out = {}
+    for feature, (values, ids) in enumerate(zip(*totals.T.topk(3), strict=True)):
+        shown = dict.fromkeys(tokenizer.decode([token]).strip() for token in ids[values > values[0] / 5].tolist())
+        if values[0] > 0:
+            out[feature] = moods.get(feature, "") + " · ".join(shown)
+    return out
+
+
 def steer(sae, mood: dict, prompts: int) -> dict:
     """Return the mood of stories while the direction of a mood's feature is added to every generated row."""
     from vllm import LLM, SamplingParams
@@ -177,6 +195,10 @@ def steer(sae, mood: dict, prompts: int) -> dict:
     return out
 
 
+def write_labels(folder: Path, said: dict[int, str]) -> None:
+    (folder / "labels.json").write_text(json.dumps(said, ensure_ascii=False, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "src/vllm_weir/demo/sae")
@@ -193,15 +215,20 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=60, help="stories whose mood is measured; 0 for none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--label", action="store_true", help="only label the features of the one in --out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     site, started = ("resid_post", args.layer), time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        dataset = extract(texts(args.stories, args.chats, TRAIN), args.layer, work / "train")
         held_out = texts(300, 60, HELD_OUT)
         held_out_rows = extract(held_out, args.layer, work / "held_out")
+        if args.label:
+            record = json.loads((args.out / "training.json").read_text())
+            write_labels(args.out, labels(weir.SAE.load(args.out), held_out_rows, site, record["moods"]))
+            return
+        dataset = extract(texts(args.stories, args.chats, TRAIN), args.layer, work / "train")
         weights, factor = train(dataset, site, args)
         scale_input(weights, factor)
         sae = weir.SAE.from_tensors(
@@ -219,9 +246,11 @@ def main() -> None:
             "held_out": measure(sae, held_out_rows, site),
             "moods": moods(sae, held_out_rows, site, held_out),
         }
+        said = labels(sae, held_out_rows, site, record["moods"])
     if args.prompts:
         record["stories_with_the_feature_added"] = steer(sae, record["moods"], args.prompts)
     sae.save(args.out)
+    write_labels(args.out, said)
     (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record, indent=2))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import urllib.parse
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,8 @@ pytestmark = [
 LAYER = 2
 HAPPY = 100
 """The shipped autoencoder's feature of happy stories."""
-TEXT = "Tell me a story about a dog."
+TEXT = "Tell me a story about the garden."
+PLUS, MINUS = "a dog and a dog", "the cat on the hill"
 APART = 1e-4
 """How far scores of two requests may be apart, of the largest: they may share cached tokens, and then round apart."""
 SCREENSHOTS = os.environ.get("WEIR_SCREENSHOTS")
@@ -59,7 +61,7 @@ def browser():
 
 @pytest.fixture
 def page(browser, server):
-    page = browser.new_page(viewport={"width": 1180, "height": 760}, color_scheme="light")
+    page = browser.new_page(viewport={"width": 1200, "height": 780}, color_scheme="light")
     page.set_default_timeout(240_000)
     problems: list[str] = []
     page.on("pageerror", lambda e: problems.append(str(e)))
@@ -69,19 +71,37 @@ def page(browser, server):
     page.wait_for_selector("#model:has-text('demo,')")
     page.wait_for_selector("#probe option[value=happy]", state="attached")
     page.wait_for_selector(f"#sae option[value={SAE}]", state="attached")
+    page.wait_for_selector("#try button")
     yield page
     assert not problems
     page.close()
 
 
-def say(page, text: str, nth: int = 1) -> list[dict]:
-    """Send a message; the reply's tokens, once it is there in whole."""
+def say(page, text: str) -> list[dict]:
+    """Send a message; the tokens of the reply, of the steered one if there are two, once it is there in whole."""
     page.fill("#text", text)
     page.press("#text", "Enter")
-    page.wait_for_selector(f".note >> nth={nth - 1}")
+    return answered(page)
+
+
+def answered(page, way: str = "last") -> list[dict]:
+    """The tokens of the last turn's reply: its "last" or its "first"."""
+    page.wait_for_selector("#send:not([disabled])")
+    assert page.inner_text("#error") == ""
     return page.eval_on_selector_all(
-        "#messages li:last-child .token",
+        f"#messages li:last-child .way:{way}-child .token",
         "spans => spans.map(s => ({text: s.textContent, score: Number(s.dataset.score)}))",
+    )
+
+
+def text_of(tokens: list[dict]) -> str:
+    return "".join(token["text"] for token in tokens)
+
+
+def steer(page, vector: str, scale: float, unit: str = "vector") -> None:
+    page.select_option(f"[data-unit-of={vector}]", unit)
+    page.eval_on_selector(
+        f"[data-steer={vector}]", f"s => {{ s.value = {scale}; s.dispatchEvent(new Event('input')); }}"
     )
 
 
@@ -138,15 +158,148 @@ def painted(page, scores: np.ndarray) -> bool:
 def test_a_slider_steers_the_next_reply(page, server, tmp_path):
     page.select_option("#probe", "happy")
     page.fill("[data-layer-of=happy]", "2")
-    page.eval_on_selector("[data-steer=happy]", "s => { s.value = -2; s.dispatchEvent(new Event('input')); }")
+    steer(page, "happy", -2)
     tokens = say(page, TEXT)
     add = {"op": "add", "vector": {"ref": "happy"}, "layers": [2], "scale": -2.0}
     _, steered = scores_of(server, interventions=[add])
     _, plain = scores_of(server)
-    said = "".join(t["text"] for t in tokens)
-    assert said == steered["message"]["content"] != plain["message"]["content"]
-    assert "steered by happy × -2 at block 2" in page.inner_text(".note")
+    assert text_of(tokens) == steered["message"]["content"] != plain["message"]["content"]
+    assert text_of(answered(page, "first")) == plain["message"]["content"]
+    assert page.locator(".way b").all_inner_texts() == ["unsteered", "steered"]
+    notes = page.locator(".note").all_inner_texts()
+    assert "steered by" not in notes[0] and "steered by happy × -2 at block 2" in notes[1]
+    # Both are coloured on one scale.
+    largest = max(abs(t["score"]) for t in [*tokens, *answered(page, "first")])
+    assert float(page.inner_text("#high")) == pytest.approx(largest, rel=1e-3)
     picture(page, "page_steered", tmp_path)
+
+
+def test_a_message_is_answered_again(page, server, tmp_path):
+    """With what is set now, in place of the reply; alone where no slider is moved, or the other is not wanted."""
+    assert page.is_disabled("#again")
+    plain = text_of(say(page, TEXT))
+    assert page.locator(".way").count() == 1
+    page.fill("[data-layer-of=happy]", "2")
+    steer(page, "happy", -0.5, "row")
+    page.click("#again")
+    add = {"op": "add", "vector": {"ref": "happy"}, "layers": [2], "scale": -0.5, "norm_match": True}
+    steered = asked(server, user(TEXT), interventions=[add])["message"]["content"]
+    assert text_of(answered(page)) == steered != plain == text_of(answered(page, "first"))
+    assert page.locator("#messages li").count() == 2
+    assert "steered by happy × -0.5 of each row's norm at block 2" in page.inner_text(".way:last-child .note")
+    page.uncheck("#both")
+    page.click("#again")
+    assert text_of(answered(page)) == steered and page.locator(".way").count() == 1
+    # The chat goes on from the steered reply.
+    follow = [*user(TEXT), {"role": "assistant", "content": steered}, *user("Tell me a sad story.")]
+    assert (
+        text_of(say(page, "Tell me a sad story.")) == asked(server, follow, interventions=[add])["message"]["content"]
+    )
+    # What is refused leaves the reply that there was.
+    page.fill("#max-tokens", "0")
+    page.click("#again")
+    page.wait_for_selector("#error:not([hidden])")
+    assert page.locator("#messages li").count() == 4 and page.is_enabled("#again")
+
+
+def test_a_seed_gives_the_same_reply_again(page):
+    page.fill("#temperature", "1")
+    page.fill("#seed", "7")
+    first = text_of(say(page, TEXT))
+    page.click("#again")
+    assert text_of(answered(page)) == first
+    page.fill("#seed", "8")
+    page.click("#again")
+    assert text_of(answered(page)) != first
+
+
+def test_a_link_brings_another_to_the_same_state(browser, page, server):
+    """Made vectors and features, too; nothing runs before somebody sends, and the key is not in it."""
+    for name, value in (("#new-name", "dogs"), ("#new-plus", PLUS), ("#new-minus", MINUS), ("#new-layer", "2")):
+        page.fill(name, value)
+    page.click("#new-make")
+    page.wait_for_selector("[data-steer=dogs]")
+    page.select_option("#probe", "happy")
+    page.fill("[data-layer-of=happy]", "1")
+    page.fill("#max-tokens", "12")
+    page.fill("#feature-number", str(HAPPY))
+    page.click("#feature-add")
+    slide(page, HAPPY, -2.25)
+    steer(page, "happy", 0.75)
+    steer(page, "dogs", -1)
+    tokens = say(page, TEXT)
+    page.click("#share")
+    page.wait_for_selector("#share:has-text('Link')")
+    assert API_KEY not in page.url and "dogs" in page.url
+    other = browser.new_page()
+    sent: list[str] = []
+    other.on("request", lambda r: sent.append(r.method))
+    other.goto(page.url)
+    other.fill("#key", API_KEY)
+    other.dispatch_event("#key", "change")
+    other.wait_for_selector("[data-steer=dogs]")
+    assert other.input_value("#text") == TEXT and set(sent) == {"GET"}
+    assert other.input_value("[data-steer=happy]") == "0.75" and other.input_value("[data-layer-of=happy]") == "1"
+    assert other.input_value(f"[data-value-of='{SAE}/{HAPPY}']") == "-2.25"
+    assert other.input_value("#probe") == "happy" and other.input_value("#max-tokens") == "12"
+    other.press("#text", "Enter")
+    assert text_of(answered(other)) == text_of(tokens)
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("fragment", "said"),
+    [
+        ("weir", "damaged"),
+        (
+            '{"text":"","made":[],"vectors":[{"name":"<img src=x>","scale":1,"unit":"row","layer":0}],'
+            '"features":[{"sae":"mood","feature":512,"value":1}],"inputs":[{"id":"key","value":"x"},'
+            '{"id":"seed","value":"-1"}]}',
+            "lacks what the link sets: the vector <img src=x>, feature 512 of mood, key x, seed -1.",
+        ),
+    ],
+)
+def test_links_that_do_not_fit_say_so(browser, server, fragment, said):
+    page = browser.new_page()
+    page.goto(f"{str(server.base_url).rstrip('/')}/weir#{urllib.parse.quote(fragment)}")
+    page.fill("#key", API_KEY)
+    page.dispatch_event("#key", "change")
+    page.wait_for_selector(f"#error:has-text('{said}')")
+    assert page.input_value("#key") == API_KEY and page.input_value("#seed") == "0"
+    assert page.locator("img").count() == 0
+    page.close()
+
+
+def test_messages_to_try_and_words_that_the_model_lacks(page):
+    said = page.inner_text("#try button >> nth=0")
+    page.click("#try button >> nth=0")
+    assert len(answered(page)) > 5 and page.is_hidden("#try")
+    assert page.inner_text("#messages .user").endswith(said) and page.locator(".unread").count() == 0
+    say(page, "Tell me about a spaceship.")
+    page.wait_for_selector(".unread:has-text('does not know “spaceship”. Words outside the model')")
+    page.click("#clear")
+    assert page.is_visible("#try")
+
+
+def test_a_narrow_page_does_not_overflow(page, tmp_path):
+    """With all that it can show: two replies, the map, heads, features and sliders."""
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.select_option("#probe", "happy")
+    page.fill("#feature-number", str(HAPPY))
+    page.click("#feature-add")
+    steer(page, "happy", -2)
+    say(page, TEXT)
+    page.evaluate("() => scrollTo(0, 0)")
+    picture(page, "page_narrow", tmp_path)
+    page.click("#messages .token >> nth=5")
+    page.wait_for_selector("#neurons li")
+    widths = page.evaluate("() => [document.documentElement.scrollWidth, innerWidth]")
+    assert widths == [390, 390]
+    wide = page.eval_on_selector_all(
+        "aside *, header *, #composer *, #messages *, #try, #map",
+        "all => all.filter(e => e.getBoundingClientRect().right > 391).map(e => e.outerHTML)",
+    )
+    assert wide == []
 
 
 def test_a_click_shows_blocks_by_tokens(page, server, tmp_path):
@@ -224,7 +377,7 @@ def test_a_token_shows_its_features(page, server, tmp_path):
     for title, features in zip(titles, expected, strict=True):
         score, line = title.split("\n")
         assert score.startswith(f"happy at block {LAYER}: ") and line.startswith("mood: ")
-        shown = [(int(i), float(v)) for i, v in re.findall(r"(\d+) \(([^)]+)\)", line)]
+        shown = [(int(i), float(v)) for i, v in re.findall(r"(\d+) [^(]*\(([^)]+)\)", line)]
         assert same_features(shown, features)
         assert [v for _, v in shown] == sorted((v for _, v in shown), reverse=True)
     page.hover("#messages .token >> nth=5")
@@ -233,6 +386,9 @@ def test_a_token_shows_its_features(page, server, tmp_path):
         "#token-features-list button", "all => all.map(b => [b.dataset.feature, b.dataset.value].map(Number))"
     )
     assert same_features([(int(i), v) for i, v in listed], expected[5])
+    labels = server.get("/v1/saes/mood").json()["labels"]
+    texts = page.locator("#token-features-list button").all_inner_texts()
+    assert all(text.startswith(f"{i} {labels[str(int(i))]}: ") for text, (i, _) in zip(texts, listed, strict=True))
     assert page.inner_text("#token-features-title") == "Features of mood"
     page.select_option("#sae", "")
     page.click("#clear")
@@ -264,8 +420,9 @@ def test_a_slider_sets_a_feature(page, server, tmp_path):
     ]
     steered, plain = (asked(server, user(TEXT), interventions=some) for some in (set_both, []))
     assert "".join(t["text"] for t in tokens) == steered["message"]["content"] != plain["message"]["content"]
-    assert f"steered by feature {HAPPY} of mood = -8, feature {other} of mood = 2.5" in page.inner_text(".note")
-    page.click("#messages .token >> nth=5")
+    note = re.sub(r"(feature \d+) .*? of mood", r"\1 of mood", page.inner_text(".way:last-child .note"))
+    assert f"steered by feature {HAPPY} of mood = -8, feature {int(other)} of mood = 2.5" in note
+    page.click("#messages .way:last-child .token >> nth=5")
     page.wait_for_selector("#neurons li")
     listed = dict(features_of(server, interventions=set_both)[5])
     shown = page.eval_on_selector_all(
@@ -302,17 +459,17 @@ def test_features_that_there_are_not(page, server):
 
 def test_a_vector_from_two_texts(page, server, tmp_path):
     page.fill("#new-name", "dogs")
-    page.fill("#new-plus", "a dog and a dog")
-    page.fill("#new-minus", "the cat on the hill")
+    page.fill("#new-plus", PLUS)
+    page.fill("#new-minus", MINUS)
     page.fill("#new-layer", str(LAYER))
     page.click("#new-make")
     page.wait_for_selector("[data-steer=dogs], #error:not([hidden])")
     assert page.inner_text("#error") == ""
     assert page.input_value("#probe") == "dogs"
+    assert "This model does not know “a”, “dog”, “the”, “cat”" in page.inner_text("#new-unread")
     tokens = say(page, TEXT)
-    apart = rows(server, "a dog and a dog", "prompt", tmp_path)
-    apart -= rows(server, "the cat on the hill", "prompt", tmp_path)
-    vector = Vector.parse(apart / np.linalg.norm(apart), "vector").to_json()
+    apart = rows(server, PLUS, "prompt", tmp_path) - rows(server, MINUS, "prompt", tmp_path)
+    vector = Vector.parse(apart, "vector").to_json()
     capture = {"hook": "resid_post", "layers": [int(page.input_value("#probe-layer"))], "positions": "sampled"}
     choice = asked(server, user(TEXT), capture=[capture | {"project": vector}])
     ((_, expected),) = choice["weir"]["scores"]["sites"].items()

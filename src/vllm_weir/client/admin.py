@@ -106,6 +106,10 @@ class SAEAdmin:
         """Unload an autoencoder. Needs the admin key."""
         return self._request_json(SendRequest("DELETE", _path("/v1/saes", name), admin=True))
 
+    def get(self, name: str) -> Any:
+        """Return one with its ``labels``, {feature: text}; JSON has the features as text."""
+        return self._request_json(SendRequest("GET", _path("/v1/saes", name)))
+
     def list(self) -> Any:
         """Return the loaded autoencoders."""
         return self._request_json(SendRequest("GET", "/v1/saes"))

@@ -48,6 +48,8 @@ class SAE:
     def __post_init__(self) -> None:
         set_fields(self, tensors={name: as_tensor(value, name) for name, value in self.tensors.items()})
         check_tensors(self.config, self.tensors)
+        if (last := max(self.config.labels, default=0)) >= self.d_sae:
+            raise WeirError(f"features count from 0 to {self.d_sae - 1}, got {brief(last)}", "labels")
 
     @classmethod
     def load(
@@ -75,6 +77,8 @@ class SAE:
             path: a directory with ``cfg.json`` and ``sae_weights.safetensors`` (SAELens 5 and 6,
                 and earlier ones), or with ``params.npz``, or that file; or the file or directory of
                 another format, under the name with which it was published.
+                Beside ``cfg.json``,
+                ``labels.json`` may say what features stand for, ``{"100": "happy"}``.
             site: hook point and layer, for files that do not say them or say them ambiguously, e.g.
                 ``("resid_post", 20)``.
             out_site: what a transcoder reconstructs, if neither the file says it nor it is
@@ -153,6 +157,11 @@ class SAE:
     def name(self) -> str:
         """What it is called."""
         return self.config.name
+
+    @property
+    def labels(self) -> Mapping[int, str]:
+        """What features stand for, {feature: text}; most autoencoders come without."""
+        return self.config.labels
 
     @property
     def d_in(self) -> int:

@@ -16,6 +16,8 @@ TRANSCODERS = ("transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu
 ARCHITECTURES = (*AUTOENCODERS, *TRANSCODERS)
 ROW_NORMALISATIONS = ("constant_norm_rescale", "layer_norm")
 """Normalisations of the input that depend on the row; a constant factor is folded into the weights."""
+MAX_LABEL = 200
+"""Characters of a feature's label."""
 
 _THRESHOLDS = ("jumprelu", "batchtopk", "jumprelu_transcoder", "jumprelu_skip_transcoder")
 
@@ -38,6 +40,7 @@ class SAEConfig:
             decoder's rows before the largest are chosen (TopK).
         name: what it is called.
         metadata: other entries of the file, such as ``model_name`` and ``prepend_bos``.
+        labels: what features stand for, {feature: text}, of those for which somebody has said it.
 
     Raises:
         WeirError: naming the field.
@@ -53,8 +56,10 @@ class SAEConfig:
     rescale_acts_by_decoder_norm: bool = False
     name: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        set_fields(self, labels=_labels(self.labels))
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise WeirError(f"unknown architecture {brief(self.architecture)!r}; known are {known}", "architecture")
@@ -129,6 +134,18 @@ class SAEConfig:
             raise WeirError(f"{self.site} has no heads; those with heads are {', '.join(HEAD_HOOKS)}", "head")
         if self.is_transcoder:
             raise WeirError("a transcoder that reads a single head is not supported", "head")
+
+
+def _labels(given: object) -> dict[int, str]:
+    """Parse labels, whose features JSON has as text."""
+    if not isinstance(given, Mapping):
+        raise WeirError(f"expected {{feature: text}}, got {type(given).__name__}", "labels")
+    for feature, text in given.items():
+        if not ((is_int(feature) and feature >= 0) or (isinstance(feature, str) and feature.isdecimal())):
+            raise WeirError(f"a feature is a number from 0, got {brief(feature)!r}", "labels")
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_LABEL:
+            raise WeirError(f"expected 1 to {MAX_LABEL} characters, got {brief(text)!r}", f"labels.{brief(feature)}")
+    return {int(feature): text for feature, text in given.items()}
 
 
 def _site(value: object, name: str) -> Site:

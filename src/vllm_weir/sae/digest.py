@@ -17,10 +17,11 @@ BLOCK = 1 << 24
 def digest_of(sae: SAE) -> str:
     """Return the digest of what an autoencoder computes, hexadecimal; saved and loaded again it has the same.
 
-    Its name and metadata do not count.
+    Its name, metadata and labels do not count.
     """
     digest = hashlib.blake2b(digest_size=16)
     config = asdict(replace(sae.config, architecture=sae.config.saved_architecture, name="", metadata={}))
+    del config["labels"]
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name in sorted(sae.tensors):
         tensor = sae.tensors[name].detach()

@@ -23,6 +23,8 @@ from vllm_weir.util.atomic_write import atomic_write
 from vllm_weir.util.foreign_files import damage_refused, npz_arrays, open_regular
 
 CFG, WEIGHTS, SCALER, PARAMS = "cfg.json", "sae_weights.safetensors", "activation_scaler.json", "params.npz"
+LABELS = "labels.json"
+"""{feature: text}: what features stand for; a file of Weir's."""
 
 Loaded = tuple[SAEConfig, dict[str, torch.Tensor]]
 
@@ -81,8 +83,12 @@ def write(path: Path, config: SAEConfig, tensors: dict[str, torch.Tensor]) -> No
     try:
         path.mkdir(parents=True, exist_ok=True)
         _write_weights(path / WEIGHTS, folding.for_file(tensors))
-        with atomic_write(path / CFG) as file:
-            file.write((json.dumps(cfg, indent=2) + "\n").encode())
+        for name, content in ((CFG, cfg), (LABELS, config.labels)):
+            if not content:
+                (path / name).unlink(missing_ok=True)
+                continue
+            with atomic_write(path / name) as file:
+                file.write((json.dumps(content, indent=2) + "\n").encode())
     except (OSError, SafetensorError) as e:
         raise StoreError(f"cannot write {path} ({str(e)[:80]})", "path") from None
 
@@ -109,6 +115,9 @@ def _read_saelens(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict
         if cfg.get("normalize_activations") == "expected_average_only_in":
             given = replace(given, norm_scaling_factor=scaler.get("scaling_factor"))
     file = parse_cfg(cfg, given, name or path.resolve().name)
+    if (path / LABELS).exists():
+        labels: Any = read_json(path / LABELS)  # with features as text, which the config takes, too
+        file = replace(file, config=replace(file.config, labels=labels))
     return file, read_safetensors(path / WEIGHTS)
 
 

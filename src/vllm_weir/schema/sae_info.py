@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from vllm_weir.schema.hooks import Site
@@ -16,6 +17,7 @@ class SAEInfo(NamedTuple):
         d_sae: its features.
         architecture: SAELens's name of it.
         bytes: of its weights, on each worker.
+        labels: what features stand for, {feature: text}.
     """
 
     name: str
@@ -23,3 +25,4 @@ class SAEInfo(NamedTuple):
     d_sae: int
     architecture: str
     bytes: int
+    labels: Mapping[int, str] = {}

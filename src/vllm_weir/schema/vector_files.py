@@ -24,7 +24,7 @@ _NUMBERED = re.compile(r"^(?:|.*[^0-9-]|.*[A-Za-z0-9]-)(\d{1,9})$", re.ASCII | r
 """A name that ends in the number of a block. A dash before the number is a separator after a letter
 or digit, elsewhere a minus sign, which is refused."""
 _BLOCK = re.compile(r"^\d{1,9}$", re.ASCII)
-_DESCRIPTION_KEYS = {"name", "digest", "shape", "layers", "refs", "bytes"}
+_DESCRIPTION_KEYS = {"name", "digest", "shape", "layers", "refs", "norms", "bytes"}
 """What a server's answer says about a vector beside its content."""
 METADATA = "weir_directions"
 """Key of the metadata under which a file of `Directions` has all but its vectors, as JSON."""

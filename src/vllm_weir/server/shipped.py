@@ -14,6 +14,12 @@ from vllm_weir.server.state import ServerState
 from vllm_weir.util.shipped import NAME, demo_model, demo_mood, demo_sae
 
 MOOD = "mood"
+EXAMPLES = (
+    "Tell me a story about the garden.",
+    "Write a short casual story about the market.",
+    "I want to read a new formal story about music.",
+)
+"""Messages for the shipped model, in words that it knows and of no mood, so that the vector turns the replies."""
 CACHE = 256 << 20
 """Bytes of the KV cache, if the command does not say: all of the model's contexts, on any machine."""
 

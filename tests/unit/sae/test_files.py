@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from tests.support.sae_reference import (
 )
 from tests.unit.refusals import refused
 from vllm_weir.errors import MissingFile, StoreError, WeirError
+from vllm_weir.sae import transfer
 from vllm_weir.sae.digest import digest_of
 
 EXACT = 1e-5
@@ -118,6 +120,39 @@ def test_what_is_saved_is_loaded(tmp_path, architecture):
     assert torch.equal(back.reconstruct(rows()), sae.reconstruct(rows()))
     sae.to(dtype=torch.float16).save(tmp_path / "half")
     assert weir.SAE.load(tmp_path / "half").dtype == torch.float16
+
+
+def test_labels_of_features(tmp_path):
+    """They are saved and loaded, cross to other processes, and are no part of what an autoencoder computes."""
+    plain = weir.SAE.from_tensors("jumprelu", ("resid_post", 3), **weights("jumprelu"))
+    said = {2: "happy", 0: "sea · ship"}
+    sae = weir.SAE.from_tensors("jumprelu", ("resid_post", 3), labels=said, **weights("jumprelu"))
+    sae.save(tmp_path / "one")
+    transfer.write(sae, tmp_path / "file")
+    for back in (weir.SAE.load(tmp_path / "one"), transfer.read(tmp_path / "file"), sae.renamed("other")):
+        assert back.labels == said and digest_of(back) == digest_of(plain)
+    plain.save(tmp_path / "one")
+    assert weir.SAE.load(tmp_path / "one").labels == {}
+    for wrong in (
+        '{"-1": "a"}',
+        '{"1.5": "a"}',
+        '{"1": ""}',
+        '{"1": 2}',
+        '{"1": "%s"}' % ("x" * 201),
+        '{"999": "a"}',
+        "[]",
+    ):
+        (tmp_path / "one" / "labels.json").write_text(wrong)
+        with pytest.raises(WeirError, match="labels"):
+            weir.SAE.load(tmp_path / "one")
+
+
+def test_features_of_the_shipped_one_have_labels():
+    sae = weir.SAE.load(weir.demo_sae())
+    record = json.loads(Path(weir.demo_sae(), "training.json").read_text())
+    for mood, found in record["moods"].items():
+        assert sae.labels[found["feature"]].startswith(f"{mood} stories: ")
+    assert len(sae.labels) >= sae.d_sae - record["held_out"]["dead_features"]
 
 
 HOOKS = ["resid_pre", "attn_in", "q", "v", "z", "attn_out", "resid_mid", "mlp_in", "mlp_post", "mlp_out", "resid_post"]

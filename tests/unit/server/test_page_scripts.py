@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
+import urllib.parse
 from importlib.resources import files
 
 import pytest
@@ -76,13 +78,16 @@ def test_heads_and_neurons_of_an_answer(tmp_path, dtype):
     """)  # fmt: skip
     head, body = found["table"]["children"]
     names = [cell["textContent"] for cell in head["children"][0]["children"]]
-    assert names == ["head", *(f"t{k}" for k in range(TOKENS))]
+    assert names == ["head", "strongest keys", *(f"t{k}" for k in range(TOKENS))]
     rows = body["children"]
     assert [row["children"][0]["textContent"] for row in rows] == ["0", "1", "2"]
-    weights = [[cell["dataset"]["weight"] for cell in row["children"][1:]] for row in rows]
+    weights = [[cell["dataset"]["weight"] for cell in row["children"][2:]] for row in rows]
     assert torch.equal(torch.tensor(weights), pattern)
-    assert [cell["chosen"] for cell in rows[0]["children"]] == [False] * TOKENS + [True]
-    shade = rows[1]["children"][3]["style"]["backgroundColor"]
+    for row, weights in zip(rows, pattern, strict=True):
+        top = [k for k in weights.argsort(descending=True)[:3].tolist() if weights[k] >= 0.05]
+        assert row["children"][1]["textContent"] == ", ".join(f"t{k} {weights[k]:.2f}" for k in top)
+    assert [cell["chosen"] for cell in rows[0]["children"]] == [False] * (TOKENS + 1) + [True]
+    shade = rows[1]["children"][4]["style"]["backgroundColor"]
     assert shade == f"rgba(214, 40, 40, {0.75 * float(pattern[1, 2]):.3f})"
     strongest = neurons.abs().argsort(descending=True)[:12].tolist()
     listed = [(item["dataset"]["neuron"], item["dataset"]["value"]) for item in found["list"]["children"]]
@@ -96,7 +101,7 @@ def test_long_texts_show_the_last_tokens(tmp_path):
         fillHeads(table, [Float32Array.from({ length: count }, (_, k) => k)], Array(count).fill("t"));
         console.log(JSON.stringify(table));
     """)  # fmt: skip
-    cells = found["children"][1]["children"][0]["children"][1:]
+    cells = found["children"][1]["children"][0]["children"][2:]
     assert [cells[0]["dataset"]["key"], cells[-1]["dataset"]["key"], len(cells)] == [44, 299, 256]
     assert cells[0]["dataset"]["weight"] == 44
 
@@ -144,18 +149,25 @@ def test_features_of_tokens(tmp_path):
         let next = 0;
         for (const chunk of {json.dumps(chunks)}) next = enterFeatures(tokens, chunk, next);
         enterFeatures(again, {{ ids: [[5], [6], [7], [8]], values: [[1], [1], [1], [1]] }}, 0);
-        fillFeatures(list, tokens[0].features, (...args) => chosen.push(args));
+        const mood = {{ name: "mood", labels: {{ 7: "<b>happy</b>" }} }};
+        fillFeatures(list, mood, tokens[0].features, (...args) => chosen.push(args));
         list.children[1].children[0].on.click();
-        const lines = [listed("mood", tokens[0].features), listed("mood", [])];
+        const lines = [[mood, 0], [mood], [{{ name: "gone" }}, 1]]
+          .map(([sae, i]) => listed(sae, tokens[i]?.features ?? []));
         console.log(JSON.stringify({{ tokens, again, next, list, chosen, lines, asked: featuresOf("mood") }}));
     """)  # fmt: skip
     assert [token["features"] for token in found["tokens"]] == [[[7, 2], [3, 0.5]], [[3, 4]], [[1, 0.25]]]
     assert found["next"] == 3 and [token["features"][0][0] for token in found["again"]] == [5, 6, 7]
     buttons = [item["children"][0] for item in found["list"]["children"]]
     assert [(one["dataset"]["feature"], one["dataset"]["value"]) for one in buttons] == [(7, 2), (3, 0.5)]
+    assert [one["textContent"] for one in buttons] == ["7 <b>happy</b>: 2.000", "3: 0.5000"]
     assert buttons[1]["style"]["backgroundColor"] == f"rgba(214, 40, 40, {0.75 * 0.25:.3f})"
     assert found["chosen"] == [[3, 0.5]]
-    assert found["lines"] == ["mood: 7 (2.000), 3 (0.5000)", "mood: no feature is active"]
+    assert found["lines"] == [
+        "mood: 7 <b>happy</b> (2.000), 3 (0.5000)",
+        "mood: no feature is active",
+        "gone: 3 (4.000)",
+    ]
     assert found["asked"] == [{"name": "mood", "top_k": 8, "positions": "sampled"}]
     assert weir.Features.from_json(found["asked"][0]).positions.kind == "sampled"
 
@@ -168,8 +180,8 @@ def test_sliders_of_features(tmp_path):
         import { FeatureSliders, described } from "./features.js";
         const box = document.createElement("div"), steps = [];
         const sliders = new FeatureSliders(box, () => steps.push(sliders.chosen.size));
-        const mood = { name: "mood" };
-        sliders.choose(mood, 12, 6.62871);
+        const mood = { name: "mood", labels: { 12: "sad" } };
+        sliders.choose(mood, 12, 6.629);
         sliders.choose(mood, 12, 1);
         sliders.choose({ name: "other" }, 3, 5);
         const [first, second] = box.children.map((row) => row.children[1].children);
@@ -177,7 +189,7 @@ def test_sliders_of_features(tmp_path):
         first[0].value = -2.5; first[0].on.input();
         second[1].value = "40"; second[1].on.input();
         steps.push(sliders.interventions(), [second[0].min, second[0].max, second[0].value]);
-        steps.push(sliders.interventions().map(described));
+        steps.push(sliders.interventions().map((one) => described(one, one.name === "mood" ? mood : undefined)));
         first[2].on.click();
         steps.push(sliders.interventions(), box.children[0].gone);
         sliders.keep(["mood"]);
@@ -194,12 +206,145 @@ def test_sliders_of_features(tmp_path):
         *(1, 2),
         *([mood | {"value": 6.629}, other | {"value": 5}], [-14, 14]),
         *([mood | {"value": -2.5}, raised], [-80, 80, 40]),
-        ["feature 12 of mood = -2.5", "feature 3 of other = 40"],
+        ["feature 12 sad of mood = -2.5", "feature 3 of other = 40"],
         *(1, [raised], True),
         *(0, []),
     ]
     for one in (mood | {"value": -2.5}, raised):
         assert weir.SetFeature.from_json(one).to_json() == one
+
+
+# ---- vectors, links and words ---------------------------------------------------------------------------------------
+
+VECTORS = """
+globalThis.Option = class { constructor(label, value) { Object.assign(this, { label, value }); } };
+const { UNITS, Vectors, describedAdd } = await import("./vectors.js");
+const box = document.createElement("div"), select = { value: "", replaceChildren() {} };
+const vectors = new Vectors({ select, box, hint: {}, layer: { value: 3 } });
+vectors.addNamed({ name: "mood", shape: [8], layers: [], refs: ["mood"], norms: [5.5] });
+vectors.addNamed({ name: "unit", shape: [2, 8], layers: [1, 4], refs: ["unit[1]", "unit[4]"], norms: [1.0000001, 1] });
+vectors.add("mine", { made: { plus: "a", minus: "b", layer: 2 } });
+vectors.show();
+"""
+
+
+def test_units_of_sliders(tmp_path):
+    """A direction of length 1 says nothing of strength, so its slider counts in norms of rows."""
+    steps = run(tmp_path, VECTORS + """
+        const steps = [vectors.moved(), vectors.made(true)], slider = vectors.byName.get("mood").slider;
+        const shown = [...vectors.byName.values()].map((one) => one.slider);
+        steps.push(shown.map(({ unit, scale }) => [unit.value, scale.min, scale.max]));
+        slider.scale.value = "1.5"; slider.scale.on.input();
+        steps.push(vectors.move({ name: "unit", scale: -0.5, unit: "row", layer: 5 }), vectors.move({ name: "gone" }));
+        steps.push(vectors.moved(), vectors.interventions(), vectors.interventions().map(describedAdd));
+        vectors.add("mine", { wire: () => ({ b64: "AA==" }), norm: 2, made: { plus: "a", minus: "b", layer: 2 } });
+        steps.push(vectors.made(true), vectors.made(), box.children.length);
+        slider.unit.value = "row"; slider.unit.on.change();
+        steps.push(vectors.moved().map(({ name }) => name));
+        console.log(JSON.stringify(steps));
+    """)  # fmt: skip
+    mine = {"name": "mine", "plus": "a", "minus": "b", "layer": 2}
+    moved = [
+        {"name": "mood", "scale": 1.5, "unit": "vector", "layer": 3},
+        {"name": "unit", "scale": -0.5, "unit": "row", "layer": 5},
+    ]
+    adds = [
+        {"op": "add", "vector": {"ref": "mood"}, "layers": [3], "scale": 1.5, "hook": "resid_post"},
+        {"op": "add", "vector": {"ref": "unit[4]"}, "layers": [5], "scale": -0.5, "hook": "resid_post"},
+    ]
+    adds[1]["norm_match"] = True
+    assert steps == [
+        *([], [mine], [["vector", -4, 4], ["row", -2, 2], ["vector", -4, 4]]),
+        *(True, False, moved, adds),
+        ["mood × 1.5 at block 3", "unit[4] × -0.5 of each row's norm at block 5"],
+        *([], [mine], 3),
+        ["unit"],
+    ]
+
+
+LINK = {
+    "text": "Tell me a <b>story</b>. 100 % #1",
+    "vectors": [{"name": "mood", "scale": -1.25, "unit": "row", "layer": 3}],
+    "made": [{"name": "mine", "plus": "a", "minus": "b", "layer": 2}],
+    "features": [{"sae": "demo", "feature": 100, "value": -8.125}],
+    "inputs": [{"id": "seed", "value": "3"}],
+}
+
+
+def linked(tmp_path, *fragments):
+    """What the page makes of links: what they carry, or the error."""
+    return run(tmp_path, f"""
+        import {{ fromFragment }} from "./share.js";
+        const read = (one) => {{ try {{ return fromFragment(one); }} catch (e) {{ return e.message; }} }};
+        console.log(JSON.stringify({json.dumps(fragments)}.map(read)));
+    """)  # fmt: skip
+
+
+def test_a_link_carries_what_is_set(tmp_path):
+    (fragment,) = run(tmp_path, f"""
+        import {{ toFragment }} from "./share.js";
+        console.log(JSON.stringify([toFragment({json.dumps(LINK)})]));
+    """)  # fmt: skip
+    assert re.fullmatch(r"#[\w.%!~*'()-]+", fragment)
+    assert linked(tmp_path, fragment, "", "#") == [LINK, None, None]
+
+
+def test_links_that_others_wrote_are_read_or_refused(tmp_path):
+    def of(kind, **change):
+        return LINK | {kind: [LINK[kind][0] | change]}
+
+    wrong = [
+        *("x", 3, None, [], {}, LINK | {"text": 3}, LINK | {"text": "x" * 8193}),
+        *(LINK | {"vectors": {}}, LINK | {"vectors": [None]}, LINK | {"made": LINK["made"] * 65}),
+        *(of("vectors", unit="toString"), of("vectors", scale="1"), of("vectors", layer=-1), of("vectors", name={})),
+        *(of("features", feature=1.5), of("features", value=None), of("inputs", value=3), of("made", plus=None)),
+    ]
+    fragments = [f"#{urllib.parse.quote(json.dumps(one))}" for one in wrong] + ["#%", "#%7B", "#weir"]
+    assert set(linked(tmp_path, *fragments)) == {"The link's settings are damaged: copy it again."}
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "words"),
+    [
+        ("Tell me of a spaceship.", ["Tell", " me", " of", " a", "<unk>", "."], ["spaceship"]),
+        ("laser ships", ["<unk>", "<unk>"], ["laser", "ships"]),
+        ("Anna has 7 dogs", ["Anna", "<unk>", " dogs"], ["has", "7"]),
+        ("Anna & Tom", ["Anna", " Tom"], ["&"]),
+        ("Tell me", ["Tell", " me"], []),
+        ("Überall Äpfel", ["Ã", "ľber", "all", "ĠÃ", "Ħ", "pfel"], []),
+        ("Hello there", ["▁Hello", "▁there"], []),
+        ("the cat saw the dog", ["▁the", "▁cat", "▁saw", "▁the", "<unk>"], ["dog"]),
+        ("", [], []),
+    ],
+)
+def test_words_that_the_model_does_not_have(tmp_path, text, tokens, words):
+    found = run(tmp_path, f"""
+        import {{ unknownWords }} from "./words.js";
+        console.log(JSON.stringify(unknownWords({json.dumps(text)}, {json.dumps(tokens)})));
+    """)  # fmt: skip
+    assert found == words
+
+
+def test_short_names_of_models(tmp_path):
+    names = {
+        "demo": "demo",
+        "Qwen/Qwen3-0.6B": "Qwen3-0.6B",
+        "/data/models/llama/": "llama",
+        "/site-packages/vllm_weir/demo/model": "demo/model",
+        "/root/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2": "Qwen3-0.6B",
+        "/": "/",
+    }
+    found = run(tmp_path, f"""
+        import {{ shortName }} from "./words.js";
+        console.log(JSON.stringify({json.dumps(list(names))}.map(shortName)));
+    """)  # fmt: skip
+    assert found == list(names.values())
+
+
+def test_nothing_from_outside_becomes_markup():
+    for name, _ in FILES.values():
+        text = (STATIC / name).read_text()
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", text), name
 
 
 # ---- probes ---------------------------------------------------------------------------------------------------------
@@ -210,7 +355,9 @@ const controls = { "by-probe": { value: "", replaceChildren(...some) { this.opti
 document.getElementById = (id) => controls[id];
 globalThis.Option = class { constructor(label, value) { Object.assign(this, { label, value }); } };
 const span = () => ({ style: {}, dataset: {}, classes: {}, classList: { toggle(name, on) { this.on = on; } } });
-const { addGate, addProbeScores, askProbe, chosenProbe, paintProbe, showProbes, ungated } = await import("./probes.js");
+const { addGate, addProbeScores, askProbe, chosenProbe, ownScores, paintProbe, showProbes, ungated } =
+  await import("./probes.js");
+const { magnitude } = await import("./heatmap.js");
 """
 PROBES = [
     {"name": "mood", "outputs": 1, "activation": "sigmoid"},
@@ -293,12 +440,14 @@ def test_tokens_are_coloured_by_their_own_position(tmp_path):
 
 
 def test_raw_scores_are_coloured_by_the_largest(tmp_path):
-    colours, scale = page(tmp_path, """
+    """Which may be that of the reply beside it."""
+    alone, beside = page(tmp_path, """
         controls["by-probe"].value = "topic[1]";
         const probe = chosenProbe(), tokens = [span(), span()].map((span) => ({ span }));
         addProbeScores(probe, { topic: { positions: [2, 3], values: [[9, -4, 9], [9, 2, null]] } });
-        const scale = paintProbe(probe, tokens, 2);
-        console.log(JSON.stringify([tokens.map((t) => t.span.style.backgroundColor), scale]));
+        const painted = [magnitude(ownScores(probe, tokens, 2)), 8].map((largest) => (
+          [paintProbe(probe, tokens, 2, largest), tokens.map((t) => t.span.style.backgroundColor)]));
+        console.log(JSON.stringify(painted));
     """)  # fmt: skip
-    assert colours == ["rgba(29, 99, 184, 0.750)", "rgba(214, 40, 40, 0.375)"]
-    assert scale == ["-4.000", "4.000"]
+    assert alone == [["-4.000", "4.000"], ["rgba(29, 99, 184, 0.750)", "rgba(214, 40, 40, 0.375)"]]
+    assert beside == [["-8.000", "8.000"], ["rgba(29, 99, 184, 0.375)", "rgba(214, 40, 40, 0.188)"]]

@@ -62,7 +62,8 @@ class LoadedSAE:
     @property
     def info(self) -> SAEInfo:
         """What is told of it."""
-        return SAEInfo(self.name, self.sae.site, self.sae.d_sae, self.sae.architecture, self.sae.nbytes)
+        sae = self.sae
+        return SAEInfo(self.name, sae.site, sae.d_sae, sae.architecture, sae.nbytes, sae.labels)
 
 
 class SAERegistry:

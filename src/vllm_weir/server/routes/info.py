@@ -10,7 +10,9 @@ from pydantic import BaseModel
 from vllm_weir.server.errors import declared
 from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.routes.router import weir_router
+from vllm_weir.server.shipped import EXAMPLES
 from vllm_weir.server.state import ServerState, server_state
+from vllm_weir.util.shipped import demo_model
 
 
 class SiteInfo(BaseModel):
@@ -30,7 +32,10 @@ class SiteInfo(BaseModel):
 
 
 class ServerInfo(BaseModel):
-    """The server. `limits` has no paths; `admin` says whether there is an admin key."""
+    """The server. `limits` has no paths; `admin` says whether there is an admin key.
+
+    `examples` are messages that suit the model; empty for others than the shipped one.
+    """
 
     version: str
     model: str
@@ -40,6 +45,7 @@ class ServerInfo(BaseModel):
     sites: list[SiteInfo]
     limits: dict[str, int | float]
     admin: bool
+    examples: list[str]
 
 
 def router() -> APIRouter:
@@ -71,6 +77,7 @@ def router() -> APIRouter:
             ],
             limits=public_limits(state.limits),
             admin=state.admin_key is not None,
+            examples=list(EXAMPLES) if state.frontend.model == demo_model() else [],
         )
 
     return routes

@@ -17,6 +17,8 @@ FILES = {
     "/weir/heatmap.js": ("heatmap.js", "text/javascript"),
     "/weir/features.js": ("features.js", "text/javascript"),
     "/weir/probes.js": ("probes.js", "text/javascript"),
+    "/weir/share.js": ("share.js", "text/javascript"),
+    "/weir/words.js": ("words.js", "text/javascript"),
     "/weir/inside.js": ("inside.js", "text/javascript"),
 }
 """Path -> file and media type; nothing else is served."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path
 from fastapi.responses import Response
@@ -46,6 +46,12 @@ class LoadedSAE(BaseModel):
     bytes: int
 
 
+class LabelledSAE(LoadedSAE):
+    """An autoencoder with what its features stand for, where its files say it."""
+
+    labels: dict[int, str]
+
+
 class SAEList(BaseModel):
     """All loaded autoencoders."""
 
@@ -53,7 +59,7 @@ class SAEList(BaseModel):
 
 
 def router() -> APIRouter:
-    """Return the routes PUT, DELETE /v1/saes/{name} and GET /v1/saes."""
+    """Return the routes PUT, GET, DELETE /v1/saes/{name} and GET /v1/saes."""
     routes = weir_router()
 
     @routes.get("/v1/saes", responses=declared(401), summary="The loaded sparse autoencoders")
@@ -69,6 +75,18 @@ def router() -> APIRouter:
     async def put(name: Name, body: SAEFiles, state: State) -> LoadedSAE:
         return _describe(await saes.load(state, name, saes.SAESource(body.path, body.site)))
 
+    @routes.get(
+        "/v1/saes/{name}",
+        response_model=LabelledSAE,
+        responses=declared(401, 404),
+        summary="A loaded sparse autoencoder, and the labels of its features",
+    )
+    def get(name: Name, state: State) -> Any:
+        info = next((one for one in saes.infos(state) if one.name == name), None)
+        if info is None:
+            return _unknown(name)
+        return LabelledSAE(**_describe(info).model_dump(), labels=dict(info.labels))
+
     @routes.delete(
         "/v1/saes/{name}",
         dependencies=[Depends(require_admin)],
@@ -80,9 +98,13 @@ def router() -> APIRouter:
     async def delete(name: Name, state: State) -> Response:
         if await saes.unload(state, name):
             return Response(status_code=204)
-        return error(404, f"no autoencoder is loaded as {brief(name)!r}", "name")
+        return _unknown(name)
 
     return routes
+
+
+def _unknown(name: str) -> Response:
+    return error(404, f"no autoencoder is loaded as {brief(name)!r}", "name")
 
 
 def _describe(info: SAEInfo) -> LoadedSAE:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
@@ -43,8 +44,9 @@ class VectorInfo(BaseModel):
 
     `refs` are what stands for its parts in a request (``{"ref": ...}``); with `layers` the name
     itself stands in ``modules`` for all of them, each added to the stream leaving its block.
-    `shape` is [d_model], [n, d_model] or [n_layers, n, d_model], or has another width: that of one
-    head ([d_head]) or of the neurons, say, at whose hook points the vector is for.
+    `norms` are their Euclidean norms. `shape` is [d_model], [n, d_model] or [n_layers, n, d_model],
+    or has another width: that of one head ([d_head]) or of the neurons, say, at whose hook points
+    the vector is for.
     """
 
     model_config = ConfigDict(
@@ -56,6 +58,7 @@ class VectorInfo(BaseModel):
                     "shape": [256],
                     "layers": [],
                     "refs": ["happy"],
+                    "norms": [5.5],
                     "bytes": 1024,
                 }
             ]
@@ -67,6 +70,7 @@ class VectorInfo(BaseModel):
     shape: list[int]
     layers: list[int]
     refs: list[str]
+    norms: list[float]
     bytes: int
 
 
@@ -169,6 +173,7 @@ def describe(name: str, named: NamedVector) -> VectorInfo:
         shape=[len(arrays), *first.shape] if named.layers else list(first.shape),
         layers=named.layers,
         refs=[f"{name}[{layer}]" for layer in named.layers] or [name],
+        norms=[float(np.linalg.norm(array.astype(np.float64))) for array in arrays.values()],
         bytes=sum(a.nbytes for a in arrays.values()),
     )
 

@@ -22,29 +22,34 @@ export function enterFeatures(tokens, found, start) {
   return start + found.ids.length;
 }
 
+/** Return a feature's number, and what it stands for if the autoencoder {labels} says that. */
+export function called(sae, feature) {
+  return `${feature} ${sae?.labels?.[feature] ?? ""}`.trim();
+}
+
 /** Return a token's features as one line. */
-export function listed(name, features) {
-  return `${name}: ${features.map(([id, value]) => `${id} (${format(value)})`).join(", ") || "no feature is active"}`;
+export function listed(sae, features) {
+  return `${sae.name}: ${features.map(([id, value]) => `${called(sae, id)} (${format(value)})`).join(", ") || "no feature is active"}`;
 }
 
 /** Fill a list with a button for each feature of a token; choose(feature, activation) is called by a click. */
-export function fillFeatures(list, features, choose) {
+export function fillFeatures(list, sae, features, choose) {
   list.replaceChildren();
   const max = magnitude(features.map(([, value]) => value));
   for (const [feature, value] of features) {
     const item = document.createElement("li"), button = document.createElement("button");
-    Object.assign(button, { type: "button", textContent: `${feature}: ${format(value)}`, title: `set feature ${feature}` });
+    Object.assign(button, { type: "button", textContent: `${called(sae, feature)}: ${format(value)}`, title: `set feature ${feature}` });
     button.style.backgroundColor = colour(value, max);
     Object.assign(button.dataset, { feature, value });
-    button.addEventListener("click", () => choose(feature, value));
+    button.addEventListener("click", () => choose(feature, Number(value.toPrecision(4))));
     item.append(button);
     list.append(item);
   }
 }
 
 /** Return what an intervention of `FeatureSliders` does, in words. */
-export function described({ name, feature, value }) {
-  return `feature ${feature} of ${name} = ${value}`;
+export function described({ name, feature, value }, sae) {
+  return `feature ${called(sae, feature)} of ${name} = ${value}`;
 }
 
 /** The features that are set in the next reply, each with a slider in the element `box`. */
@@ -53,11 +58,11 @@ export class FeatureSliders {
     Object.assign(this, { box, changed, chosen: new Map() });
   }
 
-  /** Choose a feature of an autoencoder {name}, at first set to `value`; once chosen, it stays as it is. */
+  /** Choose a feature of an autoencoder {name, labels}, at first set to `value`; once chosen, it stays as it is. */
   choose(sae, feature, value = 0) {
     const key = `${sae.name}/${feature}`;
     if (this.chosen.has(key)) return;
-    const element = this.slider(key, `feature ${feature} of ${sae.name}`, value);
+    const element = this.slider(key, `feature ${called(sae, feature)} of ${sae.name}`, value);
     this.chosen.set(key, { ...element, name: sae.name, feature });
     this.box.append(element.row);
     this.changed();
@@ -90,8 +95,8 @@ export class FeatureSliders {
       Object.assign(range, { min: -reach, max: reach });
       range.value = shown;
     };
-    number.value = Number(value.toPrecision(4));
-    show(Number(number.value));
+    number.value = value;
+    show(value);
     range.addEventListener("input", () => (number.value = range.value));
     number.addEventListener("input", () => show(Number(number.value)));
     drop.addEventListener("click", () => this.drop(key));

@@ -7,6 +7,8 @@ import { fromBase64, safetensors } from "./rows.js";
 const KEYS = 256;
 /** Neurons to list. */
 const NEURONS = 12;
+/** Keys to name of each head, and the least weight of one. */
+const STRONGEST = 3, LEAST = 0.05;
 /** Hook points to read. */
 const HOOKS = ["pattern", "mlp_post"];
 
@@ -45,12 +47,12 @@ export function fillHeads(table, pattern, texts) {
   if (!pattern.length) return;
   const first = Math.max(0, texts.length - KEYS), last = texts.length - 1;
   const head = table.createTHead().insertRow();
-  head.append(cell("th", "head"));
+  head.append(cell("th", "head"), keysCell("strongest keys"));
   texts.slice(first).forEach((text, i) => head.append(cell("th", visibleText(text), first + i === last)));
   const body = table.createTBody();
   pattern.forEach((weights, h) => {
     const row = body.insertRow();
-    row.append(cell("th", String(h)));
+    row.append(cell("th", String(h)), keysCell(strongestKeys(weights.subarray(0, texts.length), texts)));
     weights.subarray(first, texts.length).forEach((weight, i) => {
       const td = cell("td", "", first + i === last);
       td.style.backgroundColor = colour(weight, 1);
@@ -59,6 +61,15 @@ export function fillHeads(table, pattern, texts) {
       row.append(td);
     });
   });
+}
+
+function keysCell(text) {
+  return Object.assign(cell("th", text), { className: "keys" });
+}
+
+function strongestKeys(weights, texts) {
+  const keys = strongest(weights, STRONGEST).filter(([, weight]) => weight >= LEAST);
+  return keys.map(([key, weight]) => `${visibleText(texts[key]).trim()} ${weight.toFixed(2)}`).join(", ");
 }
 
 /** Return the `count` values of largest magnitude with their indices, [[index, value]], strongest first. */

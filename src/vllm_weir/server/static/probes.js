@@ -44,10 +44,14 @@ export function addGate(probe, receipt) {
   return `, ${probe.label} ${probe.gate.side} ${probe.gate.threshold} at ${gate.fired} of ${gate.of} positions`;
 }
 
-/** Colour a reply's tokens by the scores of their own positions, and underline those at which the gate fired. */
-export function paintProbe(probe, tokens, promptLength) {
-  const own = tokens.map((_, i) => probe.scores.get(promptLength + i));
-  const max = probe.share ? 1 : magnitude(own);
+/** Return the scores of a reply's tokens: those of their own positions. */
+export function ownScores(probe, tokens, promptLength) {
+  return tokens.map((_, i) => probe.scores.get(promptLength + i));
+}
+
+/** Colour a reply's tokens by their scores, the largest of which is `largest`, and underline where the gate fired. */
+export function paintProbe(probe, tokens, promptLength, largest) {
+  const own = ownScores(probe, tokens, promptLength), max = probe.share ? 1 : largest;
   const fired = new Set(probe.fired);
   tokens.forEach(({ span }, i) => {
     const score = own[i], open = fired.has(promptLength + i);

@@ -100,6 +100,7 @@ def test_a_vector_is_kept_used_and_forgotten_in_every_process(pair):
     assert made.status_code == 200, made.text
     info = made.json()
     assert info["shape"] == [D] and info["refs"] == ["happy"] and info["layers"] == [] and info["bytes"] == 4 * D
+    assert info["norms"] == [pytest.approx(np.linalg.norm(V))]
     assert two.get("/v1/vectors").json() == {"vectors": [info]}
     content = two.get("/v1/vectors/happy").json()
     assert {k: content[k] for k in info} == info

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -26,6 +28,7 @@ from vllm_weir.server.routes import activations, info
 from vllm_weir.server.routes.auth import require_admin
 from vllm_weir.server.routes.body_limit import BodyLimit
 from vllm_weir.server.shared.result_files import ResultFiles
+from vllm_weir.util.shipped import demo_model
 
 SITE = Site("resid_post", 1)
 
@@ -191,6 +194,20 @@ def test_a_missing_serving_patch_point_refuses_over_http_only():
     assert PatchStatus(active=False).serving_refusal
 
 
+def info_of(monkeypatch, facts, model="m"):
+    """What the route tells of an engine with these capabilities."""
+
+    async def sites_async(engine):
+        return api._verdicts(facts)
+
+    monkeypatch.setattr("vllm_weir.sites_async", sites_async, raising=False)
+    frontend = SimpleNamespace(model=model, engine=SimpleNamespace(require_capabilities=lambda: facts))
+    app = FastAPI()
+    app.include_router(info.router())
+    app.state.weir = SimpleNamespace(engine_client=None, frontend=frontend, limits=ServerLimits(), admin_key=None)
+    return call(app, "GET", "/v1/weir/info").json()
+
+
 def test_the_server_says_the_shape_of_each_row(monkeypatch):
     """And of `weir.sites`, which it asks: none for points that are refused, 0 for the number of keys."""
     sites = {
@@ -203,16 +220,7 @@ def test_the_server_says_the_shape_of_each_row(monkeypatch):
     shapes = {Site("z", 0): (4, 2), Site("z", 1): (4, 2), Site("pattern", 0): (4, 0), Site("mlp_post", 0): (24,)}
     facts = EngineCapabilities(sites, 2, 8, "float32", 100, shapes)
 
-    async def sites_async(engine):
-        return api._verdicts(facts)
-
-    monkeypatch.setattr("vllm_weir.sites_async", sites_async, raising=False)
-    engine = SimpleNamespace(require_capabilities=lambda: facts)
-    frontend = SimpleNamespace(model="m", engine=engine)
-    app = FastAPI()
-    app.include_router(info.router())
-    app.state.weir = SimpleNamespace(engine_client=None, frontend=frontend, limits=ServerLimits(), admin_key=None)
-    found = {(s["hook"], s["layer"]): s for s in call(app, "GET", "/v1/weir/info").json()["sites"]}
+    found = {(s["hook"], s["layer"]): s for s in info_of(monkeypatch, facts)["sites"]}
     assert {site: s["shape"] for site, s in found.items()} == {
         ("resid_post", 0): [8],
         ("z", 0): [4, 2],
@@ -221,3 +229,11 @@ def test_the_server_says_the_shape_of_each_row(monkeypatch):
         ("mlp_post", 0): [24],
     }
     assert not found["z", 1]["served"] and found["z", 1]["why"] == "no attention"
+
+
+def test_messages_for_the_shipped_model_are_in_words_that_it_knows(monkeypatch):
+    facts = EngineCapabilities({}, 2, 8, "float32", 100, {})
+    asked = [info_of(monkeypatch, facts, model)["examples"] for model in ("m", demo_model())]
+    words = json.loads(Path(demo_model(), "tokenizer.json").read_text())["model"]["vocab"]
+    tokens = {token for text in asked[1] for token in re.findall(r"^\w+| \w+|[.]", text)}
+    assert asked[0] == [] and len(asked[1]) >= 3 and tokens <= set(words), tokens - set(words)

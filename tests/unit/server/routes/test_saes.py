@@ -48,6 +48,19 @@ def names(client):
     return [one["name"] for one in client.get("/v1/saes").json()["saes"]]
 
 
+def test_labels_are_told_of_one(pair, sae, tmp_path):
+    (one, other), _, _ = pair
+    make(tmp_path / "labelled", labels={3: "<b>happy</b>", 0: "sad"})
+    put(one, tmp_path, "told", "labelled")
+    put(one, tmp_path)
+    for client in (one, other):
+        assert client.get("/v1/saes/told").json()["labels"] == {"0": "sad", "3": "<b>happy</b>"}
+        assert client.get("/v1/saes/mood").json() == client.get("/v1/saes").json()["saes"][0] | {"labels": {}}
+        assert "labels" not in client.get("/v1/saes").json()["saes"][1]
+        unknown = client.get("/v1/saes/nobody")
+        assert unknown.status_code == 404 and unknown.json()["error"]["param"] == "name"
+
+
 def files(servers):
     return list(servers[0].directory.path.glob("saes/*"))
 
