@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -64,7 +64,7 @@ def fit(
         )
         ModelConfig.read(model, options).check_layers(asked.hook, asked.layers)
         found = run(
-            start_llm(model, options), first, second, method, hook, blocks,
+            start_llm(model, options), first, second, cast(Any, method), hook, blocks,
             parse_positions(positions), folds=folds, seed=seed, check=check, metric=metric, progress=not quiet,
         )  # fmt: skip
         found.save(out)
