@@ -49,7 +49,6 @@ def fit(
     """
     with exit_on_error():
         from vllm_weir.experiments.fit.run import fit as run
-        from vllm_weir.experiments.plots import plot_auc
         from vllm_weir.experiments.prompts import read_prompts
 
         _check_files(out, plot, hook)
@@ -68,7 +67,7 @@ def fit(
             parse_positions(positions), folds=folds, seed=seed, check=check, metric=metric, progress=not quiet,
         )  # fmt: skip
         found.save(out)
-        files = [out] if plot is None else [out, str(plot_auc(found, plot))]
+        files = [out] if plot is None else [out, str(found.plot(plot))]
     _show(found, files, as_json)
 
 
