@@ -102,11 +102,13 @@ class LensReadings(dict[int, LensTokens]):
         alike = {n: one for n, one in self.items() if torch.equal(one.positions, first.positions)}
         few = dict(list(alike.items())[: notebook.MAX_ROWS])
         shown = min(len(first), notebook.MAX_COLUMNS)
-        cells = [[first.texts.texts.single(one) for one in few[n].token_ids[:shown, 0].tolist()] for n in few]
-        numbers = np.stack([one.logprobs[:shown, 0].exp().numpy() for one in few.values()])
+        best = {n: one.logprobs[:shown].argmax(1, keepdim=True) for n, one in few.items()}
+        ids = [one.token_ids[:shown].gather(1, best[n])[:, 0].tolist() for n, one in few.items()]
+        cells = [[first.texts.texts.single(one) for one in row] for row in ids]
+        numbers = np.stack([one.logprobs[:shown].gather(1, best[n])[:, 0].exp().numpy() for n, one in few.items()])
         columns = first.texts.at(first.positions[:shown].numpy())
         return notebook.result(
-            f"the likeliest next token at {len(self)} blocks",
+            f"the likeliest of the tokens that were read, at {len(self)} blocks",
             notebook.heat_map(
                 list(map(str, few)), columns, numbers, "probability", "block", cells, (len(self), len(first)), True
             ),

@@ -99,6 +99,10 @@ def test_features_and_lens() -> None:
     both = LensReadings({0: lens, 3: lens})
     page = both._repr_html_()
     assert page.count("<td") == 4 and page.index(">3<") < page.index(">0<") and both == {0: lens, 3: lens}
+    chosen = LensTokens(at[:1], torch.tensor([[3, 9]]), torch.tensor([[0.25, 0.5]]).log(), texts(2))  # in their order
+    assert ">t9<" in LensReadings({0: chosen})._repr_html_() and titles(LensReadings({0: chosen})._repr_html_()) == [
+        0.5
+    ]
     assert LensReadings()._repr_html_() and repr(LensReadings()) == "{}"
     assert b"Tokenizer" not in pickle.dumps((features, both))
     long = FeatureValues(torch.arange(900), torch.ones(900, 64).long(), torch.ones(900, 64))._repr_html_()

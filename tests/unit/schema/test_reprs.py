@@ -40,7 +40,6 @@ SHORT = {
     "LowRank(R[4, 256], W[4, 256], b[4], layers=[1])": weir.LowRank(MATRIX, MATRIX, np.ones(4), 1),
     "SetFeature('demo', 7, value=3)": weir.SetFeature("demo", 7, value=3.0),
     "Features('demo', top_k=5)": weir.Features("demo", top_k=5),
-    "Lens(layers=[1, 2])": weir.Lens(layers=[1, 2]),
     "Capture()": weir.Capture(),
     "Capture(layers=[3], positions='last_prompt', reduce='mean')": weir.Capture(
         layers=3, positions="last_prompt", reduce="mean"
@@ -61,7 +60,8 @@ def test_short(short: str) -> None:
     assert sorted(shown.replace(")", "").split(", ")) == sorted(short.replace(")", "").split(", ")), shown
 
 
-def test_hooks_show_their_function() -> None:
+def test_lenses_and_hooks() -> None:
+    assert repr(weir.Lens(layers=[1, 2])).startswith("Lens(") and "layers=[1, 2]" in repr(weir.Lens(layers=[1, 2]))
     assert repr(weir.Hook(steer, layers=2)) == "Hook(steer, layers=[2])"
     assert repr(weir.Hook(steer, args={"w": V, "n": 2.0})) == "Hook(steer, args={'w': array[256], 'n': 2})"
 
