@@ -43,7 +43,9 @@ def main() -> None:
             params = weir.params(SamplingParams(max_tokens=1, temperature=0), interventions=[add], lens=chosen)
             (out,) = llm.generate([PROMPT], params)
             read_sad, read_happy = out.lens[LAYER].logprobs[0].tolist()
-            print(f"{scale:+d}: sad over happy {read_sad - read_happy:+.1f} in the lens; it says{out.outputs[0].text!r}")
+            print(
+                f"{scale:+d}: sad over happy {read_sad - read_happy:+.1f} in the lens; it says{out.outputs[0].text!r}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Probe scores and mean rows instead of activations: what is not wanted never leaves the device."""
 
+from pathlib import Path
+
 from vllm import LLM, SamplingParams
 
 import vllm_weir as weir
@@ -25,6 +27,11 @@ def main() -> None:
         scores = out.activations["resid_post", 2]
         print(out.prompt, "->", out.outputs[0].text.strip())
         print(f"  {len(scores)} scores, mean {scores.mean():+.2f}; bytes: {scores.numel() * 4}")
+
+    # A notebook shows `out.activations` as its tokens, red where the score is above 0 and blue below. As a page:
+    page = Path("scores.html")
+    page.write_text(out.activations._repr_html_(), encoding="utf-8")
+    print("written:", page, "| 'sad' is in it:", ">sad<" in page.read_text().replace("> ", ">"))
 
     # Or only the highest one.
     peak = weir.Capture("resid_post", layers=2, project="happy", reduce="max")

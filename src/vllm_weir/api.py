@@ -17,7 +17,7 @@ from vllm_weir.guard import refuse
 from vllm_weir.guard.request_extras import extras_in, set_extras, with_extras
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.features import Features, Lens
-from vllm_weir.schema.fields import parse_flag
+from vllm_weir.schema.fields import parse_flag, right_words
 from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.json_text import dumps
 from vllm_weir.schema.keys import WIRE_KEY, refuse_slips
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from vllm_weir.sae.autoencoder import SAE
 
 
+@right_words
 def params(
     sampling_params: SamplingParams | PoolingParams | BeamSearchParams | None = None,
     *,

@@ -56,6 +56,8 @@ def check(out, truth, layers, completion=None, decode="all", prefill=None):
 def test_two_instances_in_one_process_and_every_argument(root):
     llama, gpt2 = directory(root), directory(root, "gpt2")
     with engine(llama) as a, engine(gpt2, [3, 1], include_prefill=True, last_decode_token=True) as b:
+        said = "vllm-probe-hook's interface to vLLM: hidden states of layers (1, 3), prefill and decode)"
+        assert repr(b) == f"weir.LLM({str(gpt2)!r}, {said}"
         for _ in range(2):
             for out in a.generate(prompts([5, 1, 30]), sampling(7), use_tqdm=False):
                 check(out, oracle(llama), range(4))

@@ -84,7 +84,7 @@ SAYS = {
     "jacobian_lens.py": ("after block 0: [", "+0: sad over happy", "it says "),
     "features_and_lens.py": ("\n0 [(", "after block 0: [", "after block 5: ["),
     "lens.py": ("residual_stream: [2, ", "layer=2): 31}", "layer=3): 31}"),
-    "scores.py": ("scores, mean +", "scores, mean -", "highest score [["),
+    "scores.py": ("scores, mean +", "scores, mean -", "scores.html | 'sad' is in it: True", "highest score [["),
     "compress.py": ("full8: ", "fp8: ", "topk8: ", "rp8: 72 bytes a row", "of the rows themselves"),
     "sink.py": (
         "'archive': 'written', 'norms': 'written'",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -60,6 +61,20 @@ def test_one_generated_token(llm, truth, length):
         assert e.value.field == "capture[0].positions"
     params, _ = asking("sampled", LAYERS, max_tokens=1)
     assert one(llm, prompts([length]), params).activations.positions.tolist() == [length - 1]
+
+
+def test_a_notebook_shows_the_texts_of_tokens(llm):
+    """Pickles leave the tokenizer behind, and show ids and positions."""
+    probe = weir.Probe("p", torch.linspace(-1, 1, 128), layer=1)
+    asked = weir.params(sampling(3), capture=weir.Capture("resid_post", [0, 2]), probes=probe)
+    out = one(llm, "w3 w7 w509 w1", asked)
+    again = pickle.loads(pickle.dumps(out))  # noqa: S301
+    for there, gone in ((out.scores, again.scores), (out.activations, again.activations)):
+        assert "w509" in there._repr_html_() and "w509" not in gone._repr_html_()
+    assert out.scores._repr_html_().count("<span") == 4 + 2 + 1  # the last token has no row; a legend
+    assert ">[509]<" in again.activations._repr_html_()
+    lens = one(llm, "w3 w7 w509 w1", weir.params(sampling(3), lens=weir.Lens(top_k=2))).lens
+    assert ">w509<" in lens._repr_html_().replace("> ", ">") and lens._repr_html_().count("<td") == LAYERS * 6
 
 
 def test_text_and_token_prompts(llm, truth):

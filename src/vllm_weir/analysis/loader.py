@@ -14,6 +14,7 @@ import torch
 
 from vllm_weir.analysis.metrics import (
     Matrix,
+    SimilarityMetric,
     compute_layer_statistics,
     compute_similarity,
     create_token_timeline,
@@ -198,7 +199,7 @@ class ActivationLoader:
         runs = runs[index.run_site[runs] == self.dataset.sites.index(site)]
         return [index.blocks[code] for code in np.unique(index.run_block[runs]).tolist()]
 
-    def compute_similarity(self, acts1: Matrix, acts2: Matrix, metric: str = "cosine") -> float:
+    def compute_similarity(self, acts1: Matrix, acts2: Matrix, metric: SimilarityMetric = "cosine") -> float:
         """Return a similarity, see `vllm_weir.analysis.compute_similarity`."""
         return compute_similarity(acts1, acts2, metric)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -12,10 +12,11 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.scalars import plain
 
 Matrix: TypeAlias = "np.ndarray | torch.Tensor"
-METRICS = ("cosine", "l2", "correlation")
+SimilarityMetric = Literal["cosine", "l2", "correlation"]
+METRICS: tuple[str, ...] = get_args(SimilarityMetric)
 
 
-def compute_similarity(acts1: Matrix, acts2: Matrix, metric: str = "cosine") -> float:
+def compute_similarity(acts1: Matrix, acts2: Matrix, metric: SimilarityMetric = "cosine") -> float:
     """Return the similarity of two arrays of the same shape, each taken as one vector.
 
     Args:
@@ -36,7 +37,7 @@ def compute_similarity(acts1: Matrix, acts2: Matrix, metric: str = "cosine") -> 
     return float(similarity_matrix(a.reshape(1, -1), b.reshape(1, -1), metric)[0, 0])
 
 
-def similarity_matrix(acts1: Matrix, acts2: Matrix | None = None, metric: str = "cosine") -> np.ndarray:
+def similarity_matrix(acts1: Matrix, acts2: Matrix | None = None, metric: SimilarityMetric = "cosine") -> np.ndarray:
     """Return the similarity of every row of `acts1` with every row of `acts2`, float64 [n, m].
 
     Args:
@@ -72,7 +73,7 @@ def _centred(rows: np.ndarray) -> np.ndarray:
 
 
 def compare_tokens(
-    acts1: Matrix, acts2: Matrix, token_idx1: int = 0, token_idx2: int = 0, metric: str = "cosine"
+    acts1: Matrix, acts2: Matrix, token_idx1: int = 0, token_idx2: int = 0, metric: SimilarityMetric = "cosine"
 ) -> float:
     """Return the similarity of one row of `acts1` with one of `acts2`.
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,13 +14,14 @@ from vllm_weir.analysis.plot_style import (
     INK,
     colours,
     finish,
+    finished,
     label_bar,
     label_tokens,
-    pyplot,
-    save,
+    new_figure,
 )
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.hooks import normalise_hook
+from vllm_weir.schema.fields import right_words
+from vllm_weir.schema.hooks import HookPoint, normalise_hook
 from vllm_weir.schema.scalars import is_int, plain
 
 MAX_HEADS = 64
@@ -29,18 +29,22 @@ BEST_KEYS = 5
 """Keys listed for each query in the table of an HTML page."""
 
 
+@right_words
 def plot_attention(
-    activations: Any, path: str | PathLike, *, layer: int | None = None, heads: Sequence[int] | None = None,
-    tokens: Sequence[str] | None = None, positions: Sequence[int] | None = None, hook: str = "pattern",
+    activations: Any, path: str | PathLike | None = None, *,
+    layer: int | None = None, heads: Sequence[int] | None = None,
+    tokens: Sequence[str] | None = None, positions: Sequence[int] | None = None,
+    hook: Literal["pattern", "attn_scores"] | str = "pattern",
     title: str = "",
-) -> Path:  # fmt: skip
+) -> Any:  # fmt: skip
     """Plot attention patterns: a map of queries by keys for each head, all in one colour scale.
 
     Keys that a query does not see stay white in `attn_scores`, and are 0 in `pattern`.
 
     Args:
         activations: `Activations`, or values [rows, heads, keys].
-        path: ``.png``, ``.svg`` or ``.html``, whose table lists the strongest keys of each query.
+        path: ``.png``, ``.svg`` or ``.html``, whose table lists the strongest keys of each query; None to get the
+            figure.
         layer: which block of `Activations`; may be left out if they hold the hook point of one.
         heads: numbers of the heads for their titles, if the capture picked some; default: 0, 1, ...
         tokens: texts of the tokens at positions 0, 1, ..., at least one for each key.
@@ -49,7 +53,7 @@ def plot_attention(
         title: of the plot.
 
     Returns:
-        The path.
+        The path; without one, a ``matplotlib.figure.Figure``.
 
     Raises:
         WeirError: if there is no such layer, the arguments do not fit the values, or the file
@@ -67,18 +71,20 @@ def plot_attention(
     figure = _head_maps(numbers, names, [names[p] for p in at], head_names, hook)
     title = title or f"{hook}: queries (down) by keys"
     figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left")
-    return save(figure, path, title, _best_keys(numbers, names, at, head_names))
+    return finished(figure, path, title, _best_keys(numbers, names, at, head_names))
 
 
+@right_words
 def plot_top_neurons(
-    activations: Any, path: str | PathLike, *, layer: int | None = None, k: int = 20,
-    tokens: Sequence[str] | None = None, hook: str = "mlp_post", title: str = "",
-) -> Path:  # fmt: skip
+    activations: Any, path: str | PathLike | None = None, *,
+    layer: int | None = None, k: int = 20,
+    tokens: Sequence[str] | None = None, hook: HookPoint = "mlp_post", title: str = "",
+) -> Any:  # fmt: skip
     """Plot the neurons with the largest absolute value at any token, as a map of neurons by tokens.
 
     Args:
         activations: `Activations`, or values [rows, neurons].
-        path: ``.png``, ``.svg`` or ``.html``.
+        path: ``.png``, ``.svg`` or ``.html``; None to get the figure.
         layer: see `plot_attention`.
         k: how many neurons; the strongest is on top.
         tokens: texts of the rows' tokens.
@@ -87,7 +93,7 @@ def plot_top_neurons(
         title: of the plot.
 
     Returns:
-        The path.
+        The path; without one, a ``matplotlib.figure.Figure``.
 
     Raises:
         WeirError: as for `plot_attention`.
@@ -104,9 +110,8 @@ def plot_top_neurons(
     names = _row_names(tokens, len(values))
     neurons = np.argsort(-np.abs(values).max(0), kind="stable")[:k]
     numbers = values[:, neurons].T
-    plt = pyplot()
     size = (max(4.6, min(15.0, 2.6 + 0.27 * len(names))), 1.5 + 0.2 * max(4, len(neurons)))
-    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    figure, axis = new_figure(size)
     image = axis.imshow(numbers, aspect="auto", interpolation="nearest", **colours(numbers))
     label_tokens(axis.xaxis, names)
     axis.set_yticks(range(len(neurons)), [str(n) for n in neurons], fontsize=7.5)
@@ -115,7 +120,7 @@ def plot_top_neurons(
     title = title or f"{hook}: the {len(neurons)} strongest neurons, by token"
     finish(axis, title)
     table = [["neuron", *names], *([str(n), *(f"{v:.4g}" for v in row)] for n, row in zip(neurons, numbers))]
-    return save(figure, path, title, table)
+    return finished(figure, path, title, table)
 
 
 def _values(
@@ -169,15 +174,12 @@ def _head_names(heads: Sequence[int] | None, n: int) -> list[str]:
 
 
 def _head_maps(numbers: np.ndarray, names: list[str], queries: list[str], head_names: list[str], hook: str) -> Any:
-    plt = pyplot()
     columns = min(len(head_names), max(1, math.ceil(math.sqrt(len(head_names) * len(queries) / len(names)))), 8)
     lines = -(-len(head_names) // columns)
     width = min(max(2.0, 0.16 * len(names)), 12.0 / columns + 1)
     height = min(max(0.5, 0.16 * len(queries)), 12.0 / lines + 1)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(columns * width + 1.6, lines * (height + 0.3) + 1.2), squeeze=False,
-        sharex=True, sharey=True, layout="constrained",
-    )  # fmt: skip
+    size = (columns * width + 1.6, lines * (height + 0.3) + 1.2)
+    figure, axes = new_figure(size, lines, columns, squeeze=False, sharex=True, sharey=True)
     scale = {"cmap": "viridis", "vmin": 0, "vmax": float(np.nanmax(numbers))} if hook == "pattern" else colours(numbers)
     for index, axis in enumerate(axes.flat):
         if index >= len(head_names):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import io
 from os import PathLike
@@ -11,40 +12,55 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.util.notebook import Scale
 
 INK, FAINT, BLUE = "#222222", "#8a8a8a", "#2166ac"
 MAX_TOKEN_LABELS = 48
 MAX_LAYER_LABELS = 24
+SAME_FILE: dict[Any, Any] = {"svg.hashsalt": "weir"}
+"""With which the same data give the same file."""
 
 
-def pyplot() -> Any:
-    """Return pyplot set up to draw into files; raise WeirError without matplotlib."""
+def new_figure(size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
+    """Return a figure and its axes; raise WeirError without matplotlib.
+
+    It is none of pyplot's, whose backend stays the user's: a notebook shows it where it is returned, and only there.
+
+    Args:
+        size: width and height in inches.
+        rows: of axes; with one row and column they are one object, else an array.
+        columns: likewise.
+        options: as of ``Figure.subplots``.
+    """
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # what IPython asks for
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def check_matplotlib() -> None:
+    """Raise WeirError without matplotlib."""
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ImportError:
         raise WeirError("plots need matplotlib: pip install 'vllm-weir[plot]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    matplotlib.rcParams["svg.hashsalt"] = "weir"  # so that the same data give the same file
-    return plt
+
+def _png(figure: Any) -> bytes:
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=110)
+    return image.getvalue()
 
 
 def colours(numbers: np.ndarray, metric: str = "") -> dict[str, Any]:
-    """Return the colour scale for some numbers, as arguments of imshow."""
+    """Return the colour scale for some numbers, as arguments of imshow; notebooks have the same, see `Scale`."""
     from matplotlib.colors import LogNorm
 
-    low, high = float(np.nanmin(numbers)), float(np.nanmax(numbers))
-    if metric in ("cosine", "correlation"):
-        if low < -0.1:
-            return {"cmap": "RdBu_r", "vmin": -1, "vmax": 1}
-        return {"cmap": "viridis", "vmin": min(low, 0), "vmax": 1}
-    if low < 0 < high:
-        largest = max(-low, high)
-        return {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
-    if low > 0 and high / low > 30:
-        return {"cmap": "viridis", "norm": LogNorm(low, high)}
-    return {"cmap": "viridis"}
+    scale = Scale.of(numbers, metric)
+    ends = {"norm": LogNorm(scale.low, scale.high)} if scale.log else {"vmin": scale.low, "vmax": scale.high}
+    return {"cmap": scale.name, **ends}
 
 
 def label_tokens(axis: Any, names: list[str]) -> None:
@@ -103,18 +119,25 @@ def check_suffix(path: str | PathLike, field: str = "path") -> str:
     return suffix
 
 
-def save(figure: Any, path: str | PathLike, title: str, table: list[list[str]]) -> Path:
-    """Write a figure in the format of the path's suffix, and close it.
+def finished(figure: Any, path: str | PathLike | None, title: str, table: list[list[str]]) -> Any:
+    """Return a figure, or with a path the path, after it was written there.
 
     Args:
         figure: the figure.
-        path: ``.png``, ``.svg`` or ``.html``.
+        path: None, or ``.png``, ``.svg`` or ``.html``.
         title: of an HTML page.
         table: the numbers for an HTML page; the first row is the head.
 
     Raises:
         WeirError: if the suffix is another one, or the file cannot be written.
     """
+    return figure if path is None else save(figure, path, title, table)
+
+
+def save(figure: Any, path: str | PathLike, title: str, table: list[list[str]]) -> Path:
+    """Write a figure in the format of the path's suffix; for the rest see `finished`."""
+    import matplotlib
+
     target = Path(path)
     try:
         suffix = check_suffix(path)
@@ -122,18 +145,20 @@ def save(figure: Any, path: str | PathLike, title: str, table: list[list[str]]) 
         if suffix == ".html":
             target.write_text(page(figure, title, table), encoding="utf-8")
         else:
-            figure.savefig(target, dpi=160, metadata={"Date": None} if suffix == ".svg" else None)
+            with matplotlib.rc_context(SAME_FILE):
+                figure.savefig(target, dpi=160, metadata={"Date": None} if suffix == ".svg" else None)
     except OSError as e:
         raise WeirError(f"cannot write {target}: {e.strerror or e}") from e
-    finally:
-        pyplot().close(figure)
     return target
 
 
 def page(figure: Any, title: str, table: list[list[str]]) -> str:
     """Return an HTML page with the drawing and its numbers."""
+    import matplotlib
+
     drawing = io.StringIO()
-    figure.savefig(drawing, format="svg", metadata={"Date": None})
+    with matplotlib.rc_context(SAME_FILE):
+        figure.savefig(drawing, format="svg", metadata={"Date": None})
     svg = drawing.getvalue()
     svg = svg[svg.index("<svg") :]
     head, *rows = [[html.escape(cell) for cell in row] for row in table]

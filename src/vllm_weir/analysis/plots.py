@@ -1,44 +1,46 @@
-"""Plots of activations, as PNG, SVG or a self-contained HTML page, by the path's suffix."""
+"""Plots of activations: figures, or PNG, SVG or a self-contained HTML page, by the path's suffix."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_weir.analysis.metrics import METRICS, as_array, rows_of, similarity_matrix
+from vllm_weir.analysis.metrics import METRICS, SimilarityMetric, as_array, rows_of, similarity_matrix
 from vllm_weir.analysis.plot_style import (
     BLUE,
     FAINT,
     INK,
     colours,
     finish,
+    finished,
     label_bar,
     label_layers,
     label_tokens,
+    new_figure,
     plain_log,
-    pyplot,
-    save,
 )
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.hooks import normalise_hook
+from vllm_weir.schema.fields import right_words
+from vllm_weir.schema.hooks import HookPoint, normalise_hook
 from vllm_weir.schema.scalars import plain
 
 
+@right_words
 def plot_heat_map(
-    activations: Any, path: str | PathLike, *, tokens: Sequence[str] | None = None, hook: str = "resid_post",
+    activations: Any, path: str | PathLike | None = None, *,
+    tokens: Sequence[str] | None = None, hook: HookPoint = "resid_post",
     value: Callable[[np.ndarray], np.ndarray] | None = None, label: str = "norm of the row", title: str = "",
-) -> Path:  # fmt: skip
+) -> Any:  # fmt: skip
     """Plot one number of every row as a heat map, layer by token.
 
     Values of both signs get a colour scale that is symmetric around 0.
 
     Args:
         activations: `Activations`, or layer -> rows [n, d].
-        path: ``.png``, ``.svg`` or ``.html``.
+        path: ``.png``, ``.svg`` or ``.html``; None to get the figure, which a notebook shows.
         tokens: texts of the tokens.
         hook: which hook point of `Activations`.
         value: rows [n, d] -> numbers [n]; default: their norms. For a direction v:
@@ -47,7 +49,7 @@ def plot_heat_map(
         title: of the plot.
 
     Returns:
-        The path.
+        The path; without one, a ``matplotlib.figure.Figure``.
 
     Raises:
         WeirError: if the layers have different rows, rows hold NaN or Inf, `tokens` or `value` do
@@ -58,9 +60,8 @@ def plot_heat_map(
     numbers = np.stack([(value or _norms)(rows) for rows in layers.values()])
     if numbers.shape != (len(layers), len(names)):
         raise WeirError(f"`value` must return one number a row; the result has shape {list(numbers.shape)}", "value")
-    plt = pyplot()
     width = min(15.0, 2.6 + 0.27 * len(names))
-    figure, axis = plt.subplots(figsize=(max(4.6, width), 1.5 + 0.24 * max(4, len(layers))), layout="constrained")
+    figure, axis = new_figure((max(4.6, width), 1.5 + 0.24 * max(4, len(layers))))
     image = axis.imshow(numbers, aspect="auto", origin="lower", interpolation="nearest", **colours(numbers))
     label_tokens(axis.xaxis, names)
     label_layers(axis.yaxis, list(layers))
@@ -68,10 +69,13 @@ def plot_heat_map(
     label_bar(figure.colorbar(image, ax=axis, pad=0.015, aspect=30), label)
     finish(axis, title or f"{normalise_hook(hook)}: {label}, by layer and token")
     table = [["layer", *names], *([str(n), *(f"{v:.4g}" for v in row)] for n, row in zip(layers, numbers))]
-    return save(figure, path, title or f"{label}, by layer and token", table)
+    return finished(figure, path, title or f"{label}, by layer and token", table)
 
 
-def plot_norms(activations: Any, path: str | PathLike, *, hook: str = "resid_post", title: str = "") -> Path:
+@right_words
+def plot_norms(
+    activations: Any, path: str | PathLike | None = None, *, hook: HookPoint = "resid_post", title: str = ""
+) -> Any:
     """Plot the norms of the rows by layer: their median, middle half and range.
 
     For the arguments see `plot_heat_map`.
@@ -79,8 +83,7 @@ def plot_norms(activations: Any, path: str | PathLike, *, hook: str = "resid_pos
     layers = by_layer(activations, hook)
     norms = [_norms(rows) for rows in layers.values()]
     quantiles = np.array([np.quantile(layer_norms, [0, 0.25, 0.5, 0.75, 1]) for layer_norms in norms])
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    figure, axis = new_figure((6.4, 3.6))
     layer_numbers = list(layers)
     axis.fill_between(
         layer_numbers,
@@ -106,7 +109,7 @@ def plot_norms(activations: Any, path: str | PathLike, *, hook: str = "resid_pos
     axis.legend(frameon=False, fontsize=8, loc="best")
     finish(axis, title or f"{normalise_hook(hook)}: norm by layer ({len(norms[0]):,} rows a layer)")
     head = ["layer", "smallest", "lower quartile", "median", "upper quartile", "largest"]
-    return save(
+    return finished(
         figure,
         path,
         title or "norm by layer",
@@ -114,10 +117,12 @@ def plot_norms(activations: Any, path: str | PathLike, *, hook: str = "resid_pos
     )
 
 
+@right_words
 def plot_similarity(
-    activations: Any, path: str | PathLike, *, layer: int | None = None, tokens: Sequence[str] | None = None,
-    metric: str = "cosine", hook: str = "resid_post", title: str = "",
-) -> Path:  # fmt: skip
+    activations: Any, path: str | PathLike | None = None, *,
+    layer: int | None = None, tokens: Sequence[str] | None = None,
+    metric: SimilarityMetric = "cosine", hook: HookPoint = "resid_post", title: str = "",
+) -> Any:  # fmt: skip
     """Plot the similarity of all pairs of tokens in one layer, or of all pairs of layers.
 
     Args:
@@ -130,7 +135,7 @@ def plot_similarity(
         title: see `plot_heat_map`.
 
     Returns:
-        The path.
+        The path; without one, a ``matplotlib.figure.Figure``.
 
     Raises:
         WeirError: if there is no such layer or metric, or as for `plot_heat_map`.
@@ -148,9 +153,8 @@ def plot_similarity(
         by_token = np.stack(list(layers.values()), 1)  # [tokens, layers, d]
         numbers = np.mean([similarity_matrix(rows, metric=metric) for rows in by_token], axis=0)
         names = [str(n) for n in layers]
-    plt = pyplot()
     size = min(11.0, 2.6 + 0.24 * len(names))
-    figure, axis = plt.subplots(figsize=(max(4.4, size) + 0.9, max(4.2, size)), layout="constrained")
+    figure, axis = new_figure((max(4.4, size) + 0.9, max(4.2, size)))
     image = axis.imshow(numbers, interpolation="nearest", **colours(numbers, metric))
     for side in (axis.xaxis, axis.yaxis):
         label_tokens(side, names) if layer is not None else label_layers(side, list(layers))
@@ -161,14 +165,16 @@ def plot_similarity(
     compared = f"tokens in layer {layer}" if layer is not None else "layers, mean over tokens"
     finish(axis, title or f"{normalise_hook(hook)}: {metric} of {compared}")
     table = [["", *names], *([n, *(f"{v:.4g}" for v in row)] for n, row in zip(names, numbers))]
-    return save(figure, path, title or f"{metric} of {compared}", table)
+    return finished(figure, path, title or f"{metric} of {compared}", table)
 
 
+@right_words
 def plot_timeline(
-    activations: Any, path: str | PathLike, *, layers: Sequence[int] | None = None, tokens: Sequence[str] | None = None,
+    activations: Any, path: str | PathLike | None = None, *,
+    layers: Sequence[int] | None = None, tokens: Sequence[str] | None = None,
     prompt_tokens: int | None = None, value: Callable[[np.ndarray], np.ndarray] | None = None,
-    label: str = "norm of the row", hook: str = "resid_post", title: str = "",
-) -> Path:  # fmt: skip
+    label: str = "norm of the row", hook: HookPoint = "resid_post", title: str = "",
+) -> Any:  # fmt: skip
     """Plot one number of every row along the tokens, a line for each layer.
 
     Args:
@@ -183,7 +189,7 @@ def plot_timeline(
         title: see `plot_heat_map`.
 
     Returns:
-        The path.
+        The path; without one, a ``matplotlib.figure.Figure``.
 
     Raises:
         WeirError: if there is no such layer, or as for `plot_heat_map`.
@@ -195,9 +201,10 @@ def plot_timeline(
     for line in lines.values():
         if line.shape != (len(names),):
             raise WeirError(f"`value` must return one number a row; the result has shape {list(line.shape)}", "value")
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(max(6.0, min(14.0, 2.4 + 0.26 * len(names))), 3.8), layout="constrained")
-    shades = plt.get_cmap("viridis")(np.linspace(0.08, 0.86, len(chosen)))
+    figure, axis = new_figure((max(6.0, min(14.0, 2.4 + 0.26 * len(names))), 3.8))
+    from matplotlib import colormaps
+
+    shades = colormaps["viridis"](np.linspace(0.08, 0.86, len(chosen)))
     for layer, colour in zip(chosen, shades):
         axis.plot(lines[layer], color=colour, linewidth=1.6, marker="o", markersize=2.8, label=f"layer {layer}")
     numbers = np.concatenate(list(lines.values()))
@@ -217,7 +224,7 @@ def plot_timeline(
     finish(axis, title or f"{normalise_hook(hook)}: {label}, token by token")
     table = [["token", *(f"layer {layer}" for layer in chosen)]]
     table += [[name, *(f"{lines[layer][i]:.4g}" for layer in chosen)] for i, name in enumerate(names)]
-    return save(figure, path, title or f"{label}, token by token", table)
+    return finished(figure, path, title or f"{label}, token by token", table)
 
 
 def _choose_layers(layers: Sequence[int] | None, present: list[int]) -> list[int]:
@@ -242,7 +249,7 @@ def _mark_generation(axis: Any, x: float) -> None:
     )  # fmt: skip
 
 
-def by_layer(activations: Any, hook: str = "resid_post") -> dict[int, np.ndarray]:
+def by_layer(activations: Any, hook: HookPoint = "resid_post") -> dict[int, np.ndarray]:
     """Return layer -> float64 [n, d], from `Activations` or a mapping from layers to rows.
 
     Raises:

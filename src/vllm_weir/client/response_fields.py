@@ -16,7 +16,7 @@ from safetensors.torch import load as load_tensors
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.read_outs import FeatureValues, LensTokens
+from vllm_weir.results.read_outs import FeatureValues, LensReadings, LensTokens
 from vllm_weir.results.receipt import InterventionReceipt, Receipt
 from vllm_weir.results.scores import HookValues, Scores
 from vllm_weir.schema.hooks import Site, parse_site
@@ -88,10 +88,10 @@ def features_of(data: Mapping[str, Any]) -> dict[str, FeatureValues]:
 
 def lens_of(data: Mapping[str, Any]) -> dict[int, LensTokens]:
     """Return a response's ``lens``; null (not finite) becomes NaN."""
-    return {
-        int(layer): LensTokens(_ints(one["positions"]), _ints(one["token_ids"]), _matrix(one["logprobs"]))
+    return LensReadings(
+        (int(layer), LensTokens(_ints(one["positions"]), _ints(one["token_ids"]), _matrix(one["logprobs"])))
         for layer, one in data.items()
-    }
+    )
 
 
 def hook_values_of(data: Mapping[str, Any]) -> HookValues | None:

@@ -125,8 +125,17 @@ def _set_hidden_states(target: Any, decode: dict, prefill: dict) -> None:
     target.prefill_hidden_states = target.prefill_hidden = prefill
 
 
+def _described(llm: object, model: str, request: HiddenStateRequest) -> str:
+    asked = [name for name in ("prefill", "decode") if getattr(request, name)]
+    states = f"hidden states of layers {request.layers}, {' and '.join(asked)}" if asked else "no hidden states"
+    return f"weir.{type(llm).__name__}({model!r}, vllm-probe-hook's interface to vLLM: {states})"
+
+
 class LLM(vllm.LLM):
-    """``vllm.LLM`` whose outputs carry the residual stream that leaves the chosen blocks.
+    """vllm-probe-hook's ``LLM``: ``vllm.LLM`` whose outputs carry the residual stream of the chosen blocks.
+
+    It is here for scripts of vllm-probe-hook, and starts an engine like any other: all of Weir works with
+    plain ``vllm.LLM``, too, which everything else in the documentation uses.
 
     Args:
         model: vLLM's argument, like every argument that is not listed here; or ``demo``.
@@ -190,6 +199,9 @@ class LLM(vllm.LLM):
         """Stop capturing; later outputs carry empty dicts."""
         self._hidden_state_request = HiddenStateRequest((), False, False, False, False)
 
+    def __repr__(self) -> str:
+        return _described(self, self.llm_engine.model_config.model, self._hidden_state_request)
+
     def _with_capture(self, sampling_params: Any) -> Any:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -199,7 +211,7 @@ class LLM(vllm.LLM):
 
 
 class AsyncLLM:
-    """vLLM's ``AsyncLLM`` with hidden states on every streamed output.
+    """vllm-probe-hook's ``AsyncLLM``: vLLM's, with hidden states on every streamed output.
 
     The arguments are those of `LLM`.
 
@@ -239,6 +251,9 @@ class AsyncLLM:
     def remove_hooks(self) -> None:
         """Stop capturing; later outputs carry empty dicts."""
         self._hidden_state_request = HiddenStateRequest((), False, False, False, False)
+
+    def __repr__(self) -> str:
+        return _described(self, self.engine.model_config.model, self._hidden_state_request)
 
     def shutdown(self) -> None:
         """Stop the engine."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from vllm_weir.schema.interventions import Add
 from vllm_weir.schema.probes import Probe
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import Vector, number
+from vllm_weir.util import notebook
 from vllm_weir.util.atomic_write import atomic_write
 
 if TYPE_CHECKING:
     import torch
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +142,7 @@ class Directions:
         """Return the intervention that adds ``scale * vector`` at each block.
 
         Args:
-            scale: factor; a vector keeps the length that it has.
+            scale: strength, a factor; a vector keeps the length that it has.
             layers: one block or several; left out: all that there are.
             **fields: other fields of `Add`.
 
@@ -170,6 +172,63 @@ class Directions:
             part(self.bias),
             self.details,
         )
+
+    @overload
+    def plot(self, path: None = None) -> Figure: ...
+
+    @overload
+    def plot(self, path: str | os.PathLike) -> Path: ...
+
+    def plot(self, path: str | os.PathLike | None = None) -> Figure | Path:
+        """Draw the AUC on held-out prompts by block.
+
+        Args:
+            path: None to get the figure, which a notebook shows; or ``.png``, ``.svg`` or ``.html``.
+
+        Returns:
+            Without a path a ``matplotlib.figure.Figure``, with one the path.
+
+        Raises:
+            WeirError: if no AUC is known, for another ending, without matplotlib, or if the file
+                cannot be written.
+        """
+        from vllm_weir.experiments.plots import draw_auc
+
+        if not self.auc_by_layer:
+            raise WeirError("no AUC is known: nothing was held out", "plot")
+        return draw_auc(self.auc_by_layer, self.best, f"{self.method} at {self.hook}: AUC by block", path)
+
+    def __repr__(self) -> str:
+        blocks = f"{len(self.layers)} blocks" if len(self.layers) > 1 else f"block {self.layers[0]}"
+        best = f", best at block {self.best}: AUC {self.auc(self.best):.3f}" if self.auc_by_layer else ""
+        return f"Directions({self.method} at {self.hook}, vector[{self.width}] of {blocks}{best})"
+
+    def __str__(self) -> str:
+        head, *rows = self._table()
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        lines = ["  ".join(cell.rjust(n) for cell, n in zip(line, widths, strict=True)) for line in (head, *rows)]
+        return "\n".join([repr(self), *lines])
+
+    def _repr_html_(self) -> str:
+        """Return a table of the blocks, the AUCs coloured."""
+        head, *rows = self._table()
+        areas = self.auc_by_layer or {}
+        scale = notebook.Scale(min(0.5, *areas.values(), 0.5), 1.0)
+        styles = [
+            [scale.css(areas[layer]) if name == "AUC" and layer in areas else "" for name in head]
+            for layer in self.layers
+        ]
+        return notebook.result(repr(self), notebook.table(head, rows, styles))
+
+    def _table(self) -> list[list[str]]:
+        """Return a line for each block, after the head."""
+        columns: dict[str, Mapping[int, float]] = {"AUC": self.auc_by_layer or {}, "bias": self.bias or {}}
+        known = {name: values for name, values in columns.items() if values}
+        head = ["block", *known, "length"]
+        return [head] + [
+            [str(layer), *(f"{x[layer]:.3f}" if layer in x else "" for x in known.values()), f"{_length(vector):.4g}"]
+            for layer, vector in self.vectors.items()
+        ]
 
     def save(self, path: str | os.PathLike, model_hint: str = "") -> None:
         """Write a file that `load_vector` reads back to the bit, with all that is known.
@@ -242,10 +301,14 @@ class Directions:
         return int(layer)
 
 
+def _length(vector: np.ndarray) -> float:
+    return float(np.linalg.norm(vector.astype(np.float64)))
+
+
 def unit(vector: np.ndarray) -> np.ndarray:
     """Return the float32 unit vector along a vector, computed in float64; raise WeirError if its length is zero."""
     exact = vector.astype(np.float64)
-    length = np.linalg.norm(exact)
+    length = _length(vector)
     if length == 0:
         raise WeirError("a direction of length zero points nowhere", "vectors")
     return (exact / length).astype(np.float32)

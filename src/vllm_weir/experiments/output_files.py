@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from vllm_weir.analysis.plot_style import check_suffix, pyplot
+from vllm_weir.analysis.plot_style import check_matplotlib, check_suffix
 from vllm_weir.errors import WeirError, brief
 
 
@@ -23,6 +23,6 @@ def check_output(path: str, field: str) -> None:
 def check_plot(path: str, field: str = "plot") -> None:
     """Raise WeirError naming `field` unless a plot can be drawn and has the name of one; its folder may be missing."""
     check_suffix(path, field)
-    pyplot()
+    check_matplotlib()
     if Path(path).parent.exists():
         check_output(path, field)

@@ -3,108 +3,138 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_weir.analysis.plot_style import BLUE, FAINT, INK, colours, finish, label_bar, label_tokens, page, pyplot, save
+from vllm_weir.analysis.plot_style import (
+    BLUE,
+    FAINT,
+    INK,
+    colours,
+    finish,
+    finished,
+    label_bar,
+    label_tokens,
+    new_figure,
+    page,
+    save,
+)
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.experiments.directions import Directions
 from vllm_weir.experiments.grid import Grid
+from vllm_weir.util import notebook
 
 MAX_ROW_LABELS = 48
+MAX_HOOKS = 8
+"""Hook points that a notebook shows."""
 
 
 class HeatMapTable(NamedTuple):
-    """The numbers of a figure.
+    """The numbers of one hook point.
 
     Attributes:
+        title: of its heat map.
         numbers: [rows, columns].
         rows: their labels.
         columns: their labels.
         what: what the rows are.
     """
 
+    title: str
     numbers: np.ndarray
     rows: list[str]
     columns: list[str]
     what: str
 
-
-class HeatMap(NamedTuple):
-    """A figure, its title, and its numbers as a table of texts."""
-
-    figure: Any
-    title: str
-    cells: list[list[str]]
+    @property
+    def cells(self) -> list[list[str]]:
+        """The same as texts, the first row being the head."""
+        lines = zip(self.rows, self.numbers, strict=True)
+        return [[self.what, *self.columns], *([row, *(f"{v:.4g}" for v in values)] for row, values in lines)]
 
 
-def draw_grid(
-    grid: Grid, columns: Sequence[str], label: str, about: str, path: Path, hook: str | None, one_page: bool
-) -> list[Path]:
-    """Draw a heat map for each hook point of a grid, or for one, and return the files.
+def grid_tables(grid: Grid, columns: Sequence[str], about: str = "", hook: str | None = None) -> list[HeatMapTable]:
+    """Return the numbers of each hook point of a grid, or of one.
 
     Args:
         grid: axes ``hook``, ``layer``, ``position``, and ``head`` if heads are told apart.
         columns: a text for each position.
-        label: what the numbers are.
         about: follows the hook point in the titles.
-        path: of the file; several hook points get one each, with their names in it.
-        hook: draw this hook point alone.
-        one_page: all hook points of an ``.html`` go into one file instead.
+        hook: this hook point alone.
     """
     hooks = [str(name) for name in grid.axes["hook"]]
     if hook is not None and hook not in hooks:
         raise WeirError(f"there is no {brief(hook)!r}; the hook points are {', '.join(hooks)}", "hook")
     hooks = hooks if hook is None else [hook]
-    figures = [_draw(_table(grid.sel(hook=name), columns), label, f"{name}: {about}") for name in hooks]
-    if one_page and path.suffix.lower() == ".html" and len(figures) > 1:
-        return [_one_page(figures, path)]
-    names = [path if len(hooks) == 1 else path.with_name(f"{path.stem}.{name}{path.suffix}") for name in hooks]
-    return [save(one.figure, target, one.title, one.cells) for target, one in zip(names, figures, strict=True)]
+    return [_table(grid.sel(hook=name), columns, f"{name}: {about}" if about else name) for name in hooks]
 
 
-def _table(part: Any, columns: Sequence[str]) -> HeatMapTable:
+def draw_grid(tables: Sequence[HeatMapTable], label: str, path: str | PathLike | None, one_page: bool) -> Any:
+    """Draw a heat map for each hook point; return the figure with all of them, or with a path the files.
+
+    Args:
+        tables: the numbers.
+        label: what they are.
+        path: of the file; several hook points get one each, with their names in it. None for no file.
+        one_page: all hook points of an ``.html`` go into one file instead.
+    """
+    if path is None:
+        return _draw(tables, label)
+    target = Path(path)
+    if one_page and target.suffix.lower() == ".html" and len(tables) > 1:
+        return [_one_page([page(_draw([one], label), one.title, one.cells) for one in tables], tables[0].title, target)]
+    names = [one.title.partition(":")[0] for one in tables]
+    paths = [target if len(names) == 1 else target.with_name(f"{target.stem}.{n}{target.suffix}") for n in names]
+    return [save(_draw([one], label), where, one.title, one.cells) for one, where in zip(tables, paths, strict=True)]
+
+
+def grid_html(title: str, tables: Sequence[HeatMapTable], label: str) -> str:
+    """Return the heat maps for a notebook."""
+    maps = [
+        f"<div>{notebook.escaped(one.title)}</div>"
+        + notebook.heat_map(one.rows, one.columns, one.numbers, label, one.what, upwards=True)
+        for one in tables[:MAX_HOOKS]
+    ]
+    return notebook.result(title, *maps, notebook.left_out(len(tables), len(maps), "hook points"))
+
+
+def _table(part: Any, columns: Sequence[str], title: str) -> HeatMapTable:
     """Return the numbers of a hook point, layer by position, or by head."""
     layers = [str(layer) for layer in part.axes["layer"]]
     if "head" not in part.axes:
-        return HeatMapTable(part.array, layers, list(columns), "layer")
+        return HeatMapTable(title, part.array, layers, list(columns), "layer")
     heads = part.axes["head"]
     if len(columns) == 1:
-        return HeatMapTable(part.array[:, 0], layers, [f"head {n}" for n in heads], f"layer, at {columns[0]}")
+        return HeatMapTable(title, part.array[:, 0], layers, [f"head {n}" for n in heads], f"layer, at {columns[0]}")
     rows = [f"{layer}.{head}" for layer in layers for head in heads]
-    return HeatMapTable(part.array.transpose(0, 2, 1).reshape(len(rows), -1), rows, list(columns), "layer.head")
+    return HeatMapTable(title, part.array.transpose(0, 2, 1).reshape(len(rows), -1), rows, list(columns), "layer.head")
 
 
-def _draw(table: HeatMapTable, label: str, title: str) -> HeatMap:
-    """Draw one figure; `label` says what the numbers are."""
-    numbers, rows, columns, what = table
-    plt = pyplot()
-    size = (max(4.6, min(15.0, 2.6 + 0.27 * len(columns))), 1.5 + min(40.0, 0.24 * max(4, len(rows))))
-    figure, axis = plt.subplots(figsize=size, layout="constrained")
-    image = axis.imshow(numbers, aspect="auto", origin="lower", interpolation="nearest", **colours(numbers))
-    label_tokens(axis.xaxis, columns)
-    step = max(1, -(-len(rows) // MAX_ROW_LABELS))
-    axis.yaxis.set_ticks(list(range(0, len(rows), step)), rows[::step], fontsize=7.5)
-    axis.set_ylabel(what, color=INK, fontsize=8.5)
-    label_bar(figure.colorbar(image, ax=axis, pad=0.015, aspect=30), label)
-    finish(axis, title)
-    cells = [[what, *columns], *([row, *(f"{v:.4g}" for v in values)] for row, values in zip(rows, numbers))]
-    return HeatMap(figure, title, cells)
+def _draw(tables: Sequence[HeatMapTable], label: str) -> Any:
+    """Return a figure with a heat map for each hook point; `label` says what the numbers are."""
+    width = max(max(4.6, min(15.0, 2.6 + 0.27 * len(one.columns))) for one in tables)
+    heights = [1.5 + min(40.0, 0.24 * max(4, len(one.rows))) for one in tables]
+    figure, axes = new_figure((width, sum(heights)), len(tables), squeeze=False, height_ratios=heights)
+    for axis, (title, numbers, rows, columns, what) in zip(axes[:, 0], tables, strict=True):
+        image = axis.imshow(numbers, aspect="auto", origin="lower", interpolation="nearest", **colours(numbers))
+        label_tokens(axis.xaxis, columns)
+        step = max(1, -(-len(rows) // MAX_ROW_LABELS))
+        axis.yaxis.set_ticks(list(range(0, len(rows), step)), rows[::step], fontsize=7.5)
+        axis.set_ylabel(what, color=INK, fontsize=8.5)
+        label_bar(figure.colorbar(image, ax=axis, pad=0.015, aspect=30), label)
+        finish(axis, title)
+    return figure
 
 
-def _one_page(figures: list[HeatMap], path: Path) -> Path:
-    """Write a page with several figures."""
-    pages = [page(*one) for one in figures]
-    for one in figures:
-        pyplot().close(one.figure)
+def _one_page(pages: list[str], title: str, path: Path) -> Path:
+    """Write one page that holds several."""
     head = pages[0][: pages[0].index("</head>")]
-    title = html.escape(figures[0].title)
     bodies = [text[text.index("<body>") + 6 : text.index("</body>")] for text in pages]
-    text = head.replace(f"<title>{title}</title>", "<title>sweep</title>") + "</head><body>" + "".join(bodies)
+    head = head.replace(f"<title>{html.escape(title)}</title>", "<title>sweep</title>")
+    text = head + "</head><body>" + "".join(bodies)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "</body></html>\n", encoding="utf-8")
@@ -113,22 +143,17 @@ def _one_page(figures: list[HeatMap], path: Path) -> Path:
     return path
 
 
-def plot_auc(directions: Directions, path: str | PathLike) -> Path:
-    """Plot the AUC on held-out prompts by block.
+def draw_auc(areas: Mapping[int, float], best: int, title: str, path: str | PathLike | None) -> Any:
+    """Draw the AUC by block; return the figure, or with a path the path.
 
     Args:
-        directions: of `fit`.
-        path: ``.png``, ``.svg`` or ``.html``.
-
-    Raises:
-        WeirError: if no AUC is known, for another ending, without matplotlib, or if the file cannot
-            be written.
+        areas: block -> AUC.
+        best: the block with the highest.
+        title: of the figure.
+        path: ``.png``, ``.svg`` or ``.html``; None for no file.
     """
-    areas = directions.auc_by_layer
-    if not areas:
-        raise WeirError("no AUC is known: nothing was held out", "plot")
-    layers, best = list(areas), directions.best
-    figure, axis = pyplot().subplots(figsize=(max(4.6, 2.2 + 0.16 * len(layers)), 3.0), layout="constrained")
+    layers = list(areas)
+    figure, axis = new_figure((max(4.6, 2.2 + 0.16 * len(layers)), 3.0))
     axis.axhline(0.5, color=FAINT, linewidth=0.8, linestyle="--")
     axis.plot(layers, list(areas.values()), color=BLUE, marker="o", markersize=3.5, linewidth=1.4)
     axis.plot([best], [areas[best]], color=INK, marker="o", markersize=6, fillstyle="none")
@@ -140,6 +165,5 @@ def plot_auc(directions: Directions, path: str | PathLike) -> Path:
     axis.set_xlabel("block", color=INK, fontsize=8.5)
     axis.set_ylabel("AUC, held out", color=INK, fontsize=8.5)
     axis.xaxis.get_major_locator().set_params(integer=True)
-    title = f"{directions.method} at {directions.hook}: AUC by block"
     finish(axis, title)
-    return save(figure, path, title, [["block", "AUC"], *([str(n), f"{area:.4f}"] for n, area in areas.items())])
+    return finished(figure, path, title, [["block", "AUC"], *([str(n), f"{area:.4f}"] for n, area in areas.items())])

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -100,9 +100,9 @@ def extract(
                 heads=parse_ints(heads, "ints", "heads"), neurons=parse_ints(neurons, "ints", "neurons"),
                 sae=_named_path(sae), top_k=top_k, ids=parse_ints(ids, "ints", "ids"),
                 positions=parse_positions(positions), compress=parse_compression(compress),
-                reduce=reduce, dtype=dtype, max_tokens=max_tokens,
+                reduce=cast(Any, reduce), dtype=dtype, max_tokens=max_tokens,
                 max_length=max_length, column=column, split=split, layout=layout, limit=limit, batch=batch,
-                on_error=on_error, engine=parse_engine_options(engine or []), ray=cluster if ray else None,
+                on_error=cast(Any, on_error), engine=parse_engine_options(engine or []), ray=cluster if ray else None,
                 flush_seconds=flush_seconds, source_options=parse_json(source_options, "source_options"), report=report,
                 **options,
             )  # fmt: skip

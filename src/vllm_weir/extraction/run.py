@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.extraction.counts import RecordCounts
@@ -18,8 +18,9 @@ from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.plan import ExtractionPlan, FeatureTarget, OutputTarget, Ray
 from vllm_weir.extraction.run_spec import RunSpec, check_run, read_skipped, request_id, write_skipped
 from vllm_weir.extraction.source import open_source
-from vllm_weir.schema.capture import parse_layers
-from vllm_weir.schema.hooks import MODEL_HOOKS, Site, normalise_hook
+from vllm_weir.schema.capture import Reduction, parse_layers
+from vllm_weir.schema.fields import right_words
+from vllm_weir.schema.hooks import MODEL_HOOKS, HookPoint, Site, normalise_hook
 from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.storage.layouts.base import MARKER
 from vllm_weir.util.shipped import model_path
@@ -56,16 +57,17 @@ class Summary:
     interrupted: bool = False
 
 
+@right_words
 def extract(
     source: str | PathLike,
     model: str,
     out: str | PathLike,
     *,
     layers: Any = None,
-    hook: str | None = None,
+    hook: HookPoint | None = None,
     positions: Any = "prompt",
     compress: Any = None,
-    reduce: str | None = None,
+    reduce: Reduction | None = None,
     dtype: Any = None,
     max_tokens: int = 1,
     max_length: int | None = None,
@@ -74,7 +76,7 @@ def extract(
     layout: str | None = None,
     limit: int | None = None,
     batch: int = 256,
-    on_error: str = "fail",
+    on_error: Literal["fail", "skip"] = "fail",
     engine: dict[str, Any] | None = None,
     heads: Any = None,
     neurons: Any = None,

@@ -11,7 +11,7 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.source import TextSource
 from vllm_weir.frontend.admission.reachable import check_reached
-from vllm_weir.schema.capture import Capture
+from vllm_weir.schema.capture import Capture, Reduction
 from vllm_weir.schema.sinks import RAGGED_HOOKS
 from vllm_weir.storage.object_store import ObjectStore
 
@@ -51,7 +51,7 @@ class RunSpec:
     layers: Any = "all"
     positions: Any = "prompt"
     compress: Any = None
-    reduce: str | None = None
+    reduce: Reduction | None = None
     dtype: Any = None
     max_tokens: int = 1
     max_length: int | None = None

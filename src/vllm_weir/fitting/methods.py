@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -109,6 +110,7 @@ def _logistic_pairs(classes: Classes, options: MethodOptions) -> tuple[torch.Ten
     return fit_logistic(half, labels, classes.first, 2 * options.strength, intercept=False)[0], None
 
 
+MethodName = Literal["diff", "pca", "pca_center", "lat", "logistic", "logistic_pairs"]
 METHODS: dict[str, Method] = {
     "diff": Method(_diff, "mean of the positive rows less mean of the negative ones, in the rows' units"),
     "pca": Method(

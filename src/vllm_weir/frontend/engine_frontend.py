@@ -40,6 +40,7 @@ from vllm_weir.schema.media import NO_MEDIA, Media
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.sinks import SinkDefinition
 from vllm_weir.util.lru import LruCache
+from vllm_weir.util.token_texts import TokenTexts
 
 
 class RequestObserver(Protocol):
@@ -108,6 +109,7 @@ class EngineFrontend:
         self._inline_vectors = InlineVectors(settings.vector_bytes)
         self._cache: LruCache[AdmittedRequest] = LruCache(CACHE_BYTES, MAX_KEY_BYTES)
         self.engine = KnownEngine(settings, chunked, refusal, vocabulary, traits)
+        self._texts = TokenTexts(vocabulary.tokenizer)
         self.names = EngineNames(self.engine, self._cache.clear)
         _frontends.add(self)
 
@@ -213,6 +215,7 @@ class EngineFrontend:
         pending = PendingSequence(
             request_id, admitted, [-1] * prompt_len if prompt_ids is None else prompt_ids, self.store
         )
+        pending.texts = self._texts
         self.store.open(pending)
         if self.names.global_hooks:
             self.global_told[request_id] = pending.told

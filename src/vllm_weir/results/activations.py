@@ -21,9 +21,13 @@ from vllm_weir.results.checksum import checksums
 from vllm_weir.results.safetensors_header import CODES, build_header
 from vllm_weir.results.site_slices import SiteSlices, without_base
 from vllm_weir.schema.hooks import Site, parse_site
+from vllm_weir.util import notebook
 from vllm_weir.util.atomic_write import atomic_write
+from vllm_weir.util.token_texts import SequenceTexts
 
 LENS_KEY = "residual_stream"
+MAX_VALUES = 8
+"""Values of a row up to which a notebook shows them, and not the row's norm."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,9 @@ class Activations(Mapping):
         lens_layers: blocks that were asked for by vllm-lens's key.
         packed: the rows, if they are compressed.
     """
+
+    texts = SequenceTexts()
+    """Of the tokens, for notebooks."""
 
     def __init__(
         self,
@@ -293,6 +300,38 @@ class Activations(Mapping):
         if any(other is not tensors[0] and not torch.equal(tensors[0], other) for other in tensors[1:]):
             raise WeirError(f"the sites have rows at different positions; use .{name}_of(hook, layer)")
         return tensors[0]
+
+    def _repr_html_(self) -> str:
+        """Return a map of blocks by tokens for each hook point, or the tokens, coloured by the norms of the rows.
+
+        Rows of a few values, such as products with directions, have their values instead.
+        """
+        groups: dict[tuple[str, bytes], list[Site]] = {}
+        for site in self.sites[: notebook.MAX_ROWS]:
+            groups.setdefault((site.hook, self._positions[site].numpy().tobytes()), []).append(site)
+        parts = [self._map(hook, sites) for (hook, _), sites in groups.items()]
+        note = notebook.left_out(len(self), min(len(self), notebook.MAX_ROWS), "sites")
+        return notebook.result(repr(self), *parts, note)
+
+    def _map(self, hook: str, sites: list[Site]) -> str:
+        """Return the HTML of sites of one hook point with rows at the same positions."""
+        limit = notebook.MAX_TOKENS if len(sites) == 1 else notebook.MAX_COLUMNS
+        positions = self._positions[sites[0]]
+        tokens = self.texts.at(positions[:limit].numpy(), self._token_ids[sites[0]][:limit].numpy())
+        lines, label = {}, ""
+        for site in sites:
+            rows = self._row(site)[:limit].flatten(1).double()
+            few = rows.shape[1] <= MAX_VALUES
+            label = "value" if few else "norm of the row"
+            numbers = rows.T if few else torch.linalg.vector_norm(rows, dim=1)[None]
+            lines.update({f"{site}{f' {i}' if few and len(numbers) > 1 else ''}": x for i, x in enumerate(numbers)})
+        if len(lines) == 1:
+            (name,) = lines
+            return notebook.coloured_text(tokens, lines[name].numpy(), f"{name}, {label}", len(positions))
+        numbers = torch.stack(list(lines.values())).numpy()
+        return notebook.heat_map(
+            list(lines), tokens, numbers, f"{hook}, {label}", total=(len(lines), len(positions)), upwards=True
+        )
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{s}: {list(self._row(s).shape)}" for s in self.sites[:4])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from math import isfinite, nan
 from typing import Any, TypedDict
 
+from vllm_weir.schema.fields import short_repr
 from vllm_weir.schema.hooks import Site
 
 
@@ -50,6 +51,8 @@ class InterventionReceipt:
     acted: int
     relative_dose: float | None = None
     relative_dose_by_layer: dict[int, float] = field(default_factory=dict)
+
+    __repr__ = short_repr
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data; a dose that is not finite becomes None."""
@@ -108,19 +111,21 @@ class Receipt:
 
     captured: dict[Site, int] = field(default_factory=dict)
     dropped: dict[Site, int] = field(default_factory=dict)
-    steered: tuple[dict[Site, int], ...] = ()
-    shared: tuple[int, ...] = ()
+    steered: tuple[dict[Site, int], ...] = field(default=(), repr=False)
+    shared: tuple[int, ...] = field(default=(), repr=False)
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
     hit_limit: int | None = None
-    complete: bool = True
+    complete: bool = field(default=True, metadata={"shown": True})
     compression: dict[str, Any] | None = None
     files: tuple[str, ...] = ()
     sinks: dict[str, str] = field(default_factory=dict)
     gates: tuple[GateCount | None, ...] = ()
     interventions: tuple[InterventionReceipt, ...] = ()
     notes: tuple[str, ...] = ()
+
+    __repr__ = short_repr
 
     def to_dict(self) -> dict:
         """Return plain JSON data, with sites as ``"resid_post.10"``."""

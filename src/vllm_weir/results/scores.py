@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from vllm_weir.results.site_slices import without_base
+from vllm_weir.util import notebook
+from vllm_weir.util.token_texts import SequenceTexts
+
+MAX_SHOWN = 8
+"""Probes that a notebook shows."""
 
 
 class Scores(Mapping):
@@ -25,6 +31,8 @@ class Scores(Mapping):
         positions: int64 [rows], by the probe's name.
     """
 
+    texts = SequenceTexts()
+    """Of the tokens, for notebooks."""
     _missing = "no probe {!r} scored this request; probes: {}"
 
     def __init__(self, values: Mapping[str, torch.Tensor], positions: Mapping[str, torch.Tensor]) -> None:
@@ -54,6 +62,24 @@ class Scores(Mapping):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}: {list(values.shape)}' for name, values in self.items())})"
+
+    def _repr_html_(self) -> str:
+        """Return the tokens, coloured by the score of each probe."""
+        few = list(self.items())[:MAX_SHOWN]
+        parts = [_of_rows(name, values, self.positions[name], self.texts) for name, values in few]
+        return notebook.result(type(self).__name__, *parts, notebook.left_out(len(self), len(few), "names"))
+
+
+def _of_rows(name: str, values: torch.Tensor, positions: torch.Tensor, texts: SequenceTexts) -> str:
+    """Return the HTML of one name: the tokens coloured by its values [rows, ...]."""
+    width = math.prod(values.shape[1:])
+    limit = notebook.MAX_TOKENS if width == 1 else notebook.MAX_COLUMNS
+    numbers = values[:limit].reshape(-1, width).numpy()[:, : notebook.MAX_ROWS]
+    tokens = texts.at(positions[:limit].numpy())
+    if width == 1:
+        return notebook.coloured_text(tokens, numbers[:, 0], name, len(values))
+    rows = list(map(str, range(numbers.shape[1])))
+    return notebook.heat_map(rows, tokens, numbers.T, name, "output", total=(width, len(values)))
 
 
 class HookValues(Scores):

@@ -29,6 +29,13 @@ class VectorsByLayer:
     def __repr__(self) -> str:
         return f"VectorsByLayer({self.vectors!r})"
 
+    def shown(self, name: str) -> str:
+        """Return a short text for the repr of what holds it in the field `name`."""
+        first, *others = [f"{layer}: {vector.shown(name)}" for layer, vector in self.vectors.items()]
+        if len(others) > 2:
+            others = [f"... {len(others) - 1} more", others[-1]]
+        return f"{{{', '.join([first, *others])}}}"
+
     @property
     def layers(self) -> tuple[int, ...]:
         """The blocks, ascending."""

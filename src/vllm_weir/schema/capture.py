@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, right_words, set_fields
-from vllm_weir.schema.hooks import layers_of, normalise_hook, split_transformer_lens
+from vllm_weir.schema.hooks import HookPoint, layers_of, normalise_hook, split_transformer_lens
 from vllm_weir.schema.positions import MAX_LIST, Positions
 from vllm_weir.schema.row_parts import WHOLE, RowPart
 from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.scalars import plain
-from vllm_weir.schema.sinks import MEMORY, Sink, check_sink, parse_keep
+from vllm_weir.schema.sinks import MEMORY, Keep, Sink, check_sink, parse_keep
 from vllm_weir.schema.vectors import Vector
 
 DTYPES = ("float32", "float16", "bfloat16")
-REDUCTIONS = ("last", "mean", "max")
+Reduction = Literal["last", "mean", "max"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 MAX_DIRECTIONS = 256
 WIRE_FIELDS = (
     "before", "compress", "dtype", "heads", "hook", "keep", "layers", "neurons", "positions", "project", "reduce",
@@ -62,15 +63,15 @@ class Capture:
         WeirError: for anything else, naming the field.
     """
 
-    hook: str = "resid_post"
+    hook: HookPoint = "resid_post"
     layers: Any = "all"
     positions: Any = "all"
     before: bool = False
     dtype: Any = None
     compress: Any = None
     sink: Any = MEMORY
-    keep: str = "always"
-    reduce: str | None = None
+    keep: Keep = "always"
+    reduce: Reduction | None = None
     project: Any = None
     path: str = field(default="capture", repr=False, compare=False)
     heads: Any = field(default=None, kw_only=True)

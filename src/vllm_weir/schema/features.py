@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import parse_layers
-from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, set_fields
+from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, right_words, set_fields
 from vllm_weir.schema.gates import When
 from vllm_weir.schema.hooks import normalise_hook
 from vllm_weir.schema.positions import Positions
@@ -18,13 +18,15 @@ from vllm_weir.schema.vectors import number
 
 MAX_TOP_K, MAX_IDS, MAX_NAME = 1024, 4096, 256
 MAX_FEATURE = 2**31 - 1
-LENSES = ("logit", "tuned", "jacobian")
+LensKind = Literal["logit", "tuned", "jacobian"]
+LENSES: tuple[str, ...] = get_args(LensKind)
 LENS_HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 """Hook points with rows of the stream's width, which a logit lens reads."""
 
 Asked = TypeVar("Asked", "Features", "SetFeature", "Lens")
 
 
+@right_words
 @dataclass(frozen=True)
 class Features:
     """Features of a sparse autoencoder to return with a request's output.
@@ -69,6 +71,7 @@ class Features:
         return _with_positions(out, self.positions)
 
 
+@right_words
 @dataclass(frozen=True)
 class SetFeature:
     """Set the activation of a feature of a sparse autoencoder; all that it does not explain is kept.
@@ -155,6 +158,7 @@ class SetFeature:
         return _with_positions(out, self.positions)
 
 
+@right_words
 @dataclass(frozen=True)
 class Lens:
     """Next-token distributions read off the stream between blocks, to return with a request's output.
@@ -179,7 +183,7 @@ class Lens:
     """
 
     wire_fields: ClassVar[tuple[str, ...]] = ("kind", "layers", "top_k", "path", "positions", "name", "tokens", "hook")
-    kind: Any = None
+    kind: LensKind | None = None
     layers: Any = "all"
     top_k: int | None = None
     path: Any = None

@@ -60,6 +60,10 @@ class Travelling(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
     pickled: bytes = b""
     adapter: str = ""
 
+    def shown(self, name: str) -> str:
+        """Return its name, for the repr of what holds it in a field."""
+        return self.name
+
     def __copy__(self) -> Travelling:
         return self
 

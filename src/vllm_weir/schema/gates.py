@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.controllers import PREFIX
-from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, set_fields, with_fields
+from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, right_words, set_fields, with_fields
 from vllm_weir.schema.probe_base import parse_name
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import number
@@ -16,6 +16,7 @@ from vllm_weir.schema.vectors import number
 MAX_OUTPUT = 2**20
 
 
+@right_words
 @dataclass(frozen=True)
 class When:
     """Let an intervention act only where a probe's score says so.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.hook_names import ALIASES, IN_BLOCK, UNSUPPORTED
@@ -37,15 +37,18 @@ READ_ONLY_HOOKS = (
     "expert_weights",
 )
 """Hook points that no intervention may name."""
-BLOCK_HOOKS = (
+BlockHook = Literal[
     "resid_pre", "attn_in", "q", "k", "v", "q_rot", "k_rot", "attn_scores", "pattern", "z", "attn_out", "resid_mid",
     "mlp_in", "router_logits", "expert_ids", "expert_weights", "mlp_pre", "mlp_pre_linear", "mlp_post", "mlp_out",
     "resid_post",
-)  # fmt: skip
+]  # fmt: skip
+BLOCK_HOOKS: tuple[str, ...] = get_args(BlockHook)
 """Hook points of every block, in the order in which a token meets them."""
 MODEL_HOOKS = ("embed", "final_norm")
 """Hook points that a model has once; their layer is 0."""
 HOOKS = ("embed", *BLOCK_HOOKS, "final_norm")
+HookPoint = Literal["embed", BlockHook, "final_norm"] | str
+"""A hook point, which editors complete; an alias, or a name of TransformerLens's."""
 
 _BLOCK = re.compile(r"blocks\.([0-9]{1,9})\.(.+)")
 _SITE_TEXT = re.compile(r"(\w+)(?:\.([0-9]{1,9})|\[([0-9]{1,9})\])")

@@ -10,6 +10,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.fields import parse_flag, right_words
+from vllm_weir.schema.hooks import HookPoint
 from vllm_weir.schema.instructions import (
     AFFINE,
     BLEND,
@@ -43,7 +44,7 @@ class Add(Intervention):
     Args:
         vector: [d_model]; or [n, d_model], n > 1, to add the k-th row at the k-th selected position
             in ascending order, for `positions` that select exactly n.
-        scale: factor.
+        scale: strength, a factor; negative ones steer the other way.
         norm_match: rescale the vector to each row's own L2 norm first: h + scale * |h| * v / |v|.
         keep_norm: rescale the sum to the L2 norm that the row had; a sum of length zero leaves the
             row as it is.
@@ -56,7 +57,7 @@ class Add(Intervention):
     vector: Any
     layers: Any = "all"
     scale: float = 1.0
-    hook: str = "resid_post"
+    hook: HookPoint = "resid_post"
     positions: Any = "all"
     norm_match: bool = False
     keep_norm: bool = False
@@ -116,7 +117,7 @@ class Ablate(Intervention):
     vectors: ClassVar[dict[str, tuple[int, ...]]] = {"directions": (1, 2)}
     directions: Any
     layers: Any = "all"
-    hook: str = "resid_post"
+    hook: HookPoint = "resid_post"
     positions: Any = "all"
     per_layer: bool = False
     heads: Any = field(default=None, kw_only=True)
@@ -161,7 +162,7 @@ class Clamp(Intervention):
     min: float | None = field(default=None, kw_only=True)
     max: float | None = field(default=None, kw_only=True)
     strength: float = field(default=1.0, kw_only=True)
-    hook: str = "resid_post"
+    hook: HookPoint = "resid_post"
     positions: Any = "all"
     per_layer: bool = False
     heads: Any = field(default=None, kw_only=True)
@@ -208,7 +209,7 @@ class Replace(Intervention):
         values: [d_model], one row for all selected positions; or [n, d_model], n > 1, the k-th row
             for the k-th selected position in ascending order, for `positions` that select exactly
             n.
-        alpha: 1 replaces, 0.5 mixes half and half.
+        alpha: strength: 1 replaces, 0.5 mixes half and half.
     """
 
     op: ClassVar[str] = "replace"
@@ -218,7 +219,7 @@ class Replace(Intervention):
     values: Any
     layers: Any = "all"
     alpha: float = 1.0
-    hook: str = "resid_post"
+    hook: HookPoint = "resid_post"
     positions: Any = "all"
     per_layer: bool = False
     heads: Any = field(default=None, kw_only=True)
@@ -261,7 +262,7 @@ class LowRank(Intervention):
     W: Any
     b: Any
     layers: Any = "all"
-    hook: str = "resid_post"
+    hook: HookPoint = "resid_post"
     positions: Any = "all"
     per_layer: bool = False
     heads: Any = field(default=None, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import parse_layers
-from vllm_weir.schema.fields import refuse_unknown_keys, set_fields, with_fields
+from vllm_weir.schema.fields import refuse_unknown_keys, right_words, set_fields, with_fields
 from vllm_weir.schema.gates import When
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.scalars import plain
@@ -29,6 +29,7 @@ _CODE = ("function", "fn", "code", "source", "pickle", "cloudpickle", "hook_fn")
 """Keys under which other systems, or a hopeful client, send code."""
 
 
+@right_words
 @dataclass(frozen=True)
 class Use:
     """Have a registered `Hook` act on a request, by its name.

@@ -50,6 +50,18 @@ class Positions:
     kind: str
     values: tuple[int | None, ...] = ()
 
+    def __repr__(self) -> str:
+        form = self.to_json()
+        values = next(iter(form.values())) if isinstance(form, dict) else form
+        if isinstance(values, list) and len(values) > 8:
+            shown = f"[{', '.join(map(str, values[:8]))}, ... {len(values) - 8} more]"
+            return f"Positions({shown if form is values else f'{{{self.kind!r}: {shown}}}'})"
+        return f"Positions({form!r})"
+
+    def shown(self, name: str) -> str:
+        """Return the selector alone, for the repr of what holds it in a field."""
+        return repr(self).removeprefix("Positions(").removesuffix(")")
+
     def __hash__(self) -> int:
         return self._hash  # computed once: a long list is looked up for every site that it is for
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from vllm_weir.util.atomic_write import atomic_write
 
 MAX_NAME, MAX_WINDOW = 256, 65_536
 ACTIVATIONS = {"none": NO_ACTIVATION, "sigmoid": SIGMOID, "softmax": SOFTMAX}
+Activation = Literal["none", "sigmoid", "softmax"]
 SMOOTHINGS = {None: NO_SMOOTHING, "ema": EMA, "max": MAXIMUM, "mean": MEAN}
 _LARGEST = 2**31 - 1
 _RESERVED = "<>=[]"

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.fields import right_words
+from vllm_weir.schema.hooks import HookPoint
 from vllm_weir.schema.instructions import VectorCollector
-from vllm_weir.schema.probe_base import Layout, ProbeBase, parse_name
+from vllm_weir.schema.probe_base import Activation, Layout, ProbeBase, parse_name
 from vllm_weir.schema.resolved_probes import ATTENTION, GELU, LINEAR, MLP, RELU, SILU, TANH
 
 MAX_PROBES = 256
 HIDDEN = {"relu": RELU, "gelu": GELU, "silu": SILU, "tanh": TANH}
 
 
+@right_words
 @dataclass(frozen=True)
 class Probe(ProbeBase):
     """Score rows by ``weight @ row + bias`` while the model runs.
@@ -47,9 +50,9 @@ class Probe(ProbeBase):
     name: str
     weight: Any
     bias: Any = 0.0
-    hook: str = "resid_post"
+    hook: HookPoint = "resid_post"
     layer: Any = None
-    activation: str = "none"
+    activation: Activation = "none"
     smooth: Any = None
     positions: Any = field(default="all", kw_only=True)
     head: Any = field(default=None, kw_only=True)
@@ -57,7 +60,7 @@ class Probe(ProbeBase):
 
     @classmethod
     def from_sklearn(
-        cls, estimator: Any, hook: str = "resid_post", layer: Any = None, name: str = "probe", **fields: Any
+        cls, estimator: Any, hook: HookPoint = "resid_post", layer: Any = None, name: str = "probe", **fields: Any
     ) -> Probe:
         """Return the probe that scores as a fitted estimator of scikit-learn does.
 
@@ -90,6 +93,7 @@ class Probe(ProbeBase):
         return Layout(len(rows), rows, tuple(arrays["bias"].tolist()))
 
 
+@right_words
 @dataclass(frozen=True)
 class MLPProbe(ProbeBase):
     """Score rows by ``w_out @ hidden(w_in @ row + b_in) + b_out`` while the model runs.
@@ -121,10 +125,10 @@ class MLPProbe(ProbeBase):
     b_in: Any
     w_out: Any
     b_out: Any = 0.0
-    hook: str = "resid_post"
+    hook: HookPoint = "resid_post"
     layer: Any = None
-    hidden: str = "relu"
-    activation: str = "none"
+    hidden: Literal["relu", "gelu", "silu", "tanh"] = "relu"
+    activation: Activation = "none"
     smooth: Any = None
     positions: Any = field(default="all", kw_only=True)
     head: Any = field(default=None, kw_only=True)
@@ -158,6 +162,7 @@ class MLPProbe(ProbeBase):
         return super().plain_fields() | ({"hidden": self.hidden} if self.hidden != "relu" else {})
 
 
+@right_words
 @dataclass(frozen=True)
 class AttentionProbe(ProbeBase):
     """Score a position by attention over the rows up to it, while the model runs.
@@ -189,9 +194,9 @@ class AttentionProbe(ProbeBase):
     query: Any
     value: Any
     bias: Any = 0.0
-    hook: str = "resid_post"
+    hook: HookPoint = "resid_post"
     layer: Any = None
-    activation: str = "none"
+    activation: Activation = "none"
     smooth: Any = None
     positions: Any = field(default="all", kw_only=True)
     head: Any = field(default=None, kw_only=True)

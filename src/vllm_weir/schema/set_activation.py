@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.fields import set_fields
+from vllm_weir.schema.fields import right_words, set_fields
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import (
     ACTIVATE,
@@ -25,6 +25,7 @@ from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.row_shapes import RowShape
 
 
+@right_words
 @dataclass(frozen=True)
 class SetActivation(Intervention):
     """Set the activation of a unit.

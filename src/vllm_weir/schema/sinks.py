@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.json_text import dumps
@@ -14,7 +14,8 @@ from vllm_weir.schema.json_text import dumps
 MEMORY = "memory"
 WORKERS = "workers"
 """Stands for rows that stay on the workers, in the collection under the key ``rows``."""
-KEEPS = ("always", "marked")
+Keep = Literal["always", "marked"]
+KEEPS: tuple[str, ...] = get_args(Keep)
 POLICIES = ("block", "spill", "drop")
 RAGGED_HOOKS = ("attn_scores", "pattern")
 """Hook points whose rows have a value for each key, so that requests differ in their shapes."""
@@ -47,7 +48,7 @@ class SinkDefinition:
     policy: str = "block"
     queue_bytes: int = QUEUE_BYTES
     captures: tuple[str, ...] | None = None
-    keep: str = "always"
+    keep: Keep = "always"
     required: bool | None = None
     fits_width: bool = False
 
@@ -181,11 +182,11 @@ def parse_sinks(data: object, path: str = "settings.sinks") -> dict[str, SinkDef
     return out
 
 
-def parse_keep(keep: object, path: str) -> str:
+def parse_keep(keep: object, path: str) -> Keep:
     """Parse `Capture.keep`: one of `KEEPS`."""
     if not isinstance(keep, str) or keep not in KEEPS:
         raise WeirError(f"unknown keep {brief(keep)!r}; choose from {', '.join(KEEPS)}", path)
-    return keep
+    return cast("Keep", keep)
 
 
 def parse_name(name: object, path: str, kind: str = "sink") -> str:

@@ -6,21 +6,23 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.fields import set_fields
+from vllm_weir.schema.fields import right_words, set_fields
 from vllm_weir.schema.functions import Travelling, describe
+from vllm_weir.schema.hooks import HookPoint
 from vllm_weir.schema.instructions import HOOK, IN_GRAPHS, Instruction, LoweredIntervention
 from vllm_weir.schema.intervention_base import Intervention, Lookup
 from vllm_weir.schema.row_parts import WHOLE
 from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.vectors import MAX_ELEMENTS, as_array
 
-MODES = ("auto", "compiled", "eager")
+HookMode = Literal["auto", "compiled", "eager"]
+MODES: tuple[str, ...] = get_args(HookMode)
 MAX_ARGS, MAX_TEXT = 64, 4096
 MOST_BY_ROW = 16_384
 """Values of a compiled hook's arg up to which each row has its request's; a larger one is a part of the function."""
@@ -82,6 +84,7 @@ class LensHook:
     pre: bool = False
 
 
+@right_words
 @dataclass(frozen=True)
 class Hook(Intervention):
     """Let a function of yours change the rows of a hook point, or say something of them.
@@ -118,11 +121,11 @@ class Hook(Intervention):
     factor: ClassVar[str] = "function"
     vectors: ClassVar[dict[str, tuple[int, ...]]] = {}
     function: Any
-    hook: str = "resid_post"
+    hook: HookPoint = "resid_post"
     layers: Any = "all"
     positions: Any = "all"
     args: Any = None
-    mode: str = "auto"
+    mode: HookMode = "auto"
     state: Any = ()
     key: str | None = None
     per_layer: bool = field(default=False, kw_only=True)

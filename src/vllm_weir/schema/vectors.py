@@ -45,6 +45,10 @@ class Vector:
     def __repr__(self) -> str:
         return f"Vector({self.digest!r})"
 
+    def shown(self, name: str) -> str:
+        """Return a short text for the repr of what holds it in the field `name`."""
+        return repr(brief(self.ref, 80)) if self.array is None else f"{name}{list(self.array.shape)}"
+
     @classmethod
     def parse(cls, value: Any, field: str, ndim: tuple[int, ...] = (1, 2)) -> Vector:
         """Parse a torch tensor, numpy array, nested list, or a wire form.

@@ -357,13 +357,22 @@ def test_a_constant_row_correlates_with_nothing() -> None:
 
 
 @needs(module("matplotlib"))
-def test_a_picture_that_is_refused_is_closed(tmp_path: Path) -> None:
+def test_pictures_are_none_of_pyplots(tmp_path: Path) -> None:
+    """Without a path they are figures, which a notebook shows; a user's backend and figures stay as they are."""
     from matplotlib import pyplot
 
-    before = pyplot.get_fignums()
+    before, backend = pyplot.get_fignums(), pyplot.get_backend()
+    for figure in (
+        analysis.plot_heat_map(STORY), analysis.plot_norms(STORY), analysis.plot_similarity(STORY),
+        analysis.plot_timeline(STORY), analysis.plot_attention(np.full((4, 1, 4), 0.25)),
+        analysis.plot_top_neurons(np.eye(3)),
+    ):  # fmt: skip
+        assert isinstance(figure, pyplot.Figure) and figure._repr_png_().startswith(b"\x89PNG")
     with pytest.raises(WeirError, match=r"\.png, \.svg or \.html"):
         analysis.plot_norms({0: np.ones((2, 3))}, tmp_path / "norms.jpg")
-    assert pyplot.get_fignums() == before
+    with refused("hooks", "plot_norms calls it hook"):
+        analysis.plot_norms(STORY, hooks="q")  # type: ignore[call-arg]
+    assert (pyplot.get_fignums(), pyplot.get_backend()) == (before, backend)
 
 
 def test_one_row_and_a_vector_are_one_vector_each() -> None:

@@ -23,12 +23,12 @@ from vllm_weir.analysis.feature_report.logit_effects import CheckpointUnembeddin
 from vllm_weir.analysis.feature_report.page import render
 from vllm_weir.analysis.feature_report.results import ContextToken, FeatureContext, FeatureReport, SAEReport
 from vllm_weir.analysis.feature_report.statistics import BINS, FeatureTotals
-from vllm_weir.analysis.feature_report.token_texts import TokenTexts
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.storage.features.dataset import FeatureInfo, load_features
 from vllm_weir.util.shipped import demo_model, demo_sae
+from vllm_weir.util.token_texts import TokenTexts
 
 VALUES = texts(60)
 RECORDS = [fake_features(FakeFeatureEngine._encode(None, value), i) for i, value in enumerate(VALUES)]  # type: ignore[arg-type]

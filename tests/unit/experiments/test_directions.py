@@ -121,3 +121,38 @@ def test_repeng_that_is_missing_or_broken(monkeypatch):
 def test_arguments_of_another_type(call, field):
     with refused(field):
         call(made())
+
+
+def test_how_it_looks():
+    found = made(auc_by_layer={1: 0.75, 4: 0.9}, bias={4: 0.5})
+    assert repr(found) == "Directions(diff at resid_post, vector[2] of 2 blocks, best at block 4: AUC 0.900)"
+    assert repr(made().only(4)) == "Directions(diff at resid_post, vector[2] of block 4)"
+    assert str(found).splitlines()[1:] == [
+        "block    AUC   bias  length",
+        "    1  0.750              2",
+        "    4  0.900  0.500       5",
+    ]
+    assert str(made()).splitlines()[1:] == ["block  length", "    1       2", "    4       5"]
+    page = found._repr_html_()
+    assert ">0.750<" in page and page.count("background:#") == 2 and "block 4: AUC" in page
+    assert "&lt;b&gt;" in made(method="<b>")._repr_html_() and made()._repr_html_().count("background:#") == 0
+
+
+def test_plot(tmp_path):
+    found = made(auc_by_layer={1: 0.75, 4: 0.9})
+    (axis,) = found.plot().axes
+    assert axis.lines[1].get_xydata().tolist() == [[1, 0.75], [4, 0.9]]
+    assert axis.get_title(loc="left") == "diff at resid_post: AUC by block"
+    assert found.plot(tmp_path / "auc.html") == tmp_path / "auc.html" and (tmp_path / "auc.html").exists()
+    with refused("plot"):
+        made().plot()
+    with refused("path"):
+        found.plot(tmp_path / "auc.pdf")
+
+
+def test_the_right_word():
+    for word, right in (("coeff", "scale"), ("strength", "scale"), ("layer", "layers"), ("position", "positions")):
+        with refused(word, f"Add calls it {right}"):
+            made().add(**{word: 1})
+    with refused("layers", "Probe calls it layer"):
+        made(bias={1: 0.0, 4: 0.0}).probe(4, layers=3)

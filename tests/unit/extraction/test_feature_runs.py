@@ -264,7 +264,7 @@ def test_an_empty_source_and_an_object_store(tmp_path: Path) -> None:
 
 
 def test_from_the_shell(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(extract.__kwdefaults__, "start_engine", FakeFeatureEngine)
+    monkeypatch.setitem(extract.__wrapped__.__kwdefaults__, "start_engine", FakeFeatureEngine)
     job = ["extract", str(source), "-m", "fake", "-o", str(tmp_path / "out"), "-q", "--json"]
     chosen = CliRunner().invoke(app, [*job, "--sae", f"mood={demo_sae()}", "--ids", "7,2"])
     assert chosen.exit_code == 0, chosen.output

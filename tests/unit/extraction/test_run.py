@@ -397,7 +397,7 @@ def test_some_heads(source: Path, tmp_path: Path) -> None:
     job = [str(source), "-m", "fake", "-o", str(tmp_path / "out"), "--hook", "z", "--layers", "0,1"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm_weir.extraction.run.VllmEngine", HeadEngine)
-        patch.setitem(extract.__kwdefaults__, "start_engine", HeadEngine)
+        patch.setitem(extract.__wrapped__.__kwdefaults__, "start_engine", HeadEngine)
         result = CliRunner().invoke(app, ["extract", *job, "--heads", "3,0", "-q"])
         assert result.exit_code == 0, result.output
         other = CliRunner().invoke(app, ["extract", *job, "--heads", "1", "-q"])

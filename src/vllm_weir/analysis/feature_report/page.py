@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_weir.analysis.feature_report.results import ContextToken, FeatureContext, FeatureReport, SAEReport
 from vllm_weir.analysis.feature_report.statistics import BINS
-from vllm_weir.analysis.feature_report.token_texts import TokenTexts
+from vllm_weir.util.token_texts import TokenTexts
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 COLUMNS = (

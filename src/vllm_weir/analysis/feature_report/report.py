@@ -13,7 +13,6 @@ from vllm_weir.analysis.feature_report.logit_effects import CheckpointUnembeddin
 from vllm_weir.analysis.feature_report.page import render
 from vllm_weir.analysis.feature_report.results import ContextToken, FeatureContext, FeatureReport, SAEReport
 from vllm_weir.analysis.feature_report.statistics import FeatureTotals, Peak, details_of, totals_of
-from vllm_weir.analysis.feature_report.token_texts import TokenTexts
 from vllm_weir.errors import StoreError, WeirError, brief
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.sae.digest import digest_of
@@ -22,6 +21,7 @@ from vllm_weir.storage.features.dataset import FeatureDataset, FeatureInfo, load
 from vllm_weir.storage.features.parts import RecordFeatures
 from vllm_weir.util.atomic_write import atomic_write
 from vllm_weir.util.shipped import model_path
+from vllm_weir.util.token_texts import TokenTexts
 
 ORDERS = ("max", "density")
 BEFORE, AFTER = 24, 12

@@ -8,8 +8,8 @@ import numpy as np
 
 from vllm_weir.analysis.feature_report.logit_effects import LogitEffects
 from vllm_weir.analysis.feature_report.statistics import FeatureTotals
-from vllm_weir.analysis.feature_report.token_texts import TokenTexts
 from vllm_weir.storage.features.dataset import FeatureInfo
+from vllm_weir.util.token_texts import TokenTexts
 
 
 @dataclass(frozen=True)

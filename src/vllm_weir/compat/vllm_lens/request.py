@@ -17,7 +17,7 @@ import zstandard
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.fields import refuse_unknown_keys
+from vllm_weir.schema.fields import refuse_unknown_keys, right_words
 from vllm_weir.schema.functions import describe
 from vllm_weir.schema.intervention_base import Intervention, at_most
 from vllm_weir.schema.interventions import Add
@@ -89,6 +89,7 @@ def lens_capture(value: object) -> Capture | None:
     return Capture("resid_post", layers="all" if value is True else value, path=LENS_CAPTURE_KEY)
 
 
+@right_words
 @dataclass(frozen=True, eq=False)
 class SteeringVector:
     """vllm-lens's steering vector.

@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from vllm_weir.experiments.attribute.arithmetic import PatchedPlace
 from vllm_weir.experiments.grid import Grid, GridFile
 from vllm_weir.experiments.metrics import Baseline
-from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.hooks import HookPoint, Site
+from vllm_weir.util import notebook
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vllm_weir.experiments.plots import HeatMapTable
 
 FILE = GridFile("attribution", "grid")
 
@@ -90,27 +96,47 @@ class Attribution:
         widths = [max(len(line[i]) for line in [head, *lines]) for i in range(4)]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in [head, *lines])
 
-    def plot(self, path: str | PathLike, *, hook: str | None = None) -> list[Path]:
+    @overload
+    def plot(self, path: None = None, *, hook: HookPoint | None = None) -> Figure: ...
+
+    @overload
+    def plot(self, path: str | PathLike, *, hook: HookPoint | None = None) -> list[Path]: ...
+
+    def plot(self, path: str | PathLike | None = None, *, hook: HookPoint | None = None) -> Figure | list[Path]:
         """Draw a heat map for each hook point, layer by position.
 
         If heads were asked for, rows are heads of layers, or columns are heads if there is one position.
 
         Args:
-            path: ``.png`` or ``.svg``, one file for each hook point, whose name is added to the
-                path if there are several; or ``.html``, likewise, with the numbers.
+            path: None to get the figure, which a notebook shows; ``.png`` or ``.svg``, one file for
+                each hook point, whose name is added to the path if there are several; or ``.html``,
+                likewise, with the numbers.
             hook: draw this hook point alone.
 
         Returns:
-            The files.
+            Without a path a ``matplotlib.figure.Figure``, with one the files.
 
         Raises:
             WeirError: for another suffix, without matplotlib, or if a file cannot be written.
         """
         from vllm_weir.experiments.plots import draw_grid
 
+        return draw_grid(self._tables(hook), f"estimated change of {self.metric}", path, one_page=False)
+
+    def _tables(self, hook: str | None = None) -> list[HeatMapTable]:
+        """Return the numbers of the hook points."""
+        from vllm_weir.experiments.plots import grid_tables
+
         columns = [self.tokens[int(position)] for position in self.grid.axes["position"]]
-        label, about = f"estimated change of {self.metric}", f"attribution, {self.mode}"
-        return draw_grid(self.grid, columns, label, about, Path(path), hook, one_page=False)
+        return grid_tables(self.grid, columns, f"attribution, {self.mode}", hook)
+
+    def _repr_html_(self) -> str:
+        """Return a heat map for each hook point, and `verified`."""
+        from vllm_weir.experiments.plots import grid_html
+
+        rows = [[str(v.place), v.token, f"{v.estimate:+.4f}", f"{v.effect:+.4f}"] for v in self.verified]
+        found = notebook.table(("place", "token", "estimate", "effect"), rows)
+        return grid_html(repr(self), self._tables(), f"estimated change of {self.metric}") + found
 
     def save(self, path: str | PathLike) -> Path:
         """Write a file that `load` reads: a ``.npz`` archive, whatever the path's suffix.

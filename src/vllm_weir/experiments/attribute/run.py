@@ -32,7 +32,8 @@ from vllm_weir.experiments.grid import Grid
 from vllm_weir.experiments.metrics import Baseline
 from vllm_weir.experiments.mode import DENOISE, Mode, parse_mode
 from vllm_weir.schema.capture import parse_layers
-from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.fields import right_words
+from vllm_weir.schema.hooks import HookPoint, Site
 from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.schema.positions import Positions
 from vllm_weir.util.shipped import model_path
@@ -41,13 +42,14 @@ STREAM = ("resid_pre", "attn_out", "mlp_out")
 """The hook points by default: the stream, and the two parts that each block adds to it."""
 
 
+@right_words
 def attribute(
     model: Any,
     clean: Any,
     corrupt: Any,
     *,
     metric: Any,
-    hooks: str | Sequence[str] = STREAM,
+    hooks: HookPoint | Sequence[HookPoint] = STREAM,
     layers: Any = "all",
     positions: Any = "all",
     heads: Any = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -49,7 +49,6 @@ def fit(
     """
     with exit_on_error():
         from vllm_weir.experiments.fit.run import fit as run
-        from vllm_weir.experiments.plots import plot_auc
         from vllm_weir.experiments.prompts import read_prompts
 
         _check_files(out, plot, hook)
@@ -64,11 +63,11 @@ def fit(
         )
         ModelConfig.read(model, options).check_layers(asked.hook, asked.layers)
         found = run(
-            start_llm(model, options), first, second, method, hook, blocks,
+            start_llm(model, options), first, second, cast(Any, method), hook, blocks,
             parse_positions(positions), folds=folds, seed=seed, check=check, metric=metric, progress=not quiet,
         )  # fmt: skip
         found.save(out)
-        files = [out] if plot is None else [out, str(plot_auc(found, plot))]
+        files = [out] if plot is None else [out, str(found.plot(plot))]
     _show(found, files, as_json)
 
 

@@ -15,20 +15,21 @@ from vllm_weir.experiments.prompts import encode, parse_prompts
 from vllm_weir.fitting.collection import FitTask
 from vllm_weir.fitting.folds import Folds
 from vllm_weir.fitting.layer import LayerFit
-from vllm_weir.fitting.methods import Method, method_of
-from vllm_weir.schema.fields import parse_flag
-from vllm_weir.schema.hooks import Site
+from vllm_weir.fitting.methods import Method, MethodName, method_of
+from vllm_weir.schema.fields import parse_flag, right_words
+from vllm_weir.schema.hooks import HookPoint, Site
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import number
 from vllm_weir.storage.cli import progress_bar
 
 
+@right_words
 def fit(
     llm: Any,
     positive: Any,
     negative: Any,
-    method: str = "diff",
-    hook: str = "resid_post",
+    method: MethodName = "diff",
+    hook: HookPoint = "resid_post",
     layers: Any = "all",
     positions: Any = "last_prompt",
     *,

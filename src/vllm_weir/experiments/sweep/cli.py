@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import numpy as np
 import typer
@@ -75,7 +75,8 @@ def sweep(
         _check_model(ModelConfig.read(model, options), hooks.split(","), picked, receiver)
         result = run(
             start_llm(model, options), prompts.clean, prompts.corrupt, hooks.split(","),
-            positions=parse_positions(positions), metric=logit_diff(prompts.answers, prompts.wrong), mode=mode,
+            positions=parse_positions(positions), metric=logit_diff(prompts.answers, prompts.wrong),
+            mode=cast(Any, mode),
             to=receiver, freeze=held, checkpoint=checkpoint, progress=not quiet, **picked,
         )  # fmt: skip
         if out is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -15,6 +15,12 @@ from vllm_weir.experiments.grid import Grid, GridFile
 from vllm_weir.experiments.metrics import Baseline
 from vllm_weir.experiments.mode import DENOISE
 from vllm_weir.experiments.sweep.plan import BASE_RUN, SOURCE_RUN, SweepPlan
+from vllm_weir.schema.hooks import HookPoint
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vllm_weir.experiments.plots import HeatMapTable
 
 FILE = GridFile("sweep", "by_pair")
 
@@ -76,25 +82,41 @@ class Sweep:
             raise WeirError("the clean and the corrupt run have the same metric; use .grid", "metric")
         return Grid((self.grid.array - base) / (source - base), self.grid.axes)
 
-    def plot(self, path: str | PathLike, *, hook: str | None = None, normalised: bool = True) -> list[Path]:
+    @overload
+    def plot(self, path: None = None, *, hook: HookPoint | None = None, normalised: bool = True) -> Figure: ...
+
+    @overload
+    def plot(self, path: str | PathLike, *, hook: HookPoint | None = None, normalised: bool = True) -> list[Path]: ...
+
+    def plot(
+        self, path: str | PathLike | None = None, *, hook: HookPoint | None = None, normalised: bool = True
+    ) -> Figure | list[Path]:
         """Draw a heat map for each hook point, layer by position, or by head.
 
         With heads and several positions, rows are heads of layers.
 
         Args:
-            path: ``.png`` or ``.svg``, one file for each hook point, whose name is added to the
-                path if there are several; or ``.html``, one page with all of them.
+            path: None to get the figure, which a notebook shows; ``.png`` or ``.svg``, one file for
+                each hook point, whose name is added to the path if there are several; or ``.html``,
+                one page with all of them.
             hook: draw this hook point alone.
             normalised: draw `normalised`; False draws the metric itself, as does a sweep whose two
                 unpatched runs have the same metric.
 
         Returns:
-            The files.
+            Without a path a ``matplotlib.figure.Figure``, with one the files.
 
         Raises:
             WeirError: for another suffix, without matplotlib, or if a file cannot be written.
         """
         from vllm_weir.experiments.plots import draw_grid
+
+        tables, label = self._tables(hook, normalised)
+        return draw_grid(tables, label, path, one_page=True)
+
+    def _tables(self, hook: str | None = None, normalised: bool = True) -> tuple[list[HeatMapTable], str]:
+        """Return the numbers of the hook points, and what they are."""
+        from vllm_weir.experiments.plots import grid_tables
 
         about = f"path to {self.to}, {self.mode}" if self.to else self.mode
         if normalised and self.baseline.clean != self.baseline.corrupt:
@@ -102,7 +124,13 @@ class Sweep:
             grid, label = self.normalised, f"{self.metric}: {ends}"
         else:
             grid, label = self.grid, self.metric
-        return draw_grid(grid, self.position_labels, label, about, Path(path), hook, one_page=True)
+        return grid_tables(grid, self.position_labels, about, hook), label
+
+    def _repr_html_(self) -> str:
+        """Return a heat map for each hook point."""
+        from vllm_weir.experiments.plots import grid_html
+
+        return grid_html(repr(self), *self._tables())
 
     def save(self, path: str | PathLike) -> Path:
         """Write a file that `load` reads: a ``.npz`` archive, whatever the path's suffix.

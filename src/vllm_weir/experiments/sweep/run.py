@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from typing import Any
 
+from vllm_weir.experiments.mode import DENOISE, Mode
 from vllm_weir.experiments.sweep.cells import CellRunner
 from vllm_weir.experiments.sweep.checkpoint import Checkpoint, NoCheckpoint
 from vllm_weir.experiments.sweep.plan import SweepPlan
@@ -15,6 +16,8 @@ from vllm_weir.experiments.sweep.prepare import prepare
 from vllm_weir.experiments.sweep.result import Sweep
 from vllm_weir.frontend.request_stream import RequestStream
 from vllm_weir.frontend.weights import loaded_weights
+from vllm_weir.schema.fields import right_words
+from vllm_weir.schema.hooks import HookPoint
 from vllm_weir.storage.cli import progress_bar
 from vllm_weir.util.frozen_heap import frozen_heap
 
@@ -22,17 +25,18 @@ REPORT_SECONDS = 0.1
 """Between two updates of the bar: each takes a tenth of a cell's time."""
 
 
+@right_words
 def sweep(
     llm: Any,
     clean: Any,
     corrupt: Any,
-    hooks: Any = "resid_post",
+    hooks: HookPoint | Sequence[HookPoint] = "resid_post",
     layers: Any = "all",
     positions: Any = "all",
     heads: Any = None,
     *,
     metric: Any,
-    mode: str = "denoise",
+    mode: Mode = DENOISE,
     to: Any = None,
     freeze: Any = None,
     sampling: Any = None,

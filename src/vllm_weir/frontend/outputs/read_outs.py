@@ -10,18 +10,20 @@ import torch
 from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.receive.pending_sequence import TakenRows
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.read_outs import FeatureValues, LensTokens, ReadValues
+from vllm_weir.results.read_outs import FeatureValues, LensReadings, LensTokens, ReadValues
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.read_outs import ITEM, ReadOut, RecordLayout
+from vllm_weir.util.token_texts import SequenceTexts
 
 Values = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions int64 [n], ids int64 [n, k] and values float32 [n, k]."""
 
 
-def collect(values: Mapping[AskedReadOut, Values]) -> ReadValues:
-    """Return what was read, by name."""
-    features = {str(one.name): FeatureValues(*values[one]) for one in values if one.sae is not None}
-    return ReadValues(features, {int(one.name): LensTokens(*values[one]) for one in values if one.sae is None})
+def collect(values: Mapping[AskedReadOut, Values], texts: SequenceTexts) -> ReadValues:
+    """Return what was read, by name; `texts` are those of the sequence's tokens."""
+    features = {str(one.name): FeatureValues(*values[one], texts) for one in values if one.sae is not None}
+    lens = {int(one.name): LensTokens(*values[one], texts) for one in values if one.sae is None}
+    return ReadValues(features, LensReadings(lens))
 
 
 def from_records(

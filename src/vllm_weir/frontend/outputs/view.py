@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import Postprocess, selected
+from vllm_weir.util.token_texts import SequenceTexts
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,11 @@ class OutputView:
         return len(self.tokens)
 
     @property
+    def _texts(self) -> SequenceTexts:
+        """Texts of the tokens; without this view, which keeps rows."""
+        return SequenceTexts(functools.partial(self.tokens.up_to, self.scored_end), self.pending.texts)
+
+    @property
     def scored_end(self) -> int:
         """First position without a score."""
         return max(self.end, self.tokens.prompt_len + self.judged)
@@ -175,6 +182,7 @@ class OutputView:
             final = self.finished or not self.part.folds
             ready = self._ready_activations() if all_positions and final else None
             self._cached_activations = self._assemble() if ready is None else ready
+            self._cached_activations.texts = self._texts
         return self._cached_activations
 
     def read_values(self) -> ReadValues:
@@ -189,7 +197,7 @@ class OutputView:
                 )
             else:
                 values = from_records(part.read_outs, self._read_at, self._take_records)
-            self._cached_read_values = collect(values)
+            self._cached_read_values = collect(values, self._texts)
         return self._cached_read_values
 
     def scores(self) -> Scores | None:
@@ -200,6 +208,8 @@ class OutputView:
         """
         if self._cached_scores is None:
             self._cached_scores = self._scored_rows().scores()
+            if self._cached_scores is not None:
+                self._cached_scores.texts = self._texts
         return self._cached_scores
 
     def values(self) -> HookValues | None:
@@ -208,7 +218,10 @@ class OutputView:
             return None
         self.pending.check()
         self.verify()
-        return self.pending.told.values(self.start, self.end)
+        values = self.pending.told.values(self.start, self.end)
+        if values is not None:
+            values.texts = self._texts
+        return values
 
     def saved(self) -> dict[str, Any] | None:
         """Return what functions have saved; waits as `values` does."""

@@ -23,6 +23,7 @@ from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.row_shapes import ring_rows
 from vllm_weir.schema.row_shards import RowShard
+from vllm_weir.util.token_texts import TokenTexts
 
 CROWDED = 0.5
 """Share of a worker's buffer in use from which rows are handed out as copies."""
@@ -81,6 +82,7 @@ class PendingSequence:
         expected_end: positions that have rows if the sequence generates all tokens that it may; 0
             if its rows are not presliced.
         early_activations: what is handed out, if it was made before anybody asked.
+        texts: of tokens, for who shows them; their ids until there is a tokenizer.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class PendingSequence:
         self.failure: str | None = None
         self.expected_end = 0
         self.early_activations: Activations | None = None
+        self.texts = TokenTexts()
         self._store = store
         self._claims, self._lock, self._released = 0, threading.Lock(), False
 

@@ -98,6 +98,11 @@ def test_pictures(result, tmp_path):
     assert "<svg" in text and f"{result.grid.sel(hook='mlp_out', layer=5, position=19):.4g}" in text
     with pytest.raises(WeirError, match="there is no 'z'"):
         result.plot(tmp_path / "c.png", hook="z")
+    figure = result.plot()
+    assert len([axis for axis in figure.axes if axis.images]) == 3 and figure._repr_png_().startswith(b"\x89PNG")
+    html = result._repr_html_()
+    assert html.count("<table") == 4 and f"{result.grid.sel(hook='mlp_out', layer=5, position=19):.4g}" in html
+    assert all(f">{v.effect:+.4f}<" in html for v in result.verified)
 
 
 @pytest.mark.parametrize(

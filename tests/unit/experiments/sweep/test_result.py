@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +84,31 @@ def test_a_picture_for_each_hook_point(tmp_path: Path) -> None:
     for given, field in (((tmp_path / "map.gif",), "path"), ((tmp_path / "map.png", "z"), "hook")):
         with refused(field):
             sweep.plot(given[0], hook=given[1] if len(given) > 1 else None)
+
+
+def test_a_figure_without_a_path() -> None:
+    """It is none of pyplot's, so that a notebook shows it once and other plots keep their backend."""
+    from matplotlib import pyplot
+
+    backend = pyplot.get_backend()
+    figure = made().plot(normalised=False)
+    shown = [axis.get_title(loc="left") for axis in figure.axes if axis.get_title(loc="left")]
+    assert shown == ["resid_post: denoise", "mlp_out: denoise"]
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert len([axis for axis in made().plot(hook="mlp_out").axes if axis.images]) == 1
+    assert not pyplot.get_fignums() and pyplot.get_backend() == backend
+    with refused("hook"):
+        made().plot(hook="z")
+
+
+def test_a_notebook_shows_heat_maps() -> None:
+    page = made()._repr_html_()
+    assert page.count("<table") == 2 and page.count("<td") == 12 and "-1 &lt;b&gt;" in page
+    numbers = [f"{value:.4g}" for part in made().normalised.array for row in part[::-1] for value in row]
+    assert re.findall(r'title="([^"]+)"', page) == numbers
+    many = made(hooks=("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "q", "k", "v", "z"))
+    assert "1 more of 9 hook points" in many._repr_html_()
+    long = made(hooks=("q",))
+    wide = Grid(np.ones((1, 2, 900)), {"hook": ("q",), "layer": (0, 4), "position": tuple(range(900))})
+    page = replace(long, grid=wide, position_labels=tuple(map(str, range(900))))._repr_html_()
+    assert page.count("<td") == 128 and "836 more of 900 columns" in page

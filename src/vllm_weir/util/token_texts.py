@@ -1,9 +1,11 @@
-"""`TokenTexts`: the text that each token adds to a sequence."""
+"""`TokenTexts`: the text that each token adds to a sequence. `SequenceTexts`: those of one sequence, by position."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from vllm_weir.errors import WeirError
 
@@ -12,11 +14,12 @@ class TokenTexts:
     """Texts of tokens; without a tokenizer, their ids.
 
     Args:
-        tokenizer: of transformers, or None.
+        tokenizer: of transformers or vLLM, or None.
     """
 
     def __init__(self, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer
+        self._cleans_up = hasattr(tokenizer, "clean_up_tokenization_spaces")
 
     @classmethod
     def of_checkpoint(cls, model: str) -> TokenTexts:
@@ -54,4 +57,36 @@ class TokenTexts:
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
             return "".join(f"[{token}]" for token in token_ids)
-        return self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        as_they_are = {"clean_up_tokenization_spaces": False} if self._cleans_up else {}
+        return self._tokenizer.decode(list(token_ids), **as_they_are)
+
+
+class SequenceTexts:
+    """Texts of a sequence's tokens, looked up when something is shown; a pickle has none of them.
+
+    Args:
+        ids: returns the token at each position, int64, -1 where it is not known; None if no token is.
+        texts: of tokens.
+    """
+
+    def __init__(self, ids: Callable[[], np.ndarray] | None = None, texts: TokenTexts | None = None) -> None:
+        self._ids, self.texts = ids, texts or TokenTexts()
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return SequenceTexts, ()
+
+    def at(self, positions: np.ndarray, token_ids: np.ndarray | None = None) -> list[str]:
+        """Return a text for each position: the token's, or else its id, or else the position.
+
+        Args:
+            positions: int64 [n], ascending.
+            token_ids: the tokens there, if they are known.
+        """
+        if token_ids is None:
+            if self._ids is None:
+                return [str(position) for position in positions.tolist()]
+            token_ids = self._ids()[positions]
+        ids = token_ids.tolist()
+        if ids and min(ids) >= 0 and positions[-1] - positions[0] == len(ids) - 1:
+            return self.texts.pieces(ids)
+        return ["" if one < 0 else self.texts.single(one) for one in ids]
