@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm_weir.api import (
         add_controller,
         clear_global,
+        engine,
         flush,
         list_hooks,
         list_probes,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from vllm_weir.experiments.vectors.load import load_vector
     from vllm_weir.experiments.vectors.reft import load_reft
     from vllm_weir.extraction.run import extract
+    from vllm_weir.frontend.engine import Engine
     from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
     from vllm_weir.results.activations import Activations
     from vllm_weir.results.lens_tensors import (
@@ -97,6 +99,7 @@ __all__ = [
     "Clamp",
     "Client",
     "Directions",
+    "Engine",
     "Features",
     "Hook",
     "HookContext",
@@ -127,6 +130,7 @@ __all__ = [
     "demo_model",
     "demo_sae",
     "deserialize_tensor",
+    "engine",
     "extract",
     "fit",
     "flush",
@@ -187,6 +191,7 @@ __getattr__, __dir__ = lazy_names(
         "Clamp": "vllm_weir.schema.interventions",
         "Client": "vllm_weir.client.client",
         "Directions": "vllm_weir.experiments.directions",
+        "Engine": "vllm_weir.frontend.engine",
         "Features": "vllm_weir.schema.features",
         "LLM": "vllm_weir.integrations.probe_hook",
         "Lens": "vllm_weir.schema.features",
@@ -218,6 +223,7 @@ __getattr__, __dir__ = lazy_names(
         "demo_model": "vllm_weir.util.shipped",
         "demo_sae": "vllm_weir.util.shipped",
         "deserialize_tensor": "vllm_weir.results.lens_tensors",
+        "engine": "vllm_weir.api",
         "extract": "vllm_weir.extraction.run",
         "fit": "vllm_weir.experiments.fit.run",
         "flush": "vllm_weir.api",

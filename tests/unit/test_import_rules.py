@@ -24,9 +24,11 @@ FLOORS = (
     {"api"},
     {"frontend"},
     {"controllers"},
-    {"analysis", "consumers"},
+    {"analysis"},
     {"storage", "client"},
-    {"worker", "results"},
+    {"consumers", "transformers_points"},
+    {"worker"},
+    {"results"},
     {"codec", "core", "fitting", "sae"},
     {"config"},
     {"guard"},
@@ -35,6 +37,15 @@ FLOORS = (
     {"errors"},
 )
 """From the top down. A file may import from its own package and from floors below."""
+ENGINE = {
+    "api", "client", "codec", "config", "consumers", "controllers", "core", "frontend", "guard", "messages", "patches",
+    "plugin", "results", "sae", "schema", "server", "transformers_points", "util", "worker",
+}  # fmt: skip
+"""Packages that import nothing of the lab: it can be taken away from them."""
+LAB = {"analysis", "experiments", "extraction", "fitting", "storage"}
+INSIDE = {"core", "frontend", "patches", "server", "worker"}
+"""Packages of which the lab imports nothing but the door, `weir.engine(llm)`."""
+DOOR = "vllm_weir.frontend.engine"
 PUBLIC = {"vllm", "vllm.inputs", "vllm.outputs", "vllm.platforms", "vllm.exceptions"}
 """Modules of vLLM that any package may import; all else of vLLM belongs to `patches` and `guard`."""
 
@@ -60,6 +71,16 @@ def test_imports_go_down(graph):
             if a != b and floor[a] >= floor[b]:
                 up.append(f"{importer} -> {imported}")
     assert not up
+
+
+def test_the_engine_does_without_the_lab_which_comes_by_the_door(graph):
+    wrong = []
+    for importer in graph.modules - {"vllm_weir"}:
+        for imported in graph.find_modules_directly_imported_by(importer) - {"vllm_weir"}:
+            a, b = (module.split(".")[1] for module in (importer, imported))
+            if (a in ENGINE and b in LAB) or (a in LAB and b in INSIDE and imported != DOOR):
+                wrong.append(f"{importer} -> {imported}")
+    assert not wrong
 
 
 def test_no_circles(graph):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments import metrics
+from vllm_weir.schema import token_ids
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compat.fork_requests import KnownNames, from_patch, parse_table
 from vllm_weir.schema.hooks import Site, normalise_hook
@@ -205,7 +205,7 @@ class Sweeper:
         """Return the token that a run is measured by."""
         tokenizer, size = self._state.tokenizer(), self._state.frontend.engine.vocabulary.size
         value = text if token_id is None else token_id
-        found = metrics.token_id(value, tokenizer, field)
+        found = token_ids.token_id(value, tokenizer, field)
         if size and found >= size:
             raise WeirError(f"token {found} does not exist: the vocabulary has {size}", field)
         return found

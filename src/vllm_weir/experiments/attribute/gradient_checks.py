@@ -14,7 +14,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
-from vllm_weir.worker.discovery.module_tree import ModuleTree
+from vllm_weir.transformers_points import ModuleTree
 
 BOUND = 1e-4
 """Largest relative difference between gradients that have to be equal."""

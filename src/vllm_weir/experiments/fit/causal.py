@@ -70,7 +70,7 @@ def metric_readout(engine: FitEngine, metric: Any, sampling: Any) -> Readout:
     Raises:
         WeirError: if it is no metric, or the engine does not return what it reads.
     """
-    bound = bind_metric(metric, sampling, engine.tokenizer(), 1, vocab_size=engine.model.get_vocab_size())
+    bound = bind_metric(metric, sampling, engine.tokenizer, 1, vocab_size=engine.model.get_vocab_size())
     check_engine(bound, engine.model, engine.capabilities.traits.speculative)
     chosen = sampling if sampling is not None else vllm.SamplingParams(**bound.sampling(0))
     return Readout(bound.name, chosen, None, lambda out: bound.score(out, 0))

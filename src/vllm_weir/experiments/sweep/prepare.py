@@ -14,8 +14,7 @@ from vllm_weir.experiments.prompts import Prompt, check_tokens, encode, named, p
 from vllm_weir.experiments.sweep.path import Receiver, parse_path, precedes
 from vllm_weir.experiments.sweep.places import parse_entries, place_entries
 from vllm_weir.experiments.sweep.plan import Pair, SweepPlan, token_labels
-from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.lookup import engine_of, frontend_of
+from vllm_weir.frontend.engine import Engine, EngineCapabilities
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only
 from vllm_weir.schema.row_parts import RowPart
@@ -40,25 +39,22 @@ class PreparedSweep:
 
 
 class EngineFacts:
-    """What a sweep asks of an ``LLM``: what it serves, and its tokenizer."""
+    """What a sweep asks of an engine: what it serves, and its tokenizer."""
 
-    def __init__(self, llm: Any) -> None:
-        self._frontend = frontend_of(llm)
-        self.capabilities: EngineCapabilities = self._frontend.engine.require_capabilities()
-        self.model = engine_of(llm).vllm_config.model_config
-        self.tokenizer: Any = None if self.model.skip_tokenizer_init else llm.get_tokenizer()
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.capabilities = engine, engine.capabilities
+        self.model, self.tokenizer = engine.model, engine.tokenizer
 
     def identity(self) -> dict[str, Any]:
         """Return, as JSON data, what numbers depend on beside weights: the model as it runs, and what all undergo."""
         model = self.model
         config = {name: value for name, value in model.hf_config.to_dict().items() if name not in WHENCE}
-        self._frontend.names.refresh()
         return {
             "config": json.loads(json.dumps(config, default=str)),
             "dtype": str(model.dtype),
             "quantization": str(model.quantization),
             "logprobs_mode": str(model.logprobs_mode),
-            "always": [one.to_json() for one in self._frontend.names.always],
+            "always": [one.to_json() for one in self._engine.interventions],
         }
 
     def encode(self, prompts: Sequence[Prompt], fields: Sequence[str]) -> list[tuple[int, ...]]:
@@ -88,14 +84,14 @@ def check_arguments(hooks: Any, layers: Any, positions: Any, mode: Any, to: Any,
 
 
 def prepare(
-    llm: Any, clean: Any, corrupt: Any, *, hooks: Any, layers: Any, positions: Any, heads: Any, metric: Any, mode: Any,
-    to: Any, freeze: Any, sampling: Any,
+    on: Engine, clean: Any, corrupt: Any, *, hooks: Any, layers: Any, positions: Any, heads: Any, metric: Any,
+    mode: Any, to: Any, freeze: Any, sampling: Any,
 ) -> PreparedSweep:  # fmt: skip
     """Check the arguments of `sweep`, which has their meanings; raise WeirError naming the field."""
     mode = parse_mode(mode)
     receiver, held = parse_path(to, freeze)
     names, entries = _parse_hooks(hooks), parse_entries(positions)
-    engine = EngineFacts(llm)
+    engine = EngineFacts(on)
     pairs = _encode_pairs(engine, parse_one_or_more(clean, "clean"), parse_one_or_more(corrupt, "corrupt"))
     bound = bind_metric(metric, sampling, engine.tokenizer, len(pairs), vocab_size=engine.model.get_vocab_size())
     check_engine(bound, engine.model, engine.capabilities.traits.speculative)
