@@ -121,11 +121,9 @@ class OnLogits:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return function_name(self.function)
 
     def sampling(self, pair: int) -> dict[str, Any]:
-        """Ask for the log-probabilities of all tokens."""
         return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprobs": -1, "flat_logprobs": True}
 
     def score(self, out: Any, pair: int) -> float:
@@ -150,15 +148,12 @@ class OnOutput:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return function_name(self.function)
 
     def sampling(self, pair: int) -> dict[str, Any]:
-        """Ask for one greedy token."""
         return {"max_tokens": 1, "temperature": 0.0}
 
     def score(self, out: Any, pair: int) -> float:
-        """Call the function."""
         return as_number(self.function(out))
 
     def identity(self) -> Any:
@@ -194,18 +189,9 @@ def on_logits(function: Callable[[np.ndarray], Any]) -> OnLogits:
 def bind_metric(
     metric: Any, sampling: Any, tokenizer: Any, pairs: int, path: str = "metric", vocab_size: int | None = None
 ) -> BoundMetric:
-    """Return a metric for so many pairs of prompts.
+    """Return a metric for so many pairs of prompts; raise WeirError naming `path` if it is none.
 
-    Args:
-        metric: a `LogitDiff`, an `OnLogits`, or a function of the output.
-        sampling: the caller's ``SamplingParams`` for a function of the output, or None.
-        tokenizer: the model's, or None.
-        pairs: how many.
-        path: named by errors.
-        vocab_size: tokens of the model, if known.
-
-    Raises:
-        WeirError: if it is none of these.
+    A function of the output may come with the caller's ``SamplingParams``.
     """
     if isinstance(metric, (LogitDiff, OnLogits)):
         if sampling is not None:
@@ -223,15 +209,9 @@ def bind_metric(
 
 
 def check_engine(metric: BoundMetric, model: Any, speculative: bool) -> None:
-    """Check that an engine returns what a metric reads.
+    """Raise WeirError unless an engine returns what a metric reads.
 
-    Args:
-        metric: bound to tokens of the engine's model.
-        model: the engine's ``ModelConfig``.
-        speculative: whether it verifies drafts; vLLM then returns no log-probabilities of chosen tokens.
-
-    Raises:
-        WeirError: if it does not, with what to do instead.
+    One that verifies drafts (`speculative`) returns no log-probabilities of chosen tokens.
     """
     if isinstance(metric, OnLogits) and 0 <= model.max_logprobs < model.get_vocab_size():
         raise WeirError("a metric on all logits needs an engine that gives them: LLM(..., max_logprobs=-1)", "metric")

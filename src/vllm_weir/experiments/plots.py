@@ -19,14 +19,7 @@ MAX_ROW_LABELS = 48
 
 
 class HeatMapTable(NamedTuple):
-    """The numbers of a figure.
-
-    Attributes:
-        numbers: [rows, columns].
-        rows: their labels.
-        columns: their labels.
-        what: what the rows are.
-    """
+    """The numbers [rows, columns] of a figure, their labels, and what the rows are."""
 
     numbers: np.ndarray
     rows: list[str]

@@ -88,29 +88,6 @@ class ReadAheadEngine(ExtractionEngine, Protocol):
         ...
 
 
-class _Piece:
-    """Prompts that vLLM has, and their outputs.
-
-    Attributes:
-        outputs: of each prompt, in order; None until it is there.
-        tokens: of all prompts.
-    """
-
-    def __init__(self, prompts: Sequence[list[int]]) -> None:
-        self.outputs: list[Any] = [None] * len(prompts)
-        self.tokens = sum(map(len, prompts))
-        self._missing = len(prompts)
-
-    def take(self, number: int, output: Any) -> None:
-        """Keep the output of a prompt."""
-        self.outputs[number] = output
-        self._missing -= 1
-
-    def is_done(self) -> bool:
-        """Return whether every output is there."""
-        return not self._missing
-
-
 class VllmEngine:
     """vLLM as the engine of a run; raises WeirError if it cannot give what the run extracts."""
 
@@ -173,27 +150,28 @@ class VllmEngine:
 
     def read_ahead(self, pieces: Iterator[Sequence[list[int]]]) -> Generator[list[PromptRows], None, None]:
         """Yield the rows of each piece's prompts, in order; see `ReadAheadEngine`."""
-        under_way: deque[_Piece] = deque()
+        under_way: deque[tuple[int, int, dict[int, Any]]] = deque()
+        """Of each piece how many tokens and prompts it has, and the outputs that are there."""
 
-        def requests() -> Iterator[tuple[list[int], Any, tuple[_Piece, int]] | None]:
+        def requests() -> Iterator[tuple[list[int], Any, tuple[dict[int, Any], int]] | None]:
             for prompts in pieces:
-                while not self._has_room(under_way, prompts):
+                tokens, outputs = sum(map(len, prompts)), dict[int, Any]()
+                while not self._has_room([tokens, *(of_piece for of_piece, _, _ in under_way)]):
                     yield None
-                piece = _Piece(prompts)
-                under_way.append(piece)
-                yield from ((ids, self.params, (piece, number)) for number, ids in enumerate(prompts))
+                under_way.append((tokens, len(prompts), outputs))
+                yield from ((ids, self.params, (outputs, number)) for number, ids in enumerate(prompts))
 
         # `_has_room` says how many requests are under way.
-        with contextlib.closing(self.engine.stream(requests(), in_flight=sys.maxsize)) as outputs:
-            for (piece, number), output in outputs:
-                piece.take(number, output)
-                while under_way and under_way[0].is_done():
-                    yield [self._prompt_rows(output) for output in under_way.popleft().outputs]
+        with contextlib.closing(self.engine.stream(requests(), in_flight=sys.maxsize)) as stream:
+            for (outputs, number), output in stream:
+                outputs[number] = output
+                while under_way and len(under_way[0][2]) == under_way[0][1]:
+                    _, count, done = under_way.popleft()
+                    yield [self._prompt_rows(done[k]) for k in range(count)]
 
-    def _has_room(self, under_way: Sequence[_Piece], following: Sequence[list[int]]) -> bool:
-        """Return whether a piece can be computed beside those that are under way."""
-        tokens = sum(piece.tokens for piece in under_way) + sum(map(len, following))
-        return not under_way or (len(under_way) < PIECES_AHEAD and tokens * self.row_bytes <= PIECE_BYTES)
+    def _has_room(self, tokens: Sequence[int]) -> bool:
+        """Return whether pieces of so many tokens can be computed at once; one can."""
+        return len(tokens) == 1 or (len(tokens) <= PIECES_AHEAD and sum(tokens) * self.row_bytes <= PIECE_BYTES)
 
     def _prompt_rows(self, output: Any) -> PromptRows:
         completion = output.outputs[0]

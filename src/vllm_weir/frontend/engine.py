@@ -17,16 +17,8 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 __all__ = ["WORKER_FUNCTIONS", "Engine", "EngineCapabilities", "worker_id"]
-WORKER_FUNCTIONS = {
-    "weir_apply_to_rows": "call a function with rows that `weir_keep_rows` has kept",
-    "weir_drop_rows": "forget rows that were kept",
-    "weir_keep_rows": "keep rows of coming requests on the workers, under a key",
-    "weir_usage": "what the worker holds for requests",
-    "weir_weights": "a fingerprint of the weights that the worker has",
-}
-"""What `Engine.call_workers` calls: name -> what it does."""
-
-
+WORKER_FUNCTIONS = ("weir_apply_to_rows", "weir_drop_rows", "weir_keep_rows", "weir_usage", "weir_weights")
+"""What `Engine.call_workers` calls."""
 _END = object()
 
 
@@ -117,8 +109,7 @@ class Engine:
                 "llm",
             )
         prefix, sent, ended = f"weir-{secrets.token_hex(6)}", 0, False
-        keys: dict[str, Any] = {}
-        """Id of a request that the engine has -> its key."""
+        keys: dict[str, Any] = {}  # of the requests that the engine has, by id
         try:
             while True:
                 while not ended and len(keys) < in_flight:
@@ -165,8 +156,9 @@ class Engine:
         """Call one of Weir's functions on every worker.
 
         Args:
-            name: one of ``weir_keep_rows``, ``weir_apply_to_rows``, ``weir_drop_rows``,
-                ``weir_usage`` and ``weir_weights``.
+            name: ``weir_usage``, what a worker holds for requests; ``weir_weights``, a fingerprint
+                of its weights; ``weir_keep_rows``, ``weir_apply_to_rows`` and ``weir_drop_rows``
+                for rows that stay there, see `vllm_weir.worker.kept_rows.KeptRows`.
             arguments: plain data.
 
         Returns:

@@ -11,18 +11,12 @@ from vllm_weir.schema.hooks import Site
 
 
 class RowCollection:
-    """One row of each prompt at each of several sites, all of one width, in host memory.
-
-    Args:
-        sites: of the rows.
-
-    Attributes:
-        failures: name of a prompt -> why it has no rows; "" stands for all.
-    """
+    """One row of each prompt at each of several sites, all of one width, in host memory."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites = tuple(sites)
         self.failures: dict[str, str] = {}
+        """Name of a prompt -> why it has no rows; "" stands for all."""
         self._rows: dict[str, torch.Tensor] = {}
 
     def put(self, name: str, rows: torch.Tensor) -> None:
@@ -34,15 +28,7 @@ class RowCollection:
         return sum(rows.nbytes for rows in self._rows.values())
 
     def at(self, site: Site, names: Sequence[str]) -> torch.Tensor:
-        """Return the rows [prompts, d] at a site.
-
-        Args:
-            site: one of `sites`.
-            names: of the prompts, in the order of the rows.
-
-        Raises:
-            WeirError: if a prompt has none.
-        """
+        """Return the rows [prompts, d] at a site, in the order of the names; raise WeirError if a prompt has none."""
         for i, name in enumerate(names):
             if name not in self._rows:
                 why = self.failures.get(name) or self.failures.get("") or "its rows did not arrive"

@@ -69,12 +69,6 @@ class EngineRuns:
 
         The engine's last row of the stream is read after the patch; the final norm and the
         unembedding are the twin's, in float32.
-
-        Args:
-            ids: the prompt.
-            patches: what to put in, or None for the prompt as it is.
-            twin: of the same model.
-            metric: of logits.
         """
         read = Capture("resid_post", twin.num_layers - 1, "last_prompt", dtype="float32")
         asked = [(ids, {"capture": read, "interventions": [] if p is None else [_replace(p)]}) for p in patches]

@@ -10,7 +10,7 @@ import numpy as np
 import vllm
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.fit.engine import FitEngine, Question
+from vllm_weir.experiments.fit.engine import FitEngine
 from vllm_weir.experiments.metrics import bind_metric, check_engine
 from vllm_weir.fitting.layer import Direction
 from vllm_weir.schema.capture import Capture
@@ -65,11 +65,7 @@ def score_readout(engine: FitEngine, layer: int, direction: Direction) -> Readou
 
 
 def metric_readout(engine: FitEngine, metric: Any, sampling: Any) -> Readout:
-    """Read a metric of the output, as `weir.sweep` takes them.
-
-    Raises:
-        WeirError: if it is no metric, or the engine does not return what it reads.
-    """
+    """Read a metric of the output, as `weir.sweep` takes them; raise WeirError if the engine does not return it."""
     bound = bind_metric(metric, sampling, engine.tokenizer, 1, vocab_size=engine.model.get_vocab_size())
     check_engine(bound, engine.model, engine.capabilities.traits.speculative)
     chosen = sampling if sampling is not None else vllm.SamplingParams(**bound.sampling(0))
@@ -94,7 +90,7 @@ def check(engine: FitEngine, held: HeldOut, readout: Readout) -> dict[str, Any]:
         "ablated_positive": (held.positive, ablation),
         "ablated_negative": (held.negative, ablation),
     }
-    questions = [Question(tokens, moves) for prompts, moves in groups.values() for tokens in prompts]
+    questions = [(tokens, moves) for prompts, moves in groups.values() for tokens in prompts]
     numbers = iter(engine.ask(questions, readout.sampling, readout.capture, readout.read))
     means = {name: float(np.mean([next(numbers) for _ in prompts])) for name, (prompts, _) in groups.items()}
     if not np.isfinite(list(means.values())).all():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import vllm
@@ -17,21 +16,9 @@ from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site
 
 _PATH = "capture[0]"
+Question = tuple[list[int], Sequence[Any]]
 Report = Callable[[int], None]
 """Called with how many prompts are done."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """One request.
-
-    Attributes:
-        tokens: of the prompt.
-        interventions: what is changed while it is read.
-    """
-
-    tokens: list[int]
-    interventions: tuple[Any, ...] = ()
 
 
 class FitEngine:
@@ -57,10 +44,8 @@ class FitEngine:
     """
 
     def __init__(self, llm: Any, hook: str, layers: Any, positions: Any) -> None:
-        self._engine = api.engine(llm)
-        self.capabilities, self.model, self.tokenizer = (
-            self._engine.capabilities, self._engine.model, self._engine.tokenizer,
-        )  # fmt: skip
+        engine = self._engine = api.engine(llm)
+        self.capabilities, self.model, self.tokenizer = engine.capabilities, engine.model, engine.tokenizer
         asked = parse_capture(hook, layers, positions)
         try:
             self.layers = asked.resolve_layers(self.capabilities.num_layers)
@@ -73,11 +58,7 @@ class FitEngine:
         self.longest = self.model.max_model_len - 1
 
     def open_rows(self, prompts: int) -> FitRows:
-        """Return where rows of so many prompts will be; close it.
-
-        Raises:
-            WeirError: if the workers lack room for them.
-        """
+        """Return where rows of so many prompts will be; close it. Raise WeirError if the workers lack room."""
         sites = [Site(self.hook, layer) for layer in self.layers]
         if not stays_on_workers(self._engine, sites):
             return CallerRows(self.capture, sites)
@@ -98,16 +79,13 @@ class FitEngine:
         """Return what `read` makes of the output of each question.
 
         Args:
-            questions: the requests.
+            questions: tokens of a prompt, and what is changed while it is read.
             sampling: ``SamplingParams`` of all.
             capture: rows that `read` looks at, or None.
             read: output -> number.
         """
         numbers = [0.0] * len(questions)
-        asked = (
-            (one.tokens, api.params(sampling, capture=capture, interventions=list(one.interventions)))
-            for one in questions
-        )
+        asked = ((ids, api.params(sampling, capture=capture, interventions=moves)) for ids, moves in questions)
         for number, out in self._stream(asked):
             numbers[number] = read(out)
         return numbers

@@ -57,10 +57,8 @@ class CellRunner:
         self._engine, self._plan, self._metric, self._store, self._report = engine, plan, metric, store, report
         self._rows: dict[tuple[int, int], RunRows] = {}
         self._submitted: set[int] = set()
-        self._paths = 0
-        """Cells whose second run is still to be submitted."""
         self._second_runs: deque[Request] = deque()
-        """Those of them that can be."""
+        """Of paths, as soon as the first is done."""
         self._measured: dict[int, RequestTemplate] = {}
         self._one_token = RequestTemplate(_sampling_params(max_tokens=1, temperature=0.0, detokenize=False))
         self._held: dict[Site, Replace] = {}
@@ -79,15 +77,15 @@ class CellRunner:
             for near in missing[number : number + 2]:
                 yield from self._unpatched_runs(near)
             while not self._has_run(pair):
-                yield self._second_run()
+                yield self._second_runs.popleft() if self._second_runs else None
             for job in self._plan.jobs(pair):
                 while self._second_runs:
-                    yield self._second_run()
+                    yield self._second_runs.popleft()
                 if job.key not in self._store.values:
                     yield self._first_run(job)
             del self._rows[pair, SOURCE_RUN], self._rows[pair, BASE_RUN]
-        while self._paths:
-            yield self._second_run()
+        while len(self._store.values) < self._plan.keys:
+            yield self._second_runs.popleft() if self._second_runs else None
 
     def _has_run(self, pair: int) -> bool:
         return (pair, SOURCE_RUN) in self._rows and (pair, BASE_RUN) in self._rows
@@ -135,16 +133,8 @@ class CellRunner:
         patch = put(job.site, rows, job.place.base, heads)
         if self._plan.to is None:
             return self._measured_run(job, patch)
-        self._paths += 1
         asked = self._one_token.asking(interventions=(patch, *self._hold_still(job)), capture=self._receiver(job))
         return self._plan.base(job.pair), asked, functools.partial(self._patch_receiver, job)
-
-    def _second_run(self) -> Request | None:
-        """Return the second run of a path; None if none can be made yet."""
-        if not self._second_runs:
-            return None
-        self._paths -= 1
-        return self._second_runs.popleft()
 
     def _receiver(self, job: Job) -> tuple[Capture, ...]:
         """Return the capture of the receiver, from the first position that the sender can change."""
