@@ -41,11 +41,11 @@ ENGINE = {
     "api", "client", "codec", "config", "consumers", "controllers", "core", "frontend", "guard", "messages", "patches",
     "plugin", "results", "sae", "schema", "server", "transformers_points", "util", "worker",
 }  # fmt: skip
-"""Packages that import nothing of the lab: it can be taken away from them."""
-LAB = {"analysis", "experiments", "extraction", "fitting", "storage"}
+"""Packages that do without what is built on them."""
+BUILT_ON = {"analysis", "experiments", "extraction", "fitting", "storage"}
 INSIDE = {"core", "frontend", "patches", "server", "worker"}
-"""Packages of which the lab imports nothing but the door, `weir.engine(llm)`."""
-DOOR = "vllm_weir.frontend.engine"
+"""Packages of which these import nothing but `weir.engine(llm)`, which is in `ENGINE_MODULE`."""
+ENGINE_MODULE = "vllm_weir.frontend.engine"
 PUBLIC = {"vllm", "vllm.inputs", "vllm.outputs", "vllm.platforms", "vllm.exceptions"}
 """Modules of vLLM that any package may import; all else of vLLM belongs to `patches` and `guard`."""
 
@@ -73,12 +73,12 @@ def test_imports_go_down(graph):
     assert not up
 
 
-def test_the_engine_does_without_the_lab_which_comes_by_the_door(graph):
+def test_the_engine_does_without_what_is_built_on_it(graph):
     wrong = []
     for importer in graph.modules - {"vllm_weir"}:
         for imported in graph.find_modules_directly_imported_by(importer) - {"vllm_weir"}:
             a, b = (module.split(".")[1] for module in (importer, imported))
-            if (a in ENGINE and b in LAB) or (a in LAB and b in INSIDE and imported != DOOR):
+            if (a in ENGINE and b in BUILT_ON) or (a in BUILT_ON and b in INSIDE and imported != ENGINE_MODULE):
                 wrong.append(f"{importer} -> {imported}")
     assert not wrong
 

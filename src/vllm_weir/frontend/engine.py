@@ -150,6 +150,8 @@ class Engine:
             if (tokenizer := self.tokenizer) is None:
                 raise WeirError("the engine has no tokenizer; give token ids", "requests")
             prompt = tokenizer(prompt)["input_ids"]
+        if isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
+            prompt = prompt["prompt_token_ids"]
         return prompt if isinstance(prompt, dict) else {"type": "token", "prompt_token_ids": list(prompt)}
 
     def call_workers(self, name: str, *arguments: Any) -> list[Any]:
