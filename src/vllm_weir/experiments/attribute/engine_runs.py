@@ -21,15 +21,7 @@ any other dtype."""
 
 
 class EngineRuns:
-    """Runs of a ``vllm.LLM`` that Weir serves.
-
-    Args:
-        llm: the engine.
-        field: named by errors.
-
-    Raises:
-        WeirError: if it is no such object.
-    """
+    """Runs of a ``vllm.LLM`` that Weir serves; raise WeirError naming `field` for any other object."""
 
     def __init__(self, llm: Any, field: str = "llm") -> None:
         if not hasattr(llm, "llm_engine"):  # an LLMEngine and an AsyncLLM have no `generate` that takes a batch

@@ -38,14 +38,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Readout:
-    """What is looked at.
-
-    Attributes:
-        name: in words.
-        sampling: ``SamplingParams``.
-        capture: rows that it is read off, or None.
-        read: output -> number.
-    """
+    """What is looked at: its name, ``SamplingParams``, rows that it is read off, and output -> number."""
 
     name: str
     sampling: Any
