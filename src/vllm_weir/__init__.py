@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm_weir.api import (
         add_controller,
         clear_global,
+        engine,
         flush,
         list_hooks,
         list_lenses,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from vllm_weir.experiments.vectors.load import load_vector
     from vllm_weir.experiments.vectors.reft import load_reft
     from vllm_weir.extraction.run import extract
+    from vllm_weir.frontend.engine import Engine
     from vllm_weir.lenses.fitted import FittedLens
     from vllm_weir.results.activations import Activations
     from vllm_weir.results.receipt import Receipt
@@ -103,6 +105,7 @@ __all__ = [
     "Clamp",
     "Client",
     "Directions",
+    "Engine",
     "Features",
     "FittedLens",
     "Hook",
@@ -134,6 +137,7 @@ __all__ = [
     "demo_model",
     "demo_sae",
     "deserialize_tensor",
+    "engine",
     "extract",
     "fit",
     "fit_lens",
@@ -199,6 +203,7 @@ __getattr__, __dir__ = lazy_names(
         "Clamp": "vllm_weir.schema.interventions",
         "Client": "vllm_weir.client.client",
         "Directions": "vllm_weir.experiments.directions",
+        "Engine": "vllm_weir.frontend.engine",
         "Features": "vllm_weir.schema.features",
         "FittedLens": "vllm_weir.lenses.fitted",
         "LLM": "vllm_weir.compat.probe_hook",
@@ -231,6 +236,7 @@ __getattr__, __dir__ = lazy_names(
         "demo_model": "vllm_weir.util.shipped",
         "demo_sae": "vllm_weir.util.shipped",
         "deserialize_tensor": "vllm_weir.compat.vllm_lens.tensors",
+        "engine": "vllm_weir.api",
         "extract": "vllm_weir.extraction.run",
         "fit": "vllm_weir.experiments.fit.run",
         "fit_lens": "vllm_weir.experiments.lens_fit",

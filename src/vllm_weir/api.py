@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vllm import PoolingParams, SamplingParams
 
     from vllm_weir.controllers.async_controller import AsyncController
+    from vllm_weir.frontend.engine import Engine
     from vllm_weir.frontend.outputs.ticket import Ticket
     from vllm_weir.guard.beam_params import BeamSearchParams
     from vllm_weir.lenses.fitted import FittedLens
@@ -117,6 +118,21 @@ def params(
         spec = replace(spec, dose=parse_flag(dose, "dose"))
     set_extras(out, {**carried, WIRE_KEY: spec.to_json()})
     return out
+
+
+def engine(llm: Any) -> Engine:
+    """Return an engine as what is built on it sees it: `capabilities`, `stream` and `call_workers`.
+
+    Args:
+        llm: ``vllm.LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in class.
+
+    Raises:
+        WeirError: if Weir does not serve it.
+    """
+    _frontend(llm)
+    from vllm_weir.frontend.engine import Engine
+
+    return Engine(llm)
 
 
 def register(llm: Any, name: str, vector: Any) -> str:

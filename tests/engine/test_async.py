@@ -335,3 +335,13 @@ def test_a_stop_of_a_probe_in_streams(served, root, name):
         assert rel_err(torch.cat([one["p"] for one in told]), scores) <= 1e-5
     del free, found
     served.call(nothing_held(served.engine, 2))
+
+
+def test_what_is_built_on_an_engine_learns_what_this_one_serves(served):
+    served.call(weir.sites_async(served.engine))
+    engine = weir.engine(served.engine)
+    assert engine.capabilities.num_layers == LAYERS and engine.interventions == ()
+    for call in (lambda: engine.stream([]), lambda: engine.call_workers("weir_usage")):
+        with pytest.raises(weir.WeirError, match=r"AsyncLLM answers only asynchronously; give a vllm\.LLM") as e:
+            call()
+        assert e.value.field == "llm"

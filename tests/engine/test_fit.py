@@ -252,7 +252,8 @@ def test_the_check_reads_the_probe_further_down_and_any_metric(llm):
 
 def test_more_prompts_than_the_engine_holds_at_once(llm, monkeypatch):
     whole = fit(llm, layers=[2])
-    monkeypatch.setattr("vllm_weir.experiments.fit.engine.WINDOW", 7)
+    stream = weir.Engine.stream
+    monkeypatch.setattr(weir.Engine, "stream", lambda self, requests: stream(self, requests, in_flight=7))
     same_directions(fit(llm, layers=[2]), whole)
 
 

@@ -25,8 +25,7 @@ from tests.support.named import named_llm
 from tests.support.patched import Patched
 from tests.support.steered import idle, scheduler
 from tests.support.zygote import zygote
-from vllm_weir.frontend.request_stream import RequestStream
-from vllm_weir.frontend.weights import loaded_weights
+from vllm_weir.frontend.engine import Engine
 
 pytestmark = pytest.mark.engine("default")
 MODES = pytest.mark.parametrize("mode", ["denoise", "noise"])
@@ -184,8 +183,8 @@ def test_path_to_heads(case: Case) -> None:
 @needs(cpu(BATCHES))
 def test_clean_into_clean_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every run is computed whole and by itself, so that the engine's arithmetic is the same in all."""
-    submit = RequestStream.submit
-    monkeypatch.setattr(RequestStream, "submit", lambda self, *given: (self.drain(), submit(self, *given)))
+    stream = Engine.stream
+    monkeypatch.setattr(Engine, "stream", lambda self, requests: stream(self, requests, in_flight=1))
     hooks = ["resid_pre", "attn_out", "mlp_out", "resid_post", "z"]
     sampling = weir.SamplingParams(
         max_tokens=1, temperature=0, logprob_token_ids=[case.a, case.b], skip_reading_prefix_cache=True
@@ -416,7 +415,7 @@ def test_a_checkpoint_belongs_to_the_weights_that_are_loaded(root: Path, tmp_pat
             case.sweep(*grid, checkpoint=tmp_path / "old")
         assert error.value.field == "checkpoint"
 
-    old, before = case.sweep(*grid, checkpoint=tmp_path / "old"), loaded_weights(llm)
+    old, before = case.sweep(*grid, checkpoint=tmp_path / "old"), weir.engine(llm).weights()
     try:
         reload(other)
         refused()
@@ -431,7 +430,7 @@ def test_a_checkpoint_belongs_to_the_weights_that_are_loaded(root: Path, tmp_pat
         assert error.value.field == "model"
         copied = shutil.copytree(directory(root), tmp_path / "copy")
         reload(copied)
-        assert loaded_weights(llm) == before, "the name of a folder does not count"
+        assert weir.engine(llm).weights() == before, "the name of a folder does not count"
         llm.apply_model(halve_one)
         refused()
     finally:

@@ -26,9 +26,11 @@ FLOORS = (
     {"api"},
     {"frontend"},
     {"controllers"},
-    {"analysis", "consumers"},
+    {"analysis"},
     {"storage", "client"},
-    {"worker", "results"},
+    {"consumers", "transformers_points"},
+    {"worker"},
+    {"results"},
     {"codec", "core", "fitting", "lenses", "sae"},
     {"config"},
     {"guard"},
@@ -37,6 +39,15 @@ FLOORS = (
     {"errors"},
 )
 """From the top down. A file may import from its own package and from floors below."""
+ENGINE = {
+    "api", "client", "codec", "config", "consumers", "controllers", "core", "frontend", "guard", "messages", "patches",
+    "lenses", "plugin", "results", "sae", "schema", "server", "transformers_points", "util", "worker",
+}  # fmt: skip
+"""Packages that do without what is built on them."""
+BUILT_ON = {"analysis", "experiments", "extraction", "fitting", "storage"}
+INSIDE = {"core", "frontend", "patches", "server", "worker"}
+"""Packages of which these import nothing but `weir.engine(llm)`, which is in `ENGINE_MODULE`."""
+ENGINE_MODULE = "vllm_weir.frontend.engine"
 PUBLIC = {"vllm", "vllm.inputs", "vllm.outputs", "vllm.platforms", "vllm.exceptions"}
 """Modules of vLLM that any package may import; all else of vLLM belongs to `patches` and `guard`."""
 
@@ -70,6 +81,16 @@ def test_few_places_name_compat():
     above = {name for floor in FLOORS[: FLOORS.index({"compat"}) + 1] for name in floor}
     named = {path.relative_to(ROOT) for path in ROOT.rglob("*.py") if "vllm_weir.compat" in path.read_text()}
     assert {str(path) for path in named if path.parts[0].removesuffix(".py") not in above} == doors
+
+
+def test_the_engine_does_without_what_is_built_on_it(graph):
+    wrong = []
+    for importer in graph.modules - {"vllm_weir"}:
+        for imported in graph.find_modules_directly_imported_by(importer) - {"vllm_weir"}:
+            a, b = (module.split(".")[1] for module in (importer, imported))
+            if (a in ENGINE and b in BUILT_ON) or (a in BUILT_ON and b in INSIDE and imported != ENGINE_MODULE):
+                wrong.append(f"{importer} -> {imported}")
+    assert not wrong
 
 
 def test_no_circles(graph):

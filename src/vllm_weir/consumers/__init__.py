@@ -15,9 +15,9 @@ from vllm_weir.util.plugins import PluginGroup
 __all__ = ["GROUP", "Consumer", "EngineInfo", "Finished", "Rows", "make", "names"]
 GROUP = "vllm_weir.consumers"
 _SHIPPED = {
-    "filesystem": "vllm_weir.consumers.filesystem:Filesystem",
+    "filesystem": "vllm_weir.storage.consumer:Filesystem",
     "logging": "vllm_weir.consumers.norms:Norms",
-    "npz": "vllm_weir.consumers.filesystem:Npz",
+    "npz": "vllm_weir.storage.consumer:Npz",
 }
 _PLUGINS = PluginGroup(GROUP, "consumer", _SHIPPED)
 

@@ -122,16 +122,7 @@ class GridFile:
     version: int = 1
 
     def write(self, path: str | PathLike, grid: Grid, about: Mapping[str, Any]) -> Path:
-        """Write a file, whatever the path's suffix.
-
-        Args:
-            path: its name.
-            grid: the numbers.
-            about: the rest, JSON data.
-
-        Raises:
-            WeirError: if it cannot be written.
-        """
+        """Write a grid and JSON data to a file, whatever the path's suffix; raise WeirError if it cannot be written."""
         path = Path(path)
         axes = {name: list(labels) for name, labels in grid.axes.items()}
         header = {"format": self._format, "version": self.version, "axes": axes}
@@ -144,15 +135,7 @@ class GridFile:
         return path
 
     def read(self, path: str | PathLike, build: Callable[[Grid, dict[str, Any]], T]) -> T:
-        """Read a file that `write` has written.
-
-        Args:
-            path: its name.
-            build: makes the result of the grid and of the rest.
-
-        Raises:
-            WeirError: if the file cannot be read, or is anything else.
-        """
+        """Return what `build` makes of a file that `write` has written; raise WeirError if it is anything else."""
         with damage_refused(f"cannot read {path}", "path"):
             with open_regular(path) as file:
                 arrays, _ = npz_arrays(file)

@@ -14,7 +14,7 @@ from vllm_weir.guard.request_extras import extras_in
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.scalars import is_int, plain
-from vllm_weir.util.unknown_token import unknown_id
+from vllm_weir.schema.token_ids import token_id
 
 
 class Baseline(NamedTuple):
@@ -121,11 +121,9 @@ class OnLogits:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return function_name(self.function)
 
     def sampling(self, pair: int) -> dict[str, Any]:
-        """Ask for the log-probabilities of all tokens."""
         return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprobs": -1, "flat_logprobs": True}
 
     def score(self, out: Any, pair: int) -> float:
@@ -150,15 +148,12 @@ class OnOutput:
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return function_name(self.function)
 
     def sampling(self, pair: int) -> dict[str, Any]:
-        """Ask for one greedy token."""
         return {"max_tokens": 1, "temperature": 0.0}
 
     def score(self, out: Any, pair: int) -> float:
-        """Call the function."""
         return as_number(self.function(out))
 
     def identity(self) -> Any:
@@ -194,18 +189,9 @@ def on_logits(function: Callable[[np.ndarray], Any]) -> OnLogits:
 def bind_metric(
     metric: Any, sampling: Any, tokenizer: Any, pairs: int, path: str = "metric", vocab_size: int | None = None
 ) -> BoundMetric:
-    """Return a metric for so many pairs of prompts.
+    """Return a metric for so many pairs of prompts; raise WeirError naming `path` if it is none.
 
-    Args:
-        metric: a `LogitDiff`, an `OnLogits`, or a function of the output.
-        sampling: the caller's ``SamplingParams`` for a function of the output, or None.
-        tokenizer: the model's, or None.
-        pairs: how many.
-        path: named by errors.
-        vocab_size: tokens of the model, if known.
-
-    Raises:
-        WeirError: if it is none of these.
+    A function of the output may come with the caller's ``SamplingParams``.
     """
     if isinstance(metric, (LogitDiff, OnLogits)):
         if sampling is not None:
@@ -223,15 +209,9 @@ def bind_metric(
 
 
 def check_engine(metric: BoundMetric, model: Any, speculative: bool) -> None:
-    """Check that an engine returns what a metric reads.
+    """Raise WeirError unless an engine returns what a metric reads.
 
-    Args:
-        metric: bound to tokens of the engine's model.
-        model: the engine's ``ModelConfig``.
-        speculative: whether it verifies drafts; vLLM then returns no log-probabilities of chosen tokens.
-
-    Raises:
-        WeirError: if it does not, with what to do instead.
+    One that verifies drafts (`speculative`) returns no log-probabilities of chosen tokens.
     """
     if isinstance(metric, OnLogits) and 0 <= model.max_logprobs < model.get_vocab_size():
         raise WeirError("a metric on all logits needs an engine that gives them: LLM(..., max_logprobs=-1)", "metric")
@@ -279,30 +259,6 @@ def _token_ids(value: Any, tokenizer: Any, pairs: int, field_name: str) -> list[
     if len(values) != pairs:
         raise WeirError(f"{len(values)} tokens for {pairs} pairs of prompts; give one for all, or one each", field_name)
     return [token_id(v, tokenizer, f"{field_name}[{i}]" if several else field_name) for i, v in enumerate(values)]
-
-
-def token_id(value: Any, tokenizer: Any, field_name: str) -> int:
-    """Return the id of a token that is given by its text or id; raise WeirError if a text is not one known token."""
-    value = plain(value)
-    if is_int(value):
-        if value < 0:
-            raise WeirError("a token id is never negative", field_name)
-        return int(value)
-    if not isinstance(value, str):
-        raise WeirError(f"expected a token's text or id, got {type(value).__name__}", field_name)
-    if tokenizer is None:
-        raise WeirError("the engine has no tokenizer; give token ids", field_name)
-    unknown = unknown_id(tokenizer)
-    other = value.lstrip() if value[:1].isspace() else f" {value}"
-    ids, of_other = (list(tokenizer.encode(text, add_special_tokens=False)) for text in (value, other))
-    if len(ids) == 1 and (ids[0] != unknown or tokenizer.convert_ids_to_tokens(unknown) == value):
-        return int(ids[0])
-    what = f"{len(ids)} tokens, {ids[:8]}"
-    if len(ids) == 1:
-        what = f"no token of the model: it becomes {tokenizer.convert_ids_to_tokens(unknown)!r} ({unknown})"
-    fits = len(of_other) == 1 and of_other[0] != unknown
-    instead = f"did you mean {other!r}?" if fits else "give a text of one token, or a token's id"
-    raise WeirError(f"{brief(value)!r} is {what}; {instead}", field_name)
 
 
 def function_name(function: Any) -> str:

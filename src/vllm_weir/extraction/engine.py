@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import sys
 import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -15,7 +16,6 @@ from vllm_weir.errors import WeirError
 from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.feature_writer import FeatureBatch
 from vllm_weir.extraction.run_spec import RunSpec
-from vllm_weir.frontend.request_stream import RequestStream
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compression import Compression, header_bytes
 from vllm_weir.schema.hooks import Site
@@ -88,29 +88,6 @@ class ReadAheadEngine(ExtractionEngine, Protocol):
         ...
 
 
-class _Piece:
-    """Prompts that vLLM has, and their outputs.
-
-    Attributes:
-        outputs: of each prompt, in order; None until it is there.
-        tokens: of all prompts.
-    """
-
-    def __init__(self, prompts: Sequence[list[int]]) -> None:
-        self.outputs: list[Any] = [None] * len(prompts)
-        self.tokens = sum(map(len, prompts))
-        self._missing = len(prompts)
-
-    def take(self, number: int, output: Any) -> None:
-        """Keep the output of a prompt."""
-        self.outputs[number] = output
-        self._missing -= 1
-
-    def is_done(self) -> bool:
-        """Return whether every output is there."""
-        return not self._missing
-
-
 class VllmEngine:
     """vLLM as the engine of a run; raises WeirError if it cannot give what the run extracts."""
 
@@ -120,17 +97,16 @@ class VllmEngine:
     def __init__(self, spec: RunSpec) -> None:
         from vllm import SamplingParams
 
-        from vllm_weir.api import params
-        from vllm_weir.frontend.lookup import frontend_of
-        from vllm_weir.frontend.weights import loaded_weights
+        from vllm_weir import api
 
         # A captured prompt is computed whole, so the prefix cache would never be used.
         options = {"enable_prefix_caching": False} | spec.engine
         self.llm = start_llm(spec.model, options)
-        capabilities = frontend_of(self.llm).engine.require_capabilities()
+        self.engine = api.engine(self.llm)
+        capabilities = self.engine.capabilities
         self.weights: str | None
         try:
-            self.weights = loaded_weights(self.llm)
+            self.weights = self.engine.weights()
         except WeirError as e:
             warnings.warn(f"a run that goes on will not notice other weights: {e.message}", stacklevel=2)
             self.weights = None
@@ -140,10 +116,11 @@ class VllmEngine:
         else:
             self.reading = FeatureReading(spec.features, self.llm)
         self.row_bytes = self.reading.row_bytes
-        self.limit = self.llm.model_config.max_model_len - spec.max_tokens
+        self.limit = self.engine.model.max_model_len - spec.max_tokens
         # Without texts of the outputs, this thread leaves the tokenizer to the one that encodes prompts.
         sampling = SamplingParams(max_tokens=spec.max_tokens, temperature=0, detokenize=False)
-        self.params = params(sampling, **self.reading.asked)
+        self.params = api.params(sampling, **self.reading.asked)
+        self.params.skip_clone = True  # nobody changes them
         self.tokenizer = self.llm.get_tokenizer()
 
     def encode(self, values: Sequence[str | list[dict[str, Any]]]) -> list[list[int] | WeirError]:
@@ -173,29 +150,28 @@ class VllmEngine:
 
     def read_ahead(self, pieces: Iterator[Sequence[list[int]]]) -> Generator[list[PromptRows], None, None]:
         """Yield the rows of each piece's prompts, in order; see `ReadAheadEngine`."""
-        under_way: deque[_Piece] = deque()
-        stream = RequestStream(self.llm.llm_engine)
-        following = next(pieces, None)
-        try:
-            while following is not None or under_way:
-                while following is not None and self._has_room(under_way, following):
-                    under_way.append(self._submit(stream, following))
-                    following = next(pieces, None)
-                stream.wait_until(under_way[0].is_done)
-                yield [self._prompt_rows(output) for output in under_way.popleft().outputs]
-        finally:
-            stream.abort()
+        under_way: deque[tuple[int, int, dict[int, Any]]] = deque()
+        """Of each piece how many tokens and prompts it has, and the outputs that are there."""
 
-    def _has_room(self, under_way: Sequence[_Piece], following: Sequence[list[int]]) -> bool:
-        """Return whether a piece can be computed beside those that are under way."""
-        tokens = sum(piece.tokens for piece in under_way) + sum(map(len, following))
-        return not under_way or (len(under_way) < PIECES_AHEAD and tokens * self.row_bytes <= PIECE_BYTES)
+        def requests() -> Iterator[tuple[list[int], Any, tuple[dict[int, Any], int]] | None]:
+            for prompts in pieces:
+                tokens, outputs = sum(map(len, prompts)), dict[int, Any]()
+                while not self._has_room([tokens, *(of_piece for of_piece, _, _ in under_way)]):
+                    yield None
+                under_way.append((tokens, len(prompts), outputs))
+                yield from ((ids, self.params, (outputs, number)) for number, ids in enumerate(prompts))
 
-    def _submit(self, stream: RequestStream, prompts: Sequence[list[int]]) -> _Piece:
-        piece = _Piece(prompts)
-        for number, ids in enumerate(prompts):
-            stream.submit(ids, self.params, functools.partial(piece.take, number))
-        return piece
+        # `_has_room` says how many requests are under way.
+        with contextlib.closing(self.engine.stream(requests(), in_flight=sys.maxsize)) as stream:
+            for (outputs, number), output in stream:
+                outputs[number] = output
+                while under_way and len(under_way[0][2]) == under_way[0][1]:
+                    _, count, done = under_way.popleft()
+                    yield [self._prompt_rows(done[k]) for k in range(count)]
+
+    def _has_room(self, tokens: Sequence[int]) -> bool:
+        """Return whether pieces of so many tokens can be computed at once; one can."""
+        return len(tokens) == 1 or (len(tokens) <= PIECES_AHEAD and sum(tokens) * self.row_bytes <= PIECE_BYTES)
 
     def _prompt_rows(self, output: Any) -> PromptRows:
         completion = output.outputs[0]

@@ -10,8 +10,8 @@ from typing import Any
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.source import TextSource
-from vllm_weir.frontend.admission.reachable import check_reached
 from vllm_weir.schema.capture import Capture, Reduction
+from vllm_weir.schema.selectors import check_reached
 from vllm_weir.schema.sinks import RAGGED_HOOKS
 from vllm_weir.storage.object_store import ObjectStore
 

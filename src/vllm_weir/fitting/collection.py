@@ -1,4 +1,4 @@
-"""Rows of prompts, of which sums and products with directions are all that is handed out."""
+"""`FitTask`: what is fitted; and the fit of the rows of one hook point, here or on a worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from vllm_weir.errors import WeirError
 from vllm_weir.fitting.folds import Folds, split
 from vllm_weir.fitting.layer import LayerFit, fit_layer
 from vllm_weir.fitting.methods import METHODS, MethodOptions
-from vllm_weir.schema.hooks import Site
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class FitTask:
         return list(astuple(self))
 
 
-class RowCollection:
-    """One row of each prompt at each of several sites, all of one width.
+def fit_rows(rows: torch.Tensor, device: torch.device, layer: int, task: FitTask) -> LayerFit:
+    """Fit rows of one site.
 
     Fits are computed from rows that are kept, not from sums that grow while rows arrive. Only the
     directions of ``"diff"`` could be: second moments [d, d] in float64 take more memory than rows
@@ -57,54 +56,28 @@ class RowCollection:
     taken in the order of the prompts, so sums do not depend on the order of arrival.
 
     Args:
-        sites: of the rows.
-        device: where fits are computed. Rows wait in host memory.
+        rows: [prompts, d], those of positive prompts first.
+        device: where it is computed, unless its memory is too small.
+        layer: named by errors.
+        task: what is fitted.
+
+    Raises:
+        WeirError: if rows are not finite.
     """
+    method, options = METHODS[task.method], MethodOptions(task.seed, task.strength)
 
-    def __init__(self, sites: Sequence[Site], device: torch.device) -> None:
-        self.sites, self._device = tuple(sites), device
-        self._rows: dict[str, torch.Tensor] = {}
-        self.failures: dict[str, str] = {}
-        """Name of a prompt -> why it has no rows."""
+    def fitted(on: torch.device) -> LayerFit:
+        exact = rows.to(on).double()
+        return fit_layer(exact[: task.positive], exact[task.positive :], method, task.parts, options)
 
-    def put(self, name: str, rows: torch.Tensor) -> None:
-        """Keep a prompt's rows, [sites, d]; they replace earlier ones."""
-        self._rows[name] = rows
+    try:
+        return fitted(device)
+    except torch.OutOfMemoryError:
+        return fitted(torch.device("cpu"))
+    except WeirError as e:
+        raise WeirError(f"block {layer}: {e.message}", e.field) from None
 
-    @property
-    def nbytes(self) -> int:
-        return sum(rows.nbytes for rows in self._rows.values())
 
-    def fit(self, site: Site, names: Sequence[str], task: FitTask) -> LayerFit:
-        """Fit the rows at one site.
-
-        Args:
-            site: one of `sites`.
-            names: of the prompts, the positive ones first.
-            task: what is fitted.
-
-        Raises:
-            WeirError: if a prompt has no row, or rows are not finite.
-        """
-        self._check(names)
-        index = self.sites.index(site)
-        rows = torch.stack([self._rows[name][index] for name in names])
-        method, options = METHODS[task.method], MethodOptions(task.seed, task.strength)
-
-        def fitted(device: torch.device) -> LayerFit:
-            exact = rows.to(device).double()
-            return fit_layer(exact[: task.positive], exact[task.positive :], method, task.parts, options)
-
-        try:
-            return fitted(self._device)
-        except torch.OutOfMemoryError:
-            return fitted(torch.device("cpu"))
-        except WeirError as e:
-            raise WeirError(f"block {site.layer}: {e.message}", e.field) from None
-
-    def _check(self, names: Sequence[str]) -> None:
-        """Raise WeirError unless every prompt has rows."""
-        for i, name in enumerate(names):
-            if name not in self._rows:
-                why = self.failures.get(name) or self.failures.get("") or "its rows did not arrive"
-                raise WeirError(f"prompt {i} of both lists together cannot be read: {why}", "positive")
+def fit_on_worker(rows: torch.Tensor, device: torch.device, layer: int, task: Sequence[Any]) -> list[Any]:
+    """Do what `fit_rows` does, with a `FitTask` and a `LayerFit` in their wire forms."""
+    return fit_rows(rows, device, layer, FitTask(*task)).to_wire()

@@ -17,7 +17,7 @@ from vllm_weir.frontend.admission.cache import CACHE_BYTES, MAX_KEY_BYTES, admis
 from vllm_weir.frontend.admission.continuation import Continuation
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.inline_vectors import InlineVectors
-from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, check_reached, max_generated
+from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, max_generated
 from vllm_weir.frontend.admission.row_bound import check_rows
 from vllm_weir.frontend.admission.speculation import check_drafts_ahead
 from vllm_weir.frontend.engine_names import EngineNames
@@ -38,6 +38,7 @@ from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.keys import carries_keys
 from vllm_weir.schema.media import NO_MEDIA, Media
 from vllm_weir.schema.probes import AnyProbe
+from vllm_weir.schema.selectors import check_reached
 from vllm_weir.schema.sinks import SinkDefinition
 from vllm_weir.util.lru import LruCache
 from vllm_weir.util.token_texts import TokenTexts

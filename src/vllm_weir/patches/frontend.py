@@ -15,13 +15,13 @@ from vllm_weir.frontend.admission.continuation import current_search
 from vllm_weir.frontend.admission.reachable import Vocabulary
 from vllm_weir.frontend.controllers import check_controllers
 from vllm_weir.frontend.controllers import set_up as set_up_controllers
+from vllm_weir.frontend.engine import Engine
 from vllm_weir.frontend.engine_frontend import EngineFrontend, RequestObserver
 from vllm_weir.frontend.lookup import FRONTEND, TRACKER, ask_workers, unreported
 from vllm_weir.frontend.pacing import entry_of
 from vllm_weir.frontend.receive.release import HeldSequences, holding
 from vllm_weir.frontend.sinks.manager import check_sinks
 from vllm_weir.frontend.tracker import Tracker
-from vllm_weir.frontend.weights import loaded_weights
 from vllm_weir.guard.outputs import VIEW as _VIEW
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.guard.request_extras import extras_in, extras_of, replace_extras
@@ -333,7 +333,7 @@ def _note_weights(engine: Any, method: Any) -> None:
     if frontend is None or frontend.engine.capabilities is None or frontend.engine.first_weights is not None:
         return
     try:
-        frontend.engine.first_weights = loaded_weights(engine)
+        frontend.engine.first_weights = Engine(engine).weights()
     except WeirError:
         frontend.engine.first_weights = ""  # unlike any that is read later
 

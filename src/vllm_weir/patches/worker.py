@@ -135,7 +135,7 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
     worker.weir_unembedding = functools.partial(unembedding_rows, model, model_info)
     worker.weir_load_sae, worker.weir_unload_sae = runtime.saes.load, runtime.saes.unload
     kept = runtime.kept_rows
-    worker.weir_keep_rows, worker.weir_fit_rows, worker.weir_drop_rows = kept.begin, kept.fit, kept.end
+    worker.weir_keep_rows, worker.weir_apply_to_rows, worker.weir_drop_rows = kept.begin, kept.apply, kept.end
 
 
 def _model_info(runner: Any, config: Any, v2: bool) -> ModelInfo:

@@ -1,4 +1,4 @@
-"""Selector codes: bit masks of the selectors that choose a position."""
+"""Selector codes, bit masks of the selectors that choose a position; and whether selectors choose any."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.positions import ENDLESS, Positions
 
+Asked = tuple[tuple[Positions, str], ...]
+"""(selector, field that it was given in)."""
 MAX_SELECTORS = 63
 """The bits of a positive int64."""
 NEVER = ENDLESS
@@ -181,3 +183,36 @@ def joined_codes(codes: np.ndarray, behind: int) -> np.ndarray:
     for less in range(1, behind + 1):
         joined |= codes[behind - less : len(codes) - less]
     return joined
+
+
+def check_reached(asked: Asked, prompt_len: int, generated: int, max_tokens: int) -> None:
+    """Raise WeirError for a selector that selects none of a request's rows.
+
+    Args:
+        asked: the request's selectors, each with the field that it was given in.
+        prompt_len: tokens of the prompt.
+        generated: tokens that the request can generate.
+        max_tokens: as it was asked.
+    """
+    end = prompt_len + generated - 1
+    for positions, field in asked:
+        if positions.reaches(prompt_len, end):
+            continue
+        limit, setting = f"max_tokens={max_tokens}", "max_tokens"
+        if generated < max_tokens:
+            limit, setting = f"{limit}, of which max_model_len leaves room for {generated},", "max_model_len"
+        if positions.kind == "generated":
+            raise WeirError(
+                f"'generated' selects no row: with {limit} the one generated token never enters the model; use "
+                f"'sampled' (the rows that outputs are sampled from) or 'last_prompt', or raise {setting}",
+                field,
+            )
+        raise WeirError(
+            f"{brief(positions.to_json())} selects no row: with {_tokens(prompt_len)} in the prompt and {limit} the "
+            f"last position that has one is {end - 1}; name some from 0 to {end - 1}, or raise {setting}",
+            field,
+        )
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s'[: count != 1]}"

@@ -1,4 +1,4 @@
-"""Rows that stay on a worker: the collections of `weir.fit`, and how rows get into them.
+"""Rows that stay on a worker: collections of them, how rows get into them, and what is computed from them there.
 
 A request whose capture has the sink ``{"workers": {"rows": key}}`` has its rows sent like any
 other's, but to a *kept reader*: an endpoint in the worker itself, which files them in the collection
@@ -7,6 +7,7 @@ under the key. Methods are called by `collective_rpc` and return plain data.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from vllm_weir import messages
 from vllm_weir.errors import WeirError
-from vllm_weir.fitting.collection import FitTask, RowCollection
+from vllm_weir.results.row_collection import RowCollection
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.row_shapes import RowShape, row_width
 from vllm_weir.schema.taps import column_of
@@ -35,7 +36,7 @@ class KeptRows:
         shapes: site -> shape of a row, where that is not (d_model,).
         d_model: values of a row of the ring.
         dtype: of the stream.
-        device: where fits are computed.
+        device: where functions compute.
         settle: waits, so many seconds, until rows under way have been handed to `receive`; returns
             whether they have.
     """
@@ -82,14 +83,24 @@ class KeptRows:
         if size > (free := MEMORY_SHARE * available_bytes()):
             why = f"their rows take {size} bytes on a worker, whose machine has {free:.0f} to spare"
             return {"error": f"{why}; fit fewer layers at a time, or fewer prompts", "field": "layers"}
-        self._collections[key] = RowCollection(own, self._device)
+        self._collections[key] = RowCollection(own)
         return {"sites": [list(site) for site in own]}
 
-    def fit(self, key: str, site: Sequence[Any], names: Sequence[str], task: Sequence[Any]) -> dict[str, Any]:
-        """Fit the rows of a collection at one site, see `RowCollection.fit`.
+    def apply(
+        self, key: str, site: Sequence[Any], names: Sequence[str], function: str, arguments: Sequence[Any]
+    ) -> dict[str, Any]:
+        """Call a function with the rows of a collection at one site.
+
+        Args:
+            key: of the collection.
+            site: [hook, layer].
+            names: of the prompts, in the order of the rows.
+            function: ``module:name``, imported here; called with the rows [prompts, width] in host
+                memory, the worker's device, the layer and `arguments`. It returns plain data.
+            arguments: plain data.
 
         Returns:
-            ``{}`` if another worker has them; ``{"fit"}``; or ``{"error", "field"}``.
+            ``{}`` if another worker has the rows; ``{"value"}``; or ``{"error", "field"}``.
         """
         collection = self._collections.get(key)
         if collection is None or Site(*site) not in collection.sites:
@@ -97,7 +108,10 @@ class KeptRows:
         if not self._settle(ARRIVAL_TIMEOUT):
             return {"error": f"rows did not arrive within {ARRIVAL_TIMEOUT:.0f} s", "field": "llm"}
         try:
-            return {"fit": collection.fit(Site(*site), names, FitTask(*task)).to_wire()}
+            rows = collection.at(Site(*site), names)
+            module, _, name = function.partition(":")
+            called = getattr(importlib.import_module(module), name)
+            return {"value": called(rows, self._device, Site(*site).layer, *arguments)}
         except WeirError as e:
             return {"error": e.message, "field": e.field}
 

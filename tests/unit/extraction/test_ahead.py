@@ -15,6 +15,7 @@ from tests.support.extracting import FakeAheadEngine, FakeEngine, run_fake, text
 from tests.unit.extraction.test_run import same_as_whole
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.engine import PIECES_AHEAD, VllmEngine
+from vllm_weir.frontend.engine import Engine
 from vllm_weir.storage import load
 
 COUNT, BATCH = 128, 2 * PIECES_AHEAD
@@ -112,7 +113,9 @@ class Vllm:
     """As much of ``vllm.LLM`` as `VllmEngine` drives; each step ends the newest request that it has."""
 
     def __init__(self) -> None:
-        self.llm_engine, self.live, self.aborted, self.most = self, {}, [], 0
+        self.live, self.aborted, self.most = {}, [], 0
+        self.vllm_config = SimpleNamespace(model_config=None, scheduler_config=SimpleNamespace(max_num_seqs=1))
+        self.output_processor = SimpleNamespace(_weir_frontend=SimpleNamespace())
 
     def add_request(self, name: str, prompt: Any, params: Any) -> None:
         self.live[name] = prompt["prompt_token_ids"]
@@ -132,6 +135,7 @@ class Vllm:
 def on_vllm(row_bytes: int = 1) -> Any:
     engine = VllmEngine.__new__(VllmEngine)
     engine.llm, engine.params, engine.row_bytes = Vllm(), SamplingParams(), row_bytes
+    engine.engine = Engine(engine.llm)
     engine.reading = SimpleNamespace(rows=lambda output: [output.prompt_token_ids])
     return engine
 

@@ -424,7 +424,6 @@ def test_bytes_of_a_tokens_rows(hook: str, dtype: str, expected: int, monkeypatc
     facts = EngineCapabilities(sites, 2, 16, "bfloat16", 100, shapes)
     llm = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64), get_tokenizer=lambda: None)
     monkeypatch.setattr("vllm.LLM", lambda **_: llm)
-    frontend = SimpleNamespace(engine=SimpleNamespace(require_capabilities=lambda: facts))
-    monkeypatch.setattr("vllm_weir.frontend.lookup.frontend_of", lambda _: frontend)
-    monkeypatch.setattr("vllm_weir.frontend.weights.loaded_weights", lambda _: "some")
+    engine = SimpleNamespace(capabilities=facts, model=llm.model_config, weights=lambda: "some")
+    monkeypatch.setattr("vllm_weir.api.engine", lambda _: engine)
     assert VllmEngine(RunSpec("m", hook, dtype=dtype)).row_bytes == expected

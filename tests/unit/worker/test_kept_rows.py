@@ -8,6 +8,7 @@ import torch
 
 from vllm_weir import messages
 from vllm_weir.errors import WeirError
+from vllm_weir.experiments.fit.rows import FIT
 from vllm_weir.fitting.collection import FitTask
 from vllm_weir.fitting.layer import LayerFit, fit_layer
 from vllm_weir.fitting.methods import METHODS, MethodOptions
@@ -59,8 +60,12 @@ def expected(rows, site, method="diff"):
 
 
 def fitted(worker, site, names, method="diff"):
-    answer = worker.kept.fit("k", list(site), names, FitTask(method, PROMPTS // 2, PROMPTS // 2, 3).to_wire())
-    return LayerFit.from_wire(answer["fit"]) if "fit" in answer else answer
+    answer = apply(worker, site, names, FitTask(method, PROMPTS // 2, PROMPTS // 2, 3))
+    return LayerFit.from_wire(answer["value"]) if "value" in answer else answer
+
+
+def apply(worker, site, names, task):
+    return worker.kept.apply("k", list(site), names, FIT, [task.to_wire()])
 
 
 @pytest.mark.parametrize("kind", ["rows", "fold"])
@@ -95,14 +100,14 @@ def test_rows_wider_than_the_ring_are_joined():
         rows = torch.full((2, D), torch.nan)
         rows.view(-1)[:6] = torch.arange(6.0) * (k + 1)
         worker.send(k, f"r{k}", rows, [column, column])
-    answer = worker.kept.fit("k", list(sites[0]), ["r1", "r0"], FitTask("diff", 1, 1).to_wire())
-    assert LayerFit.from_wire(answer["fit"]).direction.vector.tolist() == [0, 1, 2, 3, 4, 5]
+    answer = apply(worker, sites[0], ["r1", "r0"], FitTask("diff", 1, 1))
+    assert LayerFit.from_wire(answer["value"]).direction.vector.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_worker_keeps_the_sites_that_it_sends():
     worker = Worker(sites=SITES[1:])
     assert worker.begin() == {"sites": [["resid_post", 2]]}
-    assert worker.kept.fit("k", ["resid_post", 0], ["a"], FitTask("diff", 1, 1).to_wire()) == {}
+    assert apply(worker, SITES[0], ["a"], FitTask("diff", 1, 1)) == {}
 
 
 def test_rows_computed_again_replace_the_older_ones():

@@ -32,13 +32,7 @@ def first_order(source: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor
 
 @dataclass(frozen=True)
 class PatchedPlace:
-    """A place that can be patched: one row, or one head of it.
-
-    Attributes:
-        site: hook point and block.
-        position: of the token.
-        head: None for the whole row.
-    """
+    """A place that can be patched: the row of a site at a position, or one head of it."""
 
     site: Site
     position: int

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from vllm_weir.api import params
+from vllm_weir.api import engine, params
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.attribute.question import LogitsMetric
 from vllm_weir.experiments.attribute.twin import RowPatch, Twin
-from vllm_weir.frontend.lookup import engine_of, frontend_of, has_frontend
-from vllm_weir.frontend.weights import loaded_weights
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.interventions import Replace
@@ -24,28 +21,14 @@ any other dtype."""
 
 
 class EngineRuns:
-    """Runs of a ``vllm.LLM`` that Weir serves.
-
-    Args:
-        llm: the engine.
-        field: named by errors.
-
-    Raises:
-        WeirError: if it is no such object.
-    """
+    """Runs of a ``vllm.LLM`` that Weir serves; raise WeirError naming `field` for any other object."""
 
     def __init__(self, llm: Any, field: str = "llm") -> None:
-        engine = engine_of(llm)
-        if engine is llm or inspect.isasyncgenfunction(llm.generate):
-            also = "; patches are run with LLM.generate" if has_frontend(engine) else ""
+        if not hasattr(llm, "llm_engine"):  # an LLMEngine and an AsyncLLM have no `generate` that takes a batch
             wanted = "a vllm.LLM" if field == "llm" else "a vllm.LLM, the path of a checkpoint or a transformers model"
-            raise WeirError(f"expected {wanted}, got {type(llm).__name__}{also}", field)
-        self._frontend = frontend_of(llm)
-        self.llm, self.model = llm, engine.vllm_config.model_config
-
-    @property
-    def tokenizer(self) -> Any:
-        return None if self.model.skip_tokenizer_init else self.llm.get_tokenizer()
+            raise WeirError(f"expected {wanted}, got {type(llm).__name__}", field)
+        self._engine, self.llm = engine(llm), llm
+        self.model, self.tokenizer = self._engine.model, self._engine.tokenizer
 
     def load_twin(self, device: Any) -> Twin:
         """Load the engine's checkpoint into transformers.
@@ -53,8 +36,7 @@ class EngineRuns:
         Raises:
             WeirError: if it cannot, or the engine has been given other weights since it was started.
         """
-        first = self._frontend.engine.first_weights
-        if first is not None and first != loaded_weights(self.llm):
+        if not self._engine.has_first_weights():
             raise WeirError(
                 f"the engine has other weights than those that it loaded from {self.model.model!r} at its start; give "
                 "the checkpoint of those that it has: weir.attribute(path, ..., llm=llm)",
@@ -79,12 +61,6 @@ class EngineRuns:
 
         The engine's last row of the stream is read after the patch; the final norm and the
         unembedding are the twin's, in float32.
-
-        Args:
-            ids: the prompt.
-            patches: what to put in, or None for the prompt as it is.
-            twin: of the same model.
-            metric: of logits.
         """
         read = Capture("resid_post", twin.num_layers - 1, "last_prompt", dtype="float32")
         asked = [(ids, {"capture": read, "interventions": [] if p is None else [_replace(p)]}) for p in patches]

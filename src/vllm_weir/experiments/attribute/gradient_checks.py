@@ -14,7 +14,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
-from vllm_weir.worker.discovery.module_tree import ModuleTree
+from vllm_weir.transformers_points import ModuleTree
 
 BOUND = 1e-4
 """Largest relative difference between gradients that have to be equal."""
@@ -56,15 +56,8 @@ def check_stream(rows: Mapping[Site, torch.Tensor], gradients: Mapping[Site, tor
 
     A term of a sum has the gradient of the sum: ``resid_mid = resid_pre + attn_out`` and
     ``resid_post = c * (resid_mid + mlp_out)``, with c = 1 but for Gemma 4; a parallel block makes
-    one sum. A block is given what the one before it returned.
-
-    Args:
-        rows: site -> [tokens, d].
-        gradients: site -> [tokens, d].
-        num_layers: blocks.
-
-    Raises:
-        WeirError: if a sum or a gradient is off.
+    one sum. A block is given what the one before it returned. Rows and gradients are [tokens, d];
+    WeirError says which sum or gradient is off.
     """
     for layer in sorted({site.layer for site in rows}):
         pre, mid, post = (Site(hook, layer) for hook in ("resid_pre", "resid_mid", "resid_post"))

@@ -11,9 +11,8 @@ import torch
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.attribute.gradient_checks import check_complete, check_stream
-from vllm_weir.experiments.attribute.twin_points import find_points
 from vllm_weir.schema.hooks import Site
-from vllm_weir.worker.discovery.anchors import Anchor, pick
+from vllm_weir.transformers_points import Anchor, find_points, pick
 
 OnTensor = Callable[[Site, torch.Tensor], None]
 """Called with the live tensor that a site's rows are in, [1, tokens, width] or [tokens, width]."""

@@ -10,7 +10,7 @@ import numpy as np
 import vllm
 
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.fit.engine import FitEngine, Question
+from vllm_weir.experiments.fit.engine import FitEngine
 from vllm_weir.experiments.metrics import bind_metric, check_engine
 from vllm_weir.fitting.layer import Direction
 from vllm_weir.schema.capture import Capture
@@ -38,14 +38,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Readout:
-    """What is looked at.
-
-    Attributes:
-        name: in words.
-        sampling: ``SamplingParams``.
-        capture: rows that it is read off, or None.
-        read: output -> number.
-    """
+    """What is looked at: its name, ``SamplingParams``, rows that it is read off, and output -> number."""
 
     name: str
     sampling: Any
@@ -65,12 +58,8 @@ def score_readout(engine: FitEngine, layer: int, direction: Direction) -> Readou
 
 
 def metric_readout(engine: FitEngine, metric: Any, sampling: Any) -> Readout:
-    """Read a metric of the output, as `weir.sweep` takes them.
-
-    Raises:
-        WeirError: if it is no metric, or the engine does not return what it reads.
-    """
-    bound = bind_metric(metric, sampling, engine.tokenizer(), 1, vocab_size=engine.model.get_vocab_size())
+    """Read a metric of the output, as `weir.sweep` takes them; raise WeirError if the engine does not return it."""
+    bound = bind_metric(metric, sampling, engine.tokenizer, 1, vocab_size=engine.model.get_vocab_size())
     check_engine(bound, engine.model, engine.capabilities.traits.speculative)
     chosen = sampling if sampling is not None else vllm.SamplingParams(**bound.sampling(0))
     return Readout(bound.name, chosen, None, lambda out: bound.score(out, 0))
@@ -94,7 +83,7 @@ def check(engine: FitEngine, held: HeldOut, readout: Readout) -> dict[str, Any]:
         "ablated_positive": (held.positive, ablation),
         "ablated_negative": (held.negative, ablation),
     }
-    questions = [Question(tokens, moves) for prompts, moves in groups.values() for tokens in prompts]
+    questions = [(tokens, moves) for prompts, moves in groups.values() for tokens in prompts]
     numbers = iter(engine.ask(questions, readout.sampling, readout.capture, readout.read))
     means = {name: float(np.mean([next(numbers) for _ in prompts])) for name, (prompts, _) in groups.items()}
     if not np.isfinite(list(means.values())).all():

@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import vllm
 
-from vllm_weir.api import params
+from vllm_weir import api
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.fit.rows import CallerRows, FitRows, WorkerRows, stays_on_workers
-from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.lookup import engine_of, frontend_of
+from vllm_weir.frontend.engine import EngineCapabilities
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site
 
-WINDOW = 512
-"""Prompts that the engine holds at once; it computes as many of them together as it schedules."""
 _PATH = "capture[0]"
+Question = tuple[list[int], Sequence[Any]]
 Report = Callable[[int], None]
 """Called with how many prompts are done."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """One request.
-
-    Attributes:
-        tokens: of the prompt.
-        interventions: what is changed while it is read.
-    """
-
-    tokens: list[int]
-    interventions: tuple[Any, ...] = ()
-
-
 class FitEngine:
-    """An ``LLM`` and the hook point that is read.
+    """An engine and the hook point that is read.
 
     Args:
         llm: ``vllm.LLM``, or Weir's drop-in class.
@@ -53,18 +37,15 @@ class FitEngine:
         longest: tokens of a prompt.
         positions: the selector.
         model: vLLM's ``ModelConfig``.
+        tokenizer: the model's, or None.
 
     Raises:
         WeirError: naming the field, if the engine cannot give these rows.
     """
 
     def __init__(self, llm: Any, hook: str, layers: Any, positions: Any) -> None:
-        frontend = frontend_of(llm)
-        engine = engine_of(llm)  # an LLM has one; an LLMEngine is its own
-        if engine is llm or inspect.iscoroutinefunction(engine.collective_rpc):
-            raise WeirError(f"fit runs on a vllm.LLM, not on {type(llm).__name__}", "llm")
-        self._llm, self._engine, self._frontend = llm, engine, frontend
-        self.capabilities = frontend.engine.require_capabilities()
+        engine = self._engine = api.engine(llm)
+        self.capabilities, self.model, self.tokenizer = engine.capabilities, engine.model, engine.tokenizer
         asked = parse_capture(hook, layers, positions)
         try:
             self.layers = asked.resolve_layers(self.capabilities.num_layers)
@@ -74,32 +55,22 @@ class FitEngine:
             raise _own(e) from None
         self.hook, self.positions = asked.hook, asked.positions
         _check_rows(self.capabilities, self.hook, self.layers)
-        self.model = llm.model_config
         self.longest = self.model.max_model_len - 1
 
-    def tokenizer(self) -> Any:
-        return None if self.model.skip_tokenizer_init else self._llm.get_tokenizer()
-
     def open_rows(self, prompts: int) -> FitRows:
-        """Return where rows of so many prompts will be; close it.
-
-        Raises:
-            WeirError: if the workers lack room for them.
-        """
+        """Return where rows of so many prompts will be; close it. Raise WeirError if the workers lack room."""
         sites = [Site(self.hook, layer) for layer in self.layers]
-        if not stays_on_workers(self._frontend, sites):
+        if not stays_on_workers(self._engine, sites):
             return CallerRows(self.capture, sites)
-        call = self._engine.collective_rpc
-        return WorkerRows(lambda method, *args: call(method, args=args), self.capture, sites, prompts)
+        return WorkerRows(self._engine.call_workers, self.capture, sites, prompts)
 
     def read(self, prompts: Sequence[list[int]], rows: FitRows, report: Report) -> list[str]:
         """Read a row of each prompt at each block; return the prompts' names, for `FitRows.fit`."""
-        sampling = params(vllm.SamplingParams(max_tokens=1, temperature=0, detokenize=False), capture=rows.capture)
-        names: list[str] = []
-        for start in range(0, len(prompts), WINDOW):
-            window = [{"prompt_token_ids": tokens} for tokens in prompts[start : start + WINDOW]]
-            names += map(rows.take, self._generate(window, sampling))
-            report(len(names))
+        plain = vllm.SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        sampling, names = api.params(plain, capture=rows.capture), [""] * len(prompts)
+        for done, (number, out) in enumerate(self._stream((tokens, sampling) for tokens in prompts), 1):
+            names[number] = rows.take(out)
+            report(done)
         return names
 
     def ask(
@@ -108,18 +79,21 @@ class FitEngine:
         """Return what `read` makes of the output of each question.
 
         Args:
-            questions: the requests, which run as one batch.
+            questions: tokens of a prompt, and what is changed while it is read.
             sampling: ``SamplingParams`` of all.
             capture: rows that `read` looks at, or None.
             read: output -> number.
         """
-        batch = [{"prompt_token_ids": question.tokens} for question in questions]
-        asked = [params(sampling, capture=capture, interventions=list(q.interventions)) for q in questions]
-        return [read(out) for out in self._generate(batch, asked)]
+        numbers = [0.0] * len(questions)
+        asked = ((ids, api.params(sampling, capture=capture, interventions=moves)) for ids, moves in questions)
+        for number, out in self._stream(asked):
+            numbers[number] = read(out)
+        return numbers
 
-    def _generate(self, prompts: Any, sampling: Any) -> list[Any]:
+    def _stream(self, requests: Iterator[tuple[list[int], Any]]) -> Iterator[tuple[int, Any]]:
         try:
-            return self._llm.generate(prompts, sampling, use_tqdm=False)
+            with contextlib.closing(self._engine.stream(requests)) as outputs:
+                yield from outputs
         except WeirError as e:
             raise _own(e) from None
 

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.fitting.collection import FitTask, RowCollection
+from vllm_weir.fitting.collection import FitTask, fit_on_worker, fit_rows
 from vllm_weir.fitting.layer import LayerFit
-from vllm_weir.frontend.engine_frontend import EngineFrontend
-from vllm_weir.frontend.lookup import view_of
+from vllm_weir.frontend.engine import Engine, worker_id
+from vllm_weir.results.row_collection import RowCollection
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import DERIVED_HOOKS, Site
 from vllm_weir.schema.sinks import WORKERS, Sink
 
-CallWorkers = Callable[..., list[Any]]
-"""(name of a worker's method, its arguments...) -> what each worker returns."""
-KEEP, FIT, DROP = "weir_keep_rows", "weir_fit_rows", "weir_drop_rows"
+KEEP, APPLY, DROP = "weir_keep_rows", "weir_apply_to_rows", "weir_drop_rows"
+FIT = f"{fit_on_worker.__module__}:{fit_on_worker.__name__}"
 
 
 class WorkerRows:
@@ -31,7 +30,7 @@ class WorkerRows:
         capture: what a request for a prompt's rows asks.
 
     Args:
-        call: calls all workers.
+        call: `Engine.call_workers`.
         capture: of one hook point.
         sites: that it captures.
         prompts: how many there will be.
@@ -42,13 +41,12 @@ class WorkerRows:
 
     place = "workers"
 
-    def __init__(self, call: CallWorkers, capture: Capture, sites: Sequence[Site], prompts: int) -> None:
+    def __init__(self, call: Callable[..., list[Any]], capture: Capture, sites: Sequence[Site], prompts: int) -> None:
         self._call, self._key = call, secrets.token_hex(8)
         self.capture = replace(capture, sink=Sink.parse({WORKERS: {"rows": self._key}}, "sink"))
         try:
             reduced = capture.reduce is not None
             answers = call(KEEP, self._key, [list(site) for site in sites], prompts, reduced)
-            _raise_first(answers)
             held = [tuple(site) for answer in answers for site in answer["sites"]]
             if sorted(held) != sorted(map(tuple, sites)):
                 raise WeirError(f"the workers have {len(held)} of {len(sites)} blocks; see `weir sites`", "layers")
@@ -58,17 +56,12 @@ class WorkerRows:
 
     def take(self, out: Any) -> str:
         """Take in the output of a request; return the name of its prompt for `fit`."""
-        view = view_of(out.outputs[0])
-        assert view is not None, "the request has Weir's keys"
-        if view.pending.failure:
-            raise WeirError(view.pending.failure, "llm")
-        return view.pending.request_id
+        return worker_id(out)
 
     def fit(self, site: Site, names: Sequence[str], task: FitTask) -> LayerFit:
-        """Have the worker that has a block fit it; see `RowCollection.fit`."""
-        answers = self._call(FIT, self._key, list(site), list(names), task.to_wire())
-        _raise_first(answers)
-        return LayerFit.from_wire(next(answer["fit"] for answer in answers if answer))
+        """Have the worker that has a block fit it; see `fit_rows`."""
+        answers = self._call(APPLY, self._key, list(site), list(names), FIT, [task.to_wire()])
+        return LayerFit.from_wire(next(answer["value"] for answer in answers if answer))
 
     def close(self, failure: BaseException | None = None) -> None:
         """Have the workers forget the rows; `failure` is being raised meanwhile, and no other error may replace it."""
@@ -94,7 +87,7 @@ class CallerRows:
 
     def __init__(self, capture: Capture, sites: Sequence[Site]) -> None:
         self.capture = replace(capture, dtype=None if capture.reduce is None else "float32")
-        self._rows = RowCollection(sites, torch.device("cpu"))
+        self._rows = RowCollection(sites)
 
     def take(self, out: Any) -> str:
         """Keep an output's rows, or note that it has none; `fit` then says so."""
@@ -106,7 +99,7 @@ class CallerRows:
         return out.request_id
 
     def fit(self, site: Site, names: Sequence[str], task: FitTask) -> LayerFit:
-        return self._rows.fit(site, names, task)
+        return fit_rows(self._rows.at(site, names), torch.device("cpu"), site.layer, task)
 
     def close(self, failure: BaseException | None = None) -> None:
         """Forget nothing: the rows go with this object."""
@@ -116,21 +109,12 @@ FitRows = WorkerRows | CallerRows
 """A row of each prompt at each block."""
 
 
-def stays_on_workers(frontend: EngineFrontend, sites: Sequence[Site]) -> bool:
+def stays_on_workers(engine: Engine, sites: Sequence[Site]) -> bool:
     """Return whether rows of these sites can stay on the workers.
 
     They cannot where tensor-parallel workers hold a row in parts, where the caller's process
     computes it, or where something reads the rows of every request.
     """
-    capabilities = frontend.engine.require_capabilities()
-    if any(len(capabilities.shards.get(site, ())) > 1 or site.hook in DERIVED_HOOKS for site in sites):
-        return False
-    frontend.names.refresh()
-    gated = any(one.when is not None for one in frontend.names.always)
-    return not (gated or frontend.manager.everyone or frontend.names.probes.everyone)
-
-
-def _raise_first(answers: Sequence[dict[str, Any]]) -> None:
-    for answer in answers:
-        if "error" in answer:
-            raise WeirError(answer["error"], answer["field"])
+    shards = engine.capabilities.shards
+    apart = any(len(shards.get(site, ())) > 1 or site.hook in DERIVED_HOOKS for site in sites)
+    return not (apart or engine.reads_every_request)

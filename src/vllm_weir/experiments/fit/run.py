@@ -90,7 +90,7 @@ def fit(
     names = [
         f"{name}[{i}]" for name, side in zip(("positive", "negative"), texts, strict=True) for i in range(len(side))
     ]
-    encoded = encode(texts[0] + texts[1], engine.tokenizer, engine.longest, names)
+    encoded = encode(texts[0] + texts[1], lambda: engine.tokenizer, engine.longest, names)
     tokens = [encoded[: counts[0]], encoded[counts[0] :]]
     task = FitTask(method, *counts, int(folds), int(seed), float(C))
     with progress_bar(not parse_flag(progress, "progress", "fit")) as bar:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import numpy as np
 from vllm_weir.experiments.metrics import BoundMetric, OnOutput
 from vllm_weir.experiments.sweep.checkpoint import Checkpoint, NoCheckpoint
 from vllm_weir.experiments.sweep.plan import BASE_RUN, SOURCE_RUN, Job, SweepPlan
-from vllm_weir.frontend.request_stream import RequestStream
+from vllm_weir.frontend.engine import Engine
 from vllm_weir.guard.request_extras import extras_in, set_extras, with_extras
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.fields import with_fields
@@ -22,6 +24,9 @@ from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.vectors import Vector
 
+Request = tuple[Sequence[int], Any, Callable[[Any], None]]
+"""Tokens, params, and what takes the output."""
+
 
 class CellRunner:
     """Runs what of a plan is not computed yet.
@@ -31,8 +36,10 @@ class CellRunner:
     the cells of this one, so that the engine need not wait between pairs. A cell is one request; on
     a path it is two, the second of which follows as soon as the first is done.
 
+    The key of a request is the function that takes its output.
+
     Args:
-        stream: to the engine.
+        engine: that runs them.
         plan: what to compute.
         metric: of an output.
         store: where numbers go.
@@ -41,15 +48,17 @@ class CellRunner:
 
     def __init__(
         self,
-        stream: RequestStream,
+        engine: Engine,
         plan: SweepPlan,
         metric: BoundMetric,
         store: Checkpoint | NoCheckpoint,
         report: Callable[[int], Any],
     ) -> None:
-        self._stream, self._plan, self._metric, self._store, self._report = stream, plan, metric, store, report
+        self._engine, self._plan, self._metric, self._store, self._report = engine, plan, metric, store, report
         self._rows: dict[tuple[int, int], RunRows] = {}
         self._submitted: set[int] = set()
+        self._second_runs: deque[Request] = deque()
+        """Of paths, as soon as the first is done."""
         self._measured: dict[int, RequestTemplate] = {}
         self._one_token = RequestTemplate(_sampling_params(max_tokens=1, temperature=0.0, detokenize=False))
         self._held: dict[Site, Replace] = {}
@@ -57,21 +66,26 @@ class CellRunner:
 
     def run(self) -> None:
         """Compute all that is missing; after an error nothing of it is left in the engine."""
+        with contextlib.closing(self._engine.stream(self._requests())) as outputs:
+            for take, out in outputs:
+                take(out)
+
+    def _requests(self) -> Iterator[Request | None]:
+        """Yield what is to be run; None while that depends on what runs."""
         missing = [pair for pair in range(len(self._plan.pairs)) if self._lacks(pair)]
-        try:
-            for number, pair in enumerate(missing):
-                for near in missing[number : number + 2]:
-                    self._submit_runs(near)
-                self._stream.wait_until(functools.partial(self._has_run, pair))
-                for job in self._plan.jobs(pair):
-                    if job.key not in self._store.values:
-                        self._stream.wait_for_room()
-                        self._submit(job)
-                del self._rows[pair, SOURCE_RUN], self._rows[pair, BASE_RUN]
-            self._stream.drain()
-        except BaseException:
-            self._stream.abort()
-            raise
+        for number, pair in enumerate(missing):
+            for near in missing[number : number + 2]:
+                yield from self._unpatched_runs(near)
+            while not self._has_run(pair):
+                yield self._second_runs.popleft() if self._second_runs else None
+            for job in self._plan.jobs(pair):
+                while self._second_runs:
+                    yield self._second_runs.popleft()
+                if job.key not in self._store.values:
+                    yield self._first_run(job)
+            del self._rows[pair, SOURCE_RUN], self._rows[pair, BASE_RUN]
+        while len(self._store.values) < self._plan.keys:
+            yield self._second_runs.popleft() if self._second_runs else None
 
     def _has_run(self, pair: int) -> bool:
         return (pair, SOURCE_RUN) in self._rows and (pair, BASE_RUN) in self._rows
@@ -88,8 +102,8 @@ class CellRunner:
             self._measured[pair] = RequestTemplate(made)
         return self._measured[pair]
 
-    def _submit_runs(self, pair: int) -> None:
-        """Submit the two unpatched runs of a pair, unless they have been."""
+    def _unpatched_runs(self, pair: int) -> Iterator[Request]:
+        """Yield the two unpatched runs of a pair, unless they have been submitted."""
         if pair in self._submitted:
             return
         self._submitted.add(pair)
@@ -105,25 +119,22 @@ class CellRunner:
         )
         for run, token_ids, captures in runs:
             asked = self._template(pair).asking(capture=captures)
-            self._stream.submit(token_ids, asked, functools.partial(self._take_run, pair, run))
+            yield token_ids, asked, functools.partial(self._take_run, pair, run)
 
     def _take_run(self, pair: int, run: int, out: Any) -> None:
         self._rows[pair, run] = RunRows(out.activations)
         self._keep(self._plan.run_key(pair, run), pair, out)
 
-    def _submit(self, job: Job) -> None:
+    def _first_run(self, job: Job) -> Request:
+        """Return the run of a cell; on a path, the first of two."""
         heads = None if job.head is None else (job.head,)
         source = BASE_RUN if job.own else SOURCE_RUN
         rows = self._rows[job.pair, source].at(job.site, job.place.source, heads)
         patch = put(job.site, rows, job.place.base, heads)
         if self._plan.to is None:
-            self._measure(job, patch)
-            return
-        self._stream.submit(
-            self._plan.base(job.pair),
-            self._one_token.asking(interventions=(patch, *self._hold_still(job)), capture=self._receiver(job)),
-            functools.partial(self._patch_receiver, job),
-        )
+            return self._measured_run(job, patch)
+        asked = self._one_token.asking(interventions=(patch, *self._hold_still(job)), capture=self._receiver(job))
+        return self._plan.base(job.pair), asked, functools.partial(self._patch_receiver, job)
 
     def _receiver(self, job: Job) -> tuple[Capture, ...]:
         """Return the capture of the receiver, from the first position that the sender can change."""
@@ -146,16 +157,16 @@ class CellRunner:
         return [self._held[site] for site in self._plan.frozen(job.site)]
 
     def _patch_receiver(self, job: Job, out: Any) -> None:
-        """Submit the second run of a path: the base run with what the receiver had in the first."""
+        """Make the second run of a path: the base run with what the receiver had in the first."""
         to = self._plan.to
         assert to is not None
         rows = out.activations.numpy(*to.site)
         positions = range(job.place.base[0], len(self._plan.base(job.pair)))
-        self._measure(job, put(to.site, rows, positions, to.heads))
+        self._second_runs.append(self._measured_run(job, put(to.site, rows, positions, to.heads)))
 
-    def _measure(self, job: Job, patch: Replace) -> None:
+    def _measured_run(self, job: Job, patch: Replace) -> Request:
         asked = self._template(job.pair).asking(interventions=(patch,))
-        self._stream.submit(self._plan.base(job.pair), asked, functools.partial(self._keep, job.key, job.pair))
+        return self._plan.base(job.pair), asked, functools.partial(self._keep, job.key, job.pair)
 
     def _keep(self, key: int, pair: int, out: Any) -> None:
         if key not in self._store.values:
@@ -184,6 +195,7 @@ class RequestTemplate:
 
     def __init__(self, params: Any) -> None:
         self._params = params.clone()  # vLLM completes its requests' params, sharing what copies share
+        self._params.skip_clone = True  # and nobody changes what it has made
         self._extras = extras_in(self._params) or {}
         self._spec = RequestSpec.carried_by(self._extras)
 

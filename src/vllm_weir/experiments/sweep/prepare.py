@@ -14,8 +14,7 @@ from vllm_weir.experiments.prompts import Prompt, check_tokens, encode, named, p
 from vllm_weir.experiments.sweep.path import Receiver, parse_path, precedes
 from vllm_weir.experiments.sweep.places import parse_entries, place_entries
 from vllm_weir.experiments.sweep.plan import Pair, SweepPlan, token_labels
-from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.lookup import engine_of, frontend_of
+from vllm_weir.frontend.engine import Engine, EngineCapabilities
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only
 from vllm_weir.schema.row_parts import RowPart
@@ -39,43 +38,17 @@ class PreparedSweep:
     position_labels: tuple[str, ...]
 
 
-class EngineFacts:
-    """What a sweep asks of an ``LLM``: what it serves, and its tokenizer."""
-
-    def __init__(self, llm: Any) -> None:
-        self._frontend = frontend_of(llm)
-        self.capabilities: EngineCapabilities = self._frontend.engine.require_capabilities()
-        self.model = engine_of(llm).vllm_config.model_config
-        self.tokenizer: Any = None if self.model.skip_tokenizer_init else llm.get_tokenizer()
-
-    def identity(self) -> dict[str, Any]:
-        """Return, as JSON data, what numbers depend on beside weights: the model as it runs, and what all undergo."""
-        model = self.model
-        config = {name: value for name, value in model.hf_config.to_dict().items() if name not in WHENCE}
-        self._frontend.names.refresh()
-        return {
-            "config": json.loads(json.dumps(config, default=str)),
-            "dtype": str(model.dtype),
-            "quantization": str(model.quantization),
-            "logprobs_mode": str(model.logprobs_mode),
-            "always": [one.to_json() for one in self._frontend.names.always],
-        }
-
-    def encode(self, prompts: Sequence[Prompt], fields: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the token ids of prompts, with the tokenizer's special tokens if they are texts."""
-        size = self.model.get_vocab_size()
-        encoded = encode(prompts, lambda: self.tokenizer, self.model.max_model_len - 1, fields)
-        check_tokens(encoded, size, fields)
-        return list(map(tuple, encoded))
-
-    @property
-    def special_ids(self) -> Sequence[int]:
-        return () if self.tokenizer is None else self.tokenizer.all_special_ids
-
-    def texts(self, token_ids: Sequence[int]) -> list[str]:
-        if self.tokenizer is None:
-            return [str(token) for token in token_ids]
-        return [self.tokenizer.decode([token]) for token in token_ids]
+def _identity(engine: Engine) -> dict[str, Any]:
+    """Return, as JSON data, what numbers depend on beside weights: the model as it runs, and what all undergo."""
+    model = engine.model
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in WHENCE}
+    return {
+        "config": json.loads(json.dumps(config, default=str)),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "logprobs_mode": str(model.logprobs_mode),
+        "always": [one.to_json() for one in engine.interventions],
+    }
 
 
 def check_arguments(hooks: Any, layers: Any, positions: Any, mode: Any, to: Any, freeze: Any) -> None:
@@ -88,38 +61,44 @@ def check_arguments(hooks: Any, layers: Any, positions: Any, mode: Any, to: Any,
 
 
 def prepare(
-    llm: Any, clean: Any, corrupt: Any, *, hooks: Any, layers: Any, positions: Any, heads: Any, metric: Any, mode: Any,
-    to: Any, freeze: Any, sampling: Any,
+    engine: Engine, clean: Any, corrupt: Any, *, hooks: Any, layers: Any, positions: Any, heads: Any, metric: Any,
+    mode: Any, to: Any, freeze: Any, sampling: Any,
 ) -> PreparedSweep:  # fmt: skip
     """Check the arguments of `sweep`, which has their meanings; raise WeirError naming the field."""
     mode = parse_mode(mode)
     receiver, held = parse_path(to, freeze)
     names, entries = _parse_hooks(hooks), parse_entries(positions)
-    engine = EngineFacts(llm)
+    tokenizer, capabilities = engine.tokenizer, engine.capabilities
+    special = () if tokenizer is None else tokenizer.all_special_ids
     pairs = _encode_pairs(engine, parse_one_or_more(clean, "clean"), parse_one_or_more(corrupt, "corrupt"))
-    bound = bind_metric(metric, sampling, engine.tokenizer, len(pairs), vocab_size=engine.model.get_vocab_size())
-    check_engine(bound, engine.model, engine.capabilities.traits.speculative)
+    bound = bind_metric(metric, sampling, tokenizer, len(pairs), vocab_size=engine.model.get_vocab_size())
+    check_engine(bound, engine.model, capabilities.traits.speculative)
     bases = [pair.corrupt if mode == DENOISE else pair.clean for pair in pairs]
     sources = [pair.clean if mode == DENOISE else pair.corrupt for pair in pairs]
-    places = tuple(place_entries(entries, b, s, engine.special_ids) for b, s in zip(bases, sources, strict=True))
+    places = tuple(place_entries(entries, b, s, special) for b, s in zip(bases, sources, strict=True))
     if len({len(of_pair) for of_pair in places}) > 1:
         raise WeirError("the pairs have different lengths, so that no axis fits all; list positions", "positions")
     labels = tuple(range(len(places[0]))) if entries is None else tuple(entry.label for entry in entries)
     plan = SweepPlan(
-        pairs, names, _layers(names, layers, receiver, engine.capabilities), labels, places,
-        _heads(names, heads, engine.capabilities), mode, receiver, held,
-        engine.capabilities.num_layers, [engine.identity(), bound.identity()],
+        pairs, names, _layers(names, layers, receiver, capabilities), labels, places,
+        _heads(names, heads, capabilities), mode, receiver, held,
+        capabilities.num_layers, [_identity(engine), bound.identity()],
     )  # fmt: skip
-    check_served(plan, engine.capabilities)
-    texts = engine.texts(bases[0]) if len(set(bases)) == 1 else [""] * len(bases[0])
+    check_served(plan, capabilities)
+    texts = [""] * len(bases[0])
+    if len(set(bases)) == 1:
+        texts = [str(token) if tokenizer is None else tokenizer.decode([token]) for token in bases[0]]
     return PreparedSweep(plan, bound, token_labels(labels, places[0], texts))
 
 
-def _encode_pairs(engine: EngineFacts, clean: list[Prompt], corrupt: list[Prompt]) -> tuple[Pair, ...]:
+def _encode_pairs(engine: Engine, clean: list[Prompt], corrupt: list[Prompt]) -> tuple[Pair, ...]:
     if len(clean) != len(corrupt):
         raise WeirError(f"{len(corrupt)} prompts for {len(clean)} clean ones; give one for each", "corrupt")
-    encoded = engine.encode(clean + corrupt, named(clean, "clean") + named(corrupt, "corrupt"))
-    return tuple(Pair(*pair) for pair in zip(encoded[: len(clean)], encoded[len(clean) :], strict=True))
+    fields = named(clean, "clean") + named(corrupt, "corrupt")
+    encoded = encode(clean + corrupt, lambda: engine.tokenizer, engine.model.max_model_len - 1, fields)
+    check_tokens(encoded, engine.model.get_vocab_size(), fields)
+    tokens = list(map(tuple, encoded))
+    return tuple(Pair(*pair) for pair in zip(tokens[: len(clean)], tokens[len(clean) :], strict=True))
 
 
 def _parse_hooks(hooks: Any) -> tuple[str, ...]:

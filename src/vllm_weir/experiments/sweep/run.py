@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from typing import Any
 
+from vllm_weir import api
 from vllm_weir.experiments.mode import DENOISE, Mode
 from vllm_weir.experiments.sweep.cells import CellRunner
 from vllm_weir.experiments.sweep.checkpoint import Checkpoint, NoCheckpoint
 from vllm_weir.experiments.sweep.plan import SweepPlan
 from vllm_weir.experiments.sweep.prepare import prepare
 from vllm_weir.experiments.sweep.result import Sweep
-from vllm_weir.frontend.request_stream import RequestStream
-from vllm_weir.frontend.weights import loaded_weights
+from vllm_weir.frontend.engine import Engine
 from vllm_weir.schema.fields import right_words
 from vllm_weir.schema.hooks import HookPoint
 from vllm_weir.storage.cli import progress_bar
@@ -83,23 +83,24 @@ def sweep(
     Raises:
         WeirError: naming the field.
     """
+    engine = api.engine(llm)
     prepared = prepare(
-        llm, clean, corrupt, hooks=hooks, layers=layers, positions=positions, heads=heads, metric=metric, mode=mode,
+        engine, clean, corrupt, hooks=hooks, layers=layers, positions=positions, heads=heads, metric=metric, mode=mode,
         to=to, freeze=freeze, sampling=sampling,
     )  # fmt: skip
     plan = prepared.plan
     with (
-        _store(llm, plan, checkpoint) as store,
+        _store(engine, plan, checkpoint) as store,
         _reporter(progress, plan.keys) as report,
         frozen_heap(),
     ):
         report(len(store.values))
-        CellRunner(RequestStream.to(llm), plan, prepared.metric, store, report).run()
+        CellRunner(engine, plan, prepared.metric, store, report).run()
         return Sweep.of(plan, store.values, prepared.metric.name, prepared.position_labels)
 
 
-def _store(llm: Any, plan: SweepPlan, path: str | PathLike | None) -> Checkpoint | NoCheckpoint:
-    return NoCheckpoint() if path is None else Checkpoint(path, plan.digest(loaded_weights(llm)), plan.keys)
+def _store(engine: Engine, plan: SweepPlan, path: str | PathLike | None) -> Checkpoint | NoCheckpoint:
+    return NoCheckpoint() if path is None else Checkpoint(path, plan.digest(engine.weights()), plan.keys)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from vllm_weir.frontend.admission.lens_registry import LensRegistry
 from vllm_weir.frontend.admission.lowering import lower
 from vllm_weir.frontend.admission.postprocesses import PostprocessChoice, postprocesses_of
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry
-from vllm_weir.frontend.admission.reachable import UNKNOWN, Asked, Vocabulary, asked_of, resolve_tokens
+from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, asked_of, resolve_tokens
 from vllm_weir.frontend.admission.read_outs import AskedReadOut, on_device, read_outs_of
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.scoring import ProbeResolver
@@ -43,7 +43,7 @@ from vllm_weir.schema.named_hooks import NO_CODE, Use
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
 from vllm_weir.schema.resolved_probes import ResolvedProbe
 from vllm_weir.schema.row_parts import WHOLE
-from vllm_weir.schema.selectors import MAX_SELECTORS
+from vllm_weir.schema.selectors import MAX_SELECTORS, Asked
 from vllm_weir.schema.user_hooks import Hook
 
 

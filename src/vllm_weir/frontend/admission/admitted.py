@@ -13,7 +13,6 @@ import numpy as np
 
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
-from vllm_weir.frontend.admission.reachable import Asked
 from vllm_weir.frontend.admission.scoring import by_move
 from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.engine_spec import EngineSpec
@@ -25,6 +24,7 @@ from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.schema.row_shards import RowShard, ShardWidths
+from vllm_weir.schema.selectors import Asked
 from vllm_weir.schema.set_activation import SetActivation
 from vllm_weir.schema.stop_rules import StopRule
 from vllm_weir.schema.taps import STAGES, column_of, shard_column

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-from vllm_weir.errors import WeirError, brief
+from vllm_weir.errors import WeirError
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.intervention_base import Intervention
@@ -14,9 +14,8 @@ from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.media import NO_MEDIA, Media
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.probe_base import ProbeBase
+from vllm_weir.schema.selectors import Asked
 
-Asked = tuple[tuple[Positions, str], ...]
-"""(selector, field that it was given in)."""
 Item = TypeVar("Item", Capture, Intervention, ProbeBase)
 
 
@@ -156,36 +155,3 @@ def asked_of(items: Iterable[Capture | AnyIntervention | ProbeBase]) -> Asked:
 def max_generated(prompt_len: int, max_tokens: int, max_model_len: int | None) -> int:
     """Return how many tokens a request can generate."""
     return max_tokens if max_model_len is None else max(1, min(max_tokens, max_model_len - prompt_len))
-
-
-def check_reached(asked: Asked, prompt_len: int, generated: int, max_tokens: int) -> None:
-    """Raise WeirError for a selector that selects none of a request's rows.
-
-    Args:
-        asked: the request's selectors, from `asked_of`.
-        prompt_len: tokens of the prompt.
-        generated: tokens that the request can generate.
-        max_tokens: as it was asked.
-    """
-    end = prompt_len + generated - 1
-    for positions, field in asked:
-        if positions.reaches(prompt_len, end):
-            continue
-        limit, setting = f"max_tokens={max_tokens}", "max_tokens"
-        if generated < max_tokens:
-            limit, setting = f"{limit}, of which max_model_len leaves room for {generated},", "max_model_len"
-        if positions.kind == "generated":
-            raise WeirError(
-                f"'generated' selects no row: with {limit} the one generated token never enters the model; use "
-                f"'sampled' (the rows that outputs are sampled from) or 'last_prompt', or raise {setting}",
-                field,
-            )
-        raise WeirError(
-            f"{brief(positions.to_json())} selects no row: with {_tokens(prompt_len)} in the prompt and {limit} the "
-            f"last position that has one is {end - 1}; name some from 0 to {end - 1}, or raise {setting}",
-            field,
-        )
-
-
-def _tokens(count: int) -> str:
-    return f"{count} token{'s'[: count != 1]}"

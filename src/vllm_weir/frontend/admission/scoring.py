@@ -12,7 +12,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
-from vllm_weir.frontend.admission.reachable import Asked, Vocabulary, asked_of, resolve_tokens
+from vllm_weir.frontend.admission.reachable import Vocabulary, asked_of, resolve_tokens
 from vllm_weir.schema.gates import When
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.instructions import ResolvedIntervention
@@ -20,6 +20,7 @@ from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.probe_base import ProbeBase
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
+from vllm_weir.schema.selectors import Asked
 from vllm_weir.schema.stop_rules import StopRule, StopText
 from vllm_weir.schema.taps import tap_of
 

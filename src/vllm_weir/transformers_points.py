@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vllm_weir.errors import WeirError
+from vllm_weir.worker.discovery.anchors import Anchor, pick
 from vllm_weir.worker.discovery.block_stack import find_tree
 from vllm_weir.worker.discovery.descriptions import description_of
 from vllm_weir.worker.discovery.module_tree import ModuleTree
@@ -22,6 +23,7 @@ from vllm_weir.worker.discovery.part_modules import AttentionShape, Features, Li
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.sites import map_sites
 
+__all__ = ["Anchor", "ModuleTree", "SiteMap", "find_points", "pick"]
 TOKENS = 8
 """Tokens of a probe pass."""
 IMPLEMENTATION = "weir_probe"
