@@ -37,11 +37,11 @@ def colours(numbers: np.ndarray, metric: str = "") -> dict[str, Any]:
     low, high = float(np.nanmin(numbers)), float(np.nanmax(numbers))
     if metric in ("cosine", "correlation"):
         if low < -0.1:
-            return {"cmap": "RdBu_r", "vmin": -1, "vmax": 1}
+            return {"cmap": "RdBu", "vmin": -1, "vmax": 1}
         return {"cmap": "viridis", "vmin": min(low, 0), "vmax": 1}
     if low < 0 < high:
         largest = max(-low, high)
-        return {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
+        return {"cmap": "RdBu", "vmin": -largest, "vmax": largest}
     if low > 0 and high / low > 30:
         return {"cmap": "viridis", "norm": LogNorm(low, high)}
     return {"cmap": "viridis"}
