@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.ready
+# The demo needs less than the tests, which add theirs.
+DEMO_STAMP := $(or $(wildcard $(STAMP)),$(VENV)/.demo)
 BIN := $(VENV)/bin
 # auto: vLLM for CUDA where an NVIDIA GPU answers, for CPU elsewhere.
 FLAVOUR ?= auto
@@ -42,10 +44,13 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml scripts/setup_env.py $(wildcard scripts/site/*.py) $(wildcard scripts/constraints/*.txt)
-	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --flavour $(FLAVOUR) $(if $(VLLM),--vllm $(VLLM)) --stamp $(STAMP)
+$(STAMP) $(VENV)/.demo: pyproject.toml scripts/setup_env.py $(wildcard scripts/site/*.py scripts/constraints/*.txt)
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --for $(if $(@:%.demo=),all,demo) --flavour $(FLAVOUR) \
+		$(if $(VLLM),--vllm $(VLLM)) --stamp $@
 
-demo: $(STAMP)
+# Not everything is compiled to bytecode for the demo: it does that for what it imports.
+demo: export PYTHONDONTWRITEBYTECODE =
+demo: $(DEMO_STAMP)
 	@$(BIN)/python -m examples.demo $(MODEL) $(ARGS)
 
 bench: $(STAMP)

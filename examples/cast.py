@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from demo.stories import Story, make_stories
 from vllm import LLM, SamplingParams
 
 import vllm_weir as weir
-from vllm_weir.demo.stories import Story, make_stories
 
 TOPIC = "football"
 CONDITION, BEHAVIOUR = 1, 3

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pyarrow.dataset
 import torch
+from demo.stories import make_stories
 
 import vllm_weir as weir
 from vllm_weir.analysis import sae_report
-from vllm_weir.demo.stories import make_stories
 
 
 def main() -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 
 import torch
+from demo.stories import make_stories
 from vllm import LLM, SamplingParams
 
 import vllm_weir as weir
-from vllm_weir.demo.stories import make_stories
 
 PAIRS, LAYER = 40, 2
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from demo.stories import make_stories, openings, sentiment_of
 from vllm import LLM, SamplingParams
 
 import vllm_weir as weir
 from vllm_weir.demo.probe import auc
-from vllm_weir.demo.stories import make_stories, openings, sentiment_of
 
 VALUES = (-4.0, 0.0, 4.0)
 

@@ -20,8 +20,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # importing vLLM t
 import torch  # noqa: E402
 
 import vllm_weir as weir  # noqa: E402
+from examples.demo.stories import make_stories, openings, sentiment_of, well_formed  # noqa: E402
 from vllm_weir import analysis  # noqa: E402
-from vllm_weir.demo.stories import make_stories, openings, sentiment_of, well_formed  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 SCALES = (-6, -4, -3, -2, -1, -0.5, -0.25, 0, 0.25, 0.5, 1, 2, 3, 4, 6)

@@ -9,15 +9,18 @@ each story's second half, where its mood is clear, and reads the mean score of t
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import save
 from transformers import AutoTokenizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import vllm_weir as weir
+from examples.demo.stories import make_stories
 from vllm_weir.demo.probe import auc, fit_probe, mean_difference
-from vllm_weir.demo.stories import make_stories
 from vllm_weir.util.shipped import demo_mood
 from vllm_weir.util.transformers_reference import TransformersReference
 

@@ -24,8 +24,8 @@ import torch  # noqa: E402
 
 import vllm_weir as weir  # noqa: E402
 from examples.demo.pictures import MoodShares, moods_by_value  # noqa: E402
+from examples.demo.stories import make_stories, openings, sentiment_of, well_formed  # noqa: E402
 from vllm_weir.demo.probe import auc  # noqa: E402
-from vllm_weir.demo.stories import make_stories, openings, sentiment_of, well_formed  # noqa: E402
 
 VALUES = (-4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 12.0)
 LABELLED, OPENINGS = 20_005, 20_006  # seeds; the model and the autoencoder were trained on others

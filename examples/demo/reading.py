@@ -11,12 +11,13 @@ from typing import Any, Literal
 import torch
 
 import vllm_weir as weir
+from examples.demo.stories import Story
 
 BATCH = 50
 """Stories in one batch; bounds the memory of a large model's rows."""
 MAX_TOKENS = 512
 SAMPLED = 8
-"""Tokens kept of each story, evenly spread over its second half, where its sentiment is clear."""
+"""Tokens kept of each story, evenly spread over its second half, where its mood is clear."""
 
 
 @dataclass
@@ -24,7 +25,7 @@ class StoryRows:
     """Rows of stories.
 
     Attributes:
-        last: the row at each story's last token, [layers, stories, d].
+        ends: the rows at the last token of each story's opening, and of the story, [layers, stories, 2, d].
         mean: the mean of each story's rows from its second token on, [layers, stories, d].
         sampled: rows at `SAMPLED` tokens of each story, [layers, stories * SAMPLED, d], story by
             story.
@@ -35,7 +36,7 @@ class StoryRows:
         seconds: from the calls to the last rows' arrival.
     """
 
-    last: torch.Tensor
+    ends: torch.Tensor
     mean: torch.Tensor
     sampled: torch.Tensor
     rows: list[torch.Tensor]
@@ -77,13 +78,13 @@ def start_engine(model: str, dtype: Literal["auto", "float32"], eager: bool) -> 
 
 
 def read(
-    llm: Any, texts: Sequence[str], keep: Sequence[int] = (), advance: Callable[[int], Any] | None = None
+    llm: Any, stories: Sequence[Story], keep: Sequence[int] = (), advance: Callable[[int], Any] | None = None
 ) -> StoryRows:
-    """Run `texts` through the model and reduce their rows.
+    """Run stories through the model and reduce their rows.
 
     Args:
         llm: the engine.
-        texts: the stories.
+        stories: what is read.
         keep: indices of the stories of which all rows are kept.
         advance: called after every batch with its number of stories.
     """
@@ -92,19 +93,20 @@ def read(
     params = weir.params(
         SamplingParams(max_tokens=1, temperature=0), capture=weir.Capture("resid_post", positions="prompt")
     )
-    last, mean, sampled, rows, tokens = [], [], [], {}, {}
+    ends, mean, sampled, rows, tokens = [], [], [], {}, {}
     count = size = 0
     seconds = 0.0
-    for first in range(0, len(texts), BATCH):
-        batch = list(texts[first : first + BATCH])
+    for first in range(0, len(stories), BATCH):
+        batch = stories[first : first + BATCH]
+        openings = [len(llm.get_tokenizer().encode(story.opening)) for story in batch]
         started = time.perf_counter()
-        outputs = llm.generate(batch, params, use_tqdm=False)
+        outputs = llm.generate([story.text for story in batch], params, use_tqdm=False)
         stacks = [torch.stack([out.activations[site] for site in out.activations.sites]) for out in outputs]
         seconds += time.perf_counter() - started
-        for i, (out, stack) in enumerate(zip(outputs, stacks, strict=True), first):
+        for i, (out, stack, opening) in enumerate(zip(outputs, stacks, openings, strict=True), first):
             count += stack.shape[0] * stack.shape[1]
             size += stack.nbytes
-            last.append(stack[:, -1].float())
+            ends.append(stack[:, [opening - 1, -1]].float())
             # The first token says nothing of the story, and in most models its rows are far larger.
             mean.append(stack[:, 1:].float().mean(1))
             length = stack.shape[1]
@@ -114,7 +116,7 @@ def read(
         if advance is not None:
             advance(len(batch))
     return StoryRows(
-        last=torch.stack(last, 1),
+        ends=torch.stack(ends, 1),
         mean=torch.stack(mean, 1),
         sampled=torch.cat(sampled, 1),
         rows=[rows[i] for i in keep],

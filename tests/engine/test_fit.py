@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import vllm_weir as weir
+from examples.demo.stories import make_stories
 from tests.support.machine import module, needs
 from tests.support.measure import logit_bound
 from tests.support.oracle import Oracle
 from tests.support.steering_packages import repeng, steering_vectors
-from vllm_weir.demo.stories import make_stories
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.vectors.load import load_vector
 from vllm_weir.fitting.folds import split

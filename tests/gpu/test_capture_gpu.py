@@ -44,7 +44,7 @@ def engine(directory, graphs="full", **more):
 
 
 def story_prompts():
-    from vllm_weir.demo.stories import make_stories
+    from examples.demo.stories import make_stories
 
     return [story.text for story in make_stories(len(SELECTORS), seed=5)]
 

@@ -120,7 +120,7 @@ def test_greedy_tokens_equal_hooked_transformers():
     from vllm import SamplingParams
 
     import vllm_weir as weir
-    from vllm_weir.demo.stories import make_stories
+    from examples.demo.stories import make_stories
 
     llm = shipped()
     assert llm.collective_rpc("weir_report")[0]["runner"] == "V2"

@@ -29,63 +29,93 @@ SMALL_WORKLOADS = WorkloadSizes(
 NO_PLOTS = "matplotlib is not installed; it comes with vllm-weir's extra named plot"
 
 
+def refused(why: str) -> typer.Exit:
+    """Print in one line why the options are refused; return what ends the command."""
+    typer.echo(f"Error: {why}", err=True)
+    return typer.Exit(2)
+
+
 @app.callback()
 def bench(
     context: typer.Context,
     systems: Annotated[
         str | None,
-        typer.Option(help=f"Of {', '.join(SYSTEMS)}; with commas. [all that are there; with --against: stock,weir]"),
+        typer.Option(
+            help=f"Systems, with commas: {', '.join(SYSTEMS)}. [all that are there; with --against: stock,weir]"
+        ),
     ] = None,
     cases: Annotated[
         str | None,
         typer.Option(
-            help=f"Of {', '.join(CASES)}; {', '.join(SETS)} name several. [{', '.join(DEFAULT_CASES)}; with --against: "
-            "those of the file]"
+            help=f"Cases, with commas: {', '.join(CASES)}; {', '.join(SETS)} name several. "
+            f"[{', '.join(DEFAULT_CASES)}; with --against: "
+            "the cases of the file]"
         ),
     ] = None,
     batches: Annotated[
-        str | None, typer.Option(help="Requests at once, with commas, or 'none'. [1,32,256; CPU: 1,4]")
+        str | None, typer.Option(help="Numbers of requests at once, with commas, or 'none'. [1,32,256; CPU: 1,4]")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens each generates. [128; CPU: 16]", min=2)] = None,
-    prefill: Annotated[str | None, typer.Option(help="Prompts x tokens, or 'none'. [64x1024; CPU: 4x64]")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens that each request generates. [128; CPU: 16]", min=2)
+    ] = None,
+    prefill: Annotated[
+        str | None, typer.Option(help="Prompts x tokens of the prefill case, or 'none'. [64x1024; CPU: 4x64]")
+    ] = None,
     texts: Annotated[
-        int | None, typer.Option(help="Texts of extract, mean and their like. [1500; CPU: 12]", min=1)
+        int | None, typer.Option(help="Texts of the cases that read texts. [1500; CPU: 12]", min=1)
     ] = None,
-    lengths: Annotated[str | None, typer.Option(help="Tokens of the shortest and longest. [50-600; CPU: 8-60]")] = None,
-    blocks: Annotated[int | None, typer.Option(help="Blocks that extract reads. [4]", min=1)] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens of the shortest and the longest text. [50-600; CPU: 8-60]")
+    ] = None,
+    blocks: Annotated[int | None, typer.Option(help="Blocks that the case extract reads. [4]", min=1)] = None,
     long: Annotated[
-        int | None, typer.Option(help="Tokens of the prompt of long and long_one. [32000; CPU: 200]", min=2)
+        int | None, typer.Option(help="Tokens of the prompt of the cases long and long_one. [32000; CPU: 200]", min=2)
     ] = None,
-    chats: Annotated[int | None, typer.Option(help="Chats of chat_mix. [128; CPU: 8]", min=8)] = None,
-    system_prompt: Annotated[int | None, typer.Option(help="Tokens that these share. [2000; CPU: 64]", min=1)] = None,
+    chats: Annotated[int | None, typer.Option(help="Chats of the case chat_mix. [128; CPU: 8]", min=8)] = None,
+    system_prompt: Annotated[
+        int | None, typer.Option(help="Tokens of the system prompt that the chats share. [2000; CPU: 64]", min=1)
+    ] = None,
     ablated: Annotated[
-        int | None, typer.Option(help="Requests of ablate_everywhere and instruments. [64; CPU: 4]", min=1)
+        int | None, typer.Option(help="Requests of the cases ablate_everywhere and instruments. [64; CPU: 4]", min=1)
     ] = None,
     d_sae: Annotated[
         int | None, typer.Option(help="Features of the autoencoder that is read. [32768; CPU: 512]", min=32)
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each case.", min=1)] = 5,
-    warmups: Annotated[int, typer.Option(help="Runs before those.", min=0)] = 2,
-    model: Annotated[str | None, typer.Option(help="llama-8b, demo, or a directory. [llama-8b; CPU: demo]")] = None,
-    out: Annotated[Path, typer.Option(help="The result, JSON.")] = Path("bench/results/latest.json"),
-    markdown: Annotated[Path | None, typer.Option(help="A Markdown table of it. [beside it]")] = None,
-    chart: Annotated[Path | None, typer.Option(help="A chart: NAME.svg and NAME.png. [beside it]")] = None,
+    warmups: Annotated[int, typer.Option(help="Runs of each case before the timed ones.", min=0)] = 2,
+    model: Annotated[
+        str | None, typer.Option(help="Model: llama-8b, demo, or a directory. [llama-8b; CPU: demo]")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="File for the result, JSON.")] = Path("bench/results/latest.json"),
+    markdown: Annotated[
+        Path | None, typer.Option(help="File for the result as a Markdown table. [beside --out]")
+    ] = None,
+    chart: Annotated[Path | None, typer.Option(help="Files for a chart: NAME.svg and NAME.png. [beside --out]")] = None,
     against: Annotated[
         Path | None,
-        typer.Option(help="An earlier result: fail where a ratio to stock is worse. Sizes not named are the file's."),
+        typer.Option(
+            help="File of an earlier result: fail where a ratio to stock is worse. Sizes not named are the file's."
+        ),
     ] = None,
-    tolerance: Annotated[float, typer.Option(help="By how many percent it may be worse.", min=0)] = 2.0,
+    tolerance: Annotated[
+        float, typer.Option(help="Percent by which a ratio may be worse than in --against.", min=0)
+    ] = 2.0,
     weir_config: Annotated[str, typer.Option(help='additional_config["weir"], JSON.')] = "{}",
-    case_seconds: Annotated[float, typer.Option(help="No case takes longer.", min=1)] = 120.0,
-    run_seconds: Annotated[float | None, typer.Option(help="What is not done by then is named.", min=1)] = None,
-    startups: Annotated[int, typer.Option(help="Fresh processes in which the start is timed.", min=1)] = 1,
+    case_seconds: Annotated[float, typer.Option(help="Most seconds of a case.", min=1)] = 120.0,
+    run_seconds: Annotated[
+        float | None, typer.Option(help="Most seconds of all; what is left undone is named.", min=1)
+    ] = None,
+    startups: Annotated[int, typer.Option(help="Number of fresh processes in which the start is timed.", min=1)] = 1,
     cold: Annotated[bool | None, typer.Option("--cold/--cached", help="Compile at every start. [CPU: cached]")] = None,
     interleave: Annotated[bool, typer.Option(help="Stock and Weir take turns, run by run.")] = True,
-    memory_share: Annotated[float, typer.Option(help="gpu_memory_utilization of each engine.")] = 0.42,
-    eager: Annotated[bool | None, typer.Option("--eager/--compile", help="enforce_eager. [CPU: eager]")] = None,
-    lens_path: Annotated[str | None, typer.Option(help="PYTHONPATH with vllm-lens, if it is not installed.")] = None,
+    memory_share: Annotated[float, typer.Option(help="Share of the GPU's memory for each engine.")] = 0.42,
+    eager: Annotated[
+        bool | None,
+        typer.Option("--eager/--compile", help="Whether torch.compile and CUDA graphs are off. [CPU: eager]"),
+    ] = None,
+    lens_path: Annotated[str | None, typer.Option(help="Folder with vllm-lens, if it is not installed.")] = None,
     rivals_path: Annotated[
-        str | None, typer.Option(help="PYTHONPATH with nnsight, interp-engine or hotwire, if they are not installed.")
+        str | None, typer.Option(help="Folder with nnsight, interp-engine or hotwire, if they are not installed.")
     ] = None,
     smoke: Annotated[bool, typer.Option(help="The smallest run that uses everything; proves no speed.")] = False,
 ) -> None:
@@ -151,9 +181,11 @@ def bench(
 @app.command()
 def report(
     files: Annotated[list[Path], typer.Argument(help="Result files of one device; ratios stay within each run.")],
-    out: Annotated[Path | None, typer.Option(help="All of them as one result file.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="A Markdown table; default: printed.")] = None,
-    chart: Annotated[Path | None, typer.Option(help="A chart: NAME.svg and NAME.png (needs matplotlib).")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for all results as one.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="File for a Markdown table. [printed]")] = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="Files for a chart: NAME.svg and NAME.png (needs matplotlib).")
+    ] = None,
 ) -> None:
     """Merge result files, and draw a Markdown table and a chart."""
     from vllm_weir.bench.report import as_markdown
@@ -163,7 +195,7 @@ def report(
     try:
         result = merge(_results(files))
     except ValueError as e:
-        raise typer.BadParameter(str(e)) from None
+        raise refused(str(e)) from None
     mark_checks(result)
     if out is not None:
         result.save(out)
@@ -175,7 +207,7 @@ def report(
 @app.command()
 def pool(
     files: Annotated[list[Path], typer.Argument(help="Result files of one device, one run each.")],
-    out: Annotated[Path, typer.Option(help="All of them as one run.")],
+    out: Annotated[Path, typer.Option(help="File for all runs as one.")],
     cases: Annotated[str | None, typer.Option(help="Which cases to take. [all]")] = None,
 ) -> None:
     """Make one run of several runs of the same cases: each ratio is the median of the runs' own."""
@@ -184,7 +216,7 @@ def pool(
     try:
         result = pooled(_results(files), None if cases is None else _names(cases, CASES, "--cases"))
     except ValueError as e:
-        raise typer.BadParameter(str(e)) from None
+        raise refused(str(e)) from None
     result.save(out)
     console.print(f"{out}: {len(result.cases)} figures of {len(files)} runs")
 
@@ -211,7 +243,7 @@ def _results(files: list[Path]) -> list[BenchResult]:
         try:
             results.append(BenchResult.load(path))
         except (OSError, ValueError) as e:
-            raise typer.BadParameter(f"{path} is no result file of `weir bench`: {e}") from None
+            raise refused(f"{path} is no result file of `weir bench`: {e}") from None
     return results
 
 
@@ -272,12 +304,12 @@ def model_fields(name: str, work: Path, cuda: bool) -> dict[str, Any]:
 
     dummy = name == "llama-8b"
     if dummy and not cuda:
-        raise typer.BadParameter("--model: llama-8b needs a GPU; engines on a CPU repack their weights at the start")
+        raise refused("--model: llama-8b needs a GPU; engines on a CPU repack their weights at the start")
     path = make_model(work / "llama-8b") if dummy else model_path(name)
     try:
         text = AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as e:
-        raise typer.BadParameter(f"--model: {name!r} cannot be read: {str(e).splitlines()[0]}") from None
+        raise refused(f"--model: {name!r} cannot be read: {str(e).splitlines()[0]}") from None
     return {
         "model": path,
         "model_name": "Llama-3.1-8B shapes, random weights" if dummy else Path(name).name,
@@ -298,7 +330,7 @@ def _can_draw() -> bool:
 
 def _check_chart(chart: Path | None) -> None:
     if chart is not None and not _can_draw():
-        raise typer.BadParameter(f"--chart: {NO_PLOTS}")
+        raise refused(f"--chart: {NO_PLOTS}")
 
 
 def _has_gpu() -> bool:
@@ -320,9 +352,9 @@ def _check_comparable(before: BenchResult, plan: BenchPlan) -> None:
     from vllm_weir.bench.systems.stock import vllm_version
 
     if {"stock", "weir"} - set(plan.systems):
-        raise typer.BadParameter("--systems: a comparison needs stock and weir")
+        raise refused("--systems: a comparison needs stock and weir")
     if (why := refusal(before, plan, vllm_version())) is not None:
-        raise typer.BadParameter(f"--against: the file {why}")
+        raise refused(f"--against: the file {why}")
 
 
 def _lengths(text: str | None) -> dict[str, int]:
@@ -333,7 +365,7 @@ def _lengths(text: str | None) -> dict[str, int]:
     except ValueError:
         shortest = longest = 0
     if not 1 <= shortest <= longest:
-        raise typer.BadParameter(f"--lengths: expected 50-600, got {text!r}")
+        raise refused(f"--lengths: expected 50-600, got {text!r}")
     return {"shortest": shortest, "longest": longest}
 
 
@@ -341,13 +373,11 @@ def _check_lengths(plan: BenchPlan) -> None:
     for size in plan.sizes() if plan.has_steps else ():
         if size.prompt + size.generated > plan.max_model_len:
             option = "--prefill" if size.kind == "prefill" else "--tokens"
-            raise typer.BadParameter(f"{option}: {size.label}: the model takes at most {plan.max_model_len} tokens")
+            raise refused(f"{option}: {size.label}: the model takes at most {plan.max_model_len} tokens")
     options = {"texts": "--lengths", "long": "--long", "chats": "--system-prompt", "requests": "--tokens"}
     for size in plan.workload_sizes():
         if size.prompt + size.generated > plan.context:
-            raise typer.BadParameter(
-                f"{options[size.kind]}: {size.label}: the model takes at most {plan.context} tokens"
-            )
+            raise refused(f"{options[size.kind]}: {size.label}: the model takes at most {plan.context} tokens")
 
 
 def _names(
@@ -357,9 +387,9 @@ def _names(
     names = [name for part in parts for name in sets.get(part, (part,))]
     for name in names:
         if name not in known:
-            raise typer.BadParameter(f"{option}: {name!r} is none of {', '.join(known)}")
+            raise refused(f"{option}: {name!r} is none of {', '.join(known)}")
     if not names:
-        raise typer.BadParameter(f"{option}: name at least one of {', '.join(known)}")
+        raise refused(f"{option}: name at least one of {', '.join(known)}")
     return tuple(n for n in known if n in names)
 
 
@@ -369,7 +399,7 @@ def _systems(text: str | None) -> tuple[str, ...]:
     known = known_systems()
     names = _names(text or ",".join(known), SYSTEMS, "--systems")
     if absent := [name for name in names if name not in known]:
-        raise typer.BadParameter(
+        raise refused(
             f"--systems: the adapter of {', '.join(absent)} comes with Weir's repository (bench/systems), not with the "
             "package; run weir bench from a checkout installed with pip install -e"
         )
@@ -384,7 +414,7 @@ def _ints(text: str, option: str) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if not found or found[0] < 1:
-        raise typer.BadParameter(f"{option}: expected ints from 1 on with commas, or none, got {text!r}")
+        raise refused(f"{option}: expected ints from 1 on with commas, or none, got {text!r}")
     return found
 
 
@@ -396,7 +426,7 @@ def _product(text: str) -> tuple[int, int] | None:
     except ValueError:
         count = length = 0
     if count < 1 or length < 1:
-        raise typer.BadParameter(f"--prefill: expected 64x1024 or none, got {text!r}")
+        raise refused(f"--prefill: expected 64x1024 or none, got {text!r}")
     return count, length
 
 
@@ -404,7 +434,7 @@ def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as e:
-        raise typer.BadParameter(f"--weir-config: {e}") from None
+        raise refused(f"--weir-config: {e}") from None
     if not isinstance(value, dict):
-        raise typer.BadParameter("--weir-config: expected a JSON object")
+        raise refused("--weir-config: expected a JSON object")
     return value

@@ -179,23 +179,18 @@ def _check_plugins() -> tuple[list[dict[str, str]], list[dict[str, str]], list[s
 def _self_test(found: Diagnosis, model: str) -> None:
     """Start an engine, capture every block, compare with transformers in fp32."""
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     from vllm_weir.api import params
     from vllm_weir.schema.capture import Capture
     from vllm_weir.util.shipped import model_path
+    from vllm_weir.util.start_llm import start_llm
     from vllm_weir.util.transformers_reference import TransformersReference
 
     model = model_path(model)
     cuda = torch.cuda.is_available()
-    llm = LLM(
-        model,
-        dtype="bfloat16" if cuda else "float32",
-        max_model_len=256,
-        kv_cache_memory_bytes=64 << 20,
-        enforce_eager=not cuda,
-        disable_log_stats=True,
-    )
+    small = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": not cuda}
+    llm = start_llm(model, {"dtype": "bfloat16" if cuda else "float32"} | small)
     report = llm.collective_rpc("weir_report")[0]
     found.runner = report.get("runner", "")
     capture = [Capture("resid_post"), Capture("resid_pre", 0)]

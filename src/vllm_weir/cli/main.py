@@ -11,19 +11,21 @@ try:
     import typer
 
     from vllm_weir.bench.cli import app as bench
-    from vllm_weir.cli.options import HELP, ModelFirst, reason
+    from vllm_weir.cli.options import HELP, Commands, ModelFirst
     from vllm_weir.cli.sae import sae
     from vllm_weir.experiments.fit.cli import fit
     from vllm_weir.experiments.sweep.cli import sweep
     from vllm_weir.extraction.cli import extract
-    from vllm_weir.storage.cli import convert, inspect
+    from vllm_weir.storage.cli import convert, exit_on_error, inspect
     from vllm_weir.util.shipped import HELP as MODEL
+    from vllm_weir.util.shipped import check_folder
+    from vllm_weir.util.start_llm import reason
 except Exception as e:  # noqa: BLE001 - whatever it is, the command reports it without a traceback
     from vllm_weir.cli.doctor import cannot_run
 
     sys.exit(cannot_run(sys.argv[1:], e))
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, context_settings=HELP)
 app.add_typer(bench, name="bench")
 app.add_typer(sae, name="sae")
 app.command()(inspect)
@@ -70,6 +72,8 @@ def doctor(
     _quiet_vllm()
     from vllm_weir.cli.doctor import examine, show
 
+    with exit_on_error():
+        check_folder(model)
     found = examine(live, model)
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
@@ -91,16 +95,9 @@ def sites(
     """Show which hook points of a model can be captured and steered, and why the others cannot."""
     _quiet_vllm()
     from vllm_weir.cli.sites import show, survey
-    from vllm_weir.errors import WeirError
 
-    try:
+    with exit_on_error():
         verdicts = survey(model, load_format=load_format, dtype=dtype, trust_remote_code=trust_remote_code)
-    except WeirError as e:
-        typer.echo(str(e), err=True)
-        raise typer.Exit(1) from None
-    except (OSError, ValueError) as e:  # of vLLM or transformers: no such model
-        typer.echo(f"Error: vLLM cannot load {model}: {reason(e)}", err=True)
-        raise typer.Exit(1) from None
     if as_json:
         typer.echo(json.dumps([v._asdict() for v in verdicts], indent=2))
     else:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from vllm_weir.errors import WeirError
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """Settings of every command: how it is asked for help."""
-MOST = 400
-"""Characters that are printed of what another package has raised."""
+
+
+class Commands(TyperGroup):
+    """The commands; ``--version`` may also stand after one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of the command line."""
+        after_a_command = args[:1] and args[0] in self.commands and args[-1] == "--version"
+        return super().parse_args(ctx, args[-1:] if after_a_command else args)
 
 
 class ModelFirst(TyperCommand):
@@ -47,10 +54,3 @@ def take(option: str, arguments: list[str], expected: str, several: bool = False
     if not all(value.strip() for value in values):
         raise WeirError(f"expected {expected}, got nothing", option)
     return rest, values
-
-
-def reason(e: Exception) -> str:
-    """Return one line of what vLLM or transformers raised: of several the first that says why."""
-    errors = getattr(e, "errors", None)
-    text = str(errors()[0]["msg"]) if callable(errors) else str(e)  # pydantic's
-    return " ".join(text.split())[:MOST]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from vllm_weir.storage.cli import exit_on_error, parse_json
+from vllm_weir.storage.cli import exit_on_error, parse_json, progress_bar
 
 sae = typer.Typer(no_args_is_help=True, help="Look at sparse autoencoders.")
 
@@ -40,11 +39,12 @@ def report(
     with exit_on_error():
         from vllm_weir.analysis.feature_report.report import sae_report
 
-        console = Console(stderr=True, quiet=quiet)
-        with console.status("opening the features") as status:
+        with progress_bar(quiet) as bar:
+            task = bar.add_task("opening the features", total=None, rate="")
             written = sae_report(
                 sae, features, out, feature=feature or None, top=top, order=order, contexts=contexts, model=model,
-                storage_options=parse_json(storage_options, "storage_options"), progress=status.update,
+                storage_options=parse_json(storage_options, "storage_options"),
+                progress=lambda text: bar.update(task, description=text),
             )  # fmt: skip
     for note in written.notes:
         typer.echo(f"Note: {note}", err=True)

@@ -11,7 +11,7 @@ from vllm_weir.api import sites
 from vllm_weir.schema.hooks import HOOKS, MODEL_HOOKS, READ_ONLY_HOOKS
 from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.site_verdict import SiteVerdict
-from vllm_weir.util.shipped import model_path
+from vllm_weir.util.start_llm import start_llm
 
 
 def survey(model: str, **engine_args: Any) -> list[SiteVerdict]:
@@ -22,20 +22,10 @@ def survey(model: str, **engine_args: Any) -> list[SiteVerdict]:
         engine_args: further arguments of ``vllm.LLM``.
 
     Raises:
-        WeirError: if Weir does not serve the model at all.
+        WeirError: if vLLM cannot load the model, or Weir does not serve it at all.
     """
-    from vllm import LLM
-
-    llm = LLM(
-        model_path(model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=256 << 20,
-        disable_log_stats=True,
-        **engine_args,
-    )
+    small = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 256 << 20}
+    llm = start_llm(model, {"skip_tokenizer_init": True, "enforce_eager": True} | small | engine_args)
     try:
         return sites(llm)
     finally:

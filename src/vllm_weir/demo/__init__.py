@@ -1,1 +1,1 @@
-"""The demonstration: a small model, the stories it was trained on, and what can be read off it."""
+"""The demonstration: a small model that tells stories, and what can be read off it."""

@@ -39,15 +39,15 @@ def extract(
     out: Annotated[str, typer.Option("--out", "-o", help="Folder or fsspec URL; gone on with if it exists.")],
     layers: Annotated[str | None, typer.Option(help="'all', or ints with commas. [all]")] = None,
     hook: Annotated[str | None, typer.Option(help="Hook point, as `weir sites` lists them. [resid_post]")] = None,
-    heads: Annotated[str | None, typer.Option(help="Only these heads: ints with commas. [all]")] = None,
-    neurons: Annotated[str | None, typer.Option(help="Only these neurons: ints with commas. [all]")] = None,
+    heads: Annotated[str | None, typer.Option(help="Heads to read: ints with commas. [all]")] = None,
+    neurons: Annotated[str | None, typer.Option(help="Neurons to read: ints with commas. [all]")] = None,
     sae: Annotated[
         str | None, typer.Option("--sae", help="NAME=PATH or NAME=PATH@HOOK.LAYER: features instead of rows.")
     ] = None,
     top_k: Annotated[
         int | None, typer.Option(help="With --sae: so many features of a row, the most active. [32]")
     ] = None,
-    ids: Annotated[str | None, typer.Option(help="With --sae: these features instead, with commas.")] = None,
+    ids: Annotated[str | None, typer.Option(help="With --sae: ids of the features to write, with commas.")] = None,
     positions: Annotated[str, typer.Option(help="prompt, all, last_prompt, sampled, -4:, or JSON.")] = "prompt",
     compress: Annotated[str | None, typer.Option(help="rp8, full8, topk8, fp16, fp8, or JSON.")] = None,
     reduce: Annotated[str | None, typer.Option(help="last, mean or max: one row a record.")] = None,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import STREAM_HOOKS, layers_of
-from vllm_weir.util.shipped import model_path
+from vllm_weir.util.shipped import check_folder, model_path
 
 _OVERRIDES = ("config_format", "hf_config_path", "hf_overrides")
 """Options of ``vllm.LLM`` with which the model is another one than its ``config.json`` describes."""
@@ -45,8 +45,7 @@ class ModelConfig(NamedTuple):
         Raises:
             WeirError: naming ``model``, for a directory that does not exist.
         """
-        if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
-            raise WeirError(f"there is no folder {model}", "model")
+        check_folder(model)
         path = _path(model_path(model), options.get("revision"))
         if path is None or not os.path.isfile(path) or any(options.get(name) for name in _OVERRIDES):
             return cls()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,13 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from vllm_weir.errors import WeirError
+from vllm_weir.util.progress import told
 
 if TYPE_CHECKING:
     from vllm_weir.storage.dataset import ActivationDataset
     from vllm_weir.storage.verify import Verified
 
-EVERY = 30.0
-"""Seconds between two lines of progress where there is no terminal."""
 _STORAGE_OPTIONS = typer.Option("--storage-options", help="Options of fsspec, JSON.")
 
 
@@ -111,30 +109,28 @@ def convert(
         typer.echo(f"Note: {note}", err=True)
 
 
-class _Bar(Progress):
-    """A progress bar that prints a line every half minute where there is no terminal to draw in."""
+@contextlib.contextmanager
+def progress_bar(quiet: bool) -> Iterator[Progress]:
+    """Show a progress bar on stderr, or lines where that is no terminal; nothing if `quiet`.
 
-    def __init__(self, *columns: Any, **options: Any) -> None:
-        super().__init__(*columns, **options)
-        self._next = time.monotonic() + EVERY
-
-    def update(self, task_id: Any, **changed: Any) -> None:
-        super().update(task_id, **changed)
-        if self.console.is_terminal or self.disable or (now := time.monotonic()) < self._next:
-            return
-        self._next = now + EVERY
-        task = self._tasks[task_id]
-        total = "" if task.total is None else f" of {task.total:,.0f}"
-        print(f"{task.description}: {task.completed:,.0f}{total} {task.fields['rate']}".rstrip(), file=sys.stderr)
-
-
-def progress_bar(quiet: bool) -> Progress:
-    """Return a progress bar on stderr, hidden if `quiet`; its tasks have a field `rate`."""
-    return _Bar(
+    Its tasks have a field `rate`.
+    """
+    bar = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), console=Console(stderr=True),
-        transient=True, disable=quiet,
+        transient=True, disable=quiet or not sys.stderr.isatty(),  # else it ends with an empty line
     )  # fmt: skip
+    with bar, contextlib.nullcontext() if quiet else told(lambda: _line(bar)):
+        yield bar
+
+
+def _line(bar: Progress) -> str:
+    """Return what a bar shows, as text."""
+    lines = []
+    for task in bar.tasks:
+        counts = "" if task.total is None else f": {task.completed:,.0f} of {task.total:,.0f} {task.fields['rate']}"
+        lines.append(f"{task.description}{counts}".rstrip())
+    return "; ".join(lines)
 
 
 def parse_compression(text: str | None) -> Any:

@@ -26,17 +26,17 @@ _VIRIDIS = (
     "440154 48186a 472d7b 424086 3b528b 33638d 2c728e 26828e 21918c "
     "1fa088 28ae80 3fbc73 5ec962 84d44b addc30 d8e219 fde725"
 )
-_BLUE_TO_RED = "053061 2065ab 4393c3 90c4dd d1e5f0 f7f6f6 fddbc7 f3a481 d6604d b1182b 67001f"
+_RED_TO_BLUE = "67001f b1182b d6604d f3a481 fddbc7 f7f6f6 d1e5f0 90c4dd 4393c3 2065ab 053061"
 _ANCHORS = {
     name: np.array([[int(colour[i : i + 2], 16) for i in (0, 2, 4)] for colour in text.split()], np.float64)
-    for name, text in (("viridis", _VIRIDIS), ("RdBu_r", _BLUE_TO_RED))
+    for name, text in (("viridis", _VIRIDIS), ("RdBu", _RED_TO_BLUE))
 }
 """matplotlib's colour maps at equal steps, for where it is not installed."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The colours of some numbers: red above 0 and blue below where both signs occur, else viridis.
+    """The colours of some numbers: blue above 0 and red below where both signs occur, else viridis.
 
     Attributes:
         low, high: the numbers at its ends.
@@ -46,7 +46,7 @@ class Scale:
 
     low: float
     high: float
-    name: Literal["viridis", "RdBu_r"] = "viridis"
+    name: Literal["viridis", "RdBu"] = "viridis"
     log: bool = False
 
     @classmethod
@@ -61,9 +61,9 @@ class Scale:
         finite = finite[np.isfinite(finite)]
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
         if metric in ("cosine", "correlation"):
-            return cls(-1.0, 1.0, "RdBu_r") if low < -0.1 else cls(min(low, 0.0), 1.0)
+            return cls(-1.0, 1.0, "RdBu") if low < -0.1 else cls(min(low, 0.0), 1.0)
         if low < 0 < high:
-            return cls(-max(-low, high), max(-low, high), "RdBu_r")
+            return cls(-max(-low, high), max(-low, high), "RdBu")
         return cls(low, high, log=low > 0 and high / low > LOG_RATIO)
 
     def css(self, number: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vllm_weir.errors import WeirError
+
 NAME = "demo"
 HELP = "Directory or hub id of the model; demo is the one that ships with Weir."
 """What commands say of their argument MODEL."""
@@ -26,6 +28,12 @@ def demo_sae() -> str:
 def demo_mood() -> tuple[str, str]:
     """Return the files of the vector and the probe of a story's mood, which `weir serve demo` starts with."""
     return str(_FOLDER / "mood" / "vector.safetensors"), str(_FOLDER / "mood" / "probe.safetensors")
+
+
+def check_folder(model: str) -> None:
+    """Raise WeirError, naming ``model``, for a directory that does not exist: vLLM would ask the hub for it."""
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
+        raise WeirError(f"there is no folder {model}", "model")
 
 
 def model_path(model: str) -> str:

@@ -11,7 +11,11 @@ from typing import Any
 
 from vllm_weir.errors import WeirError
 from vllm_weir.util.parent_death import children_that_end_with_us
-from vllm_weir.util.shipped import model_path
+from vllm_weir.util.progress import told
+from vllm_weir.util.shipped import check_folder, model_path
+
+MOST = 400
+"""Characters that are printed of what another package has raised."""
 
 
 def start_llm(model: str, options: dict[str, Any]) -> Any:
@@ -22,18 +26,27 @@ def start_llm(model: str, options: dict[str, Any]) -> Any:
         options: of ``vllm.LLM``.
 
     Raises:
-        WeirError: naming ``engine``, if vLLM refuses the model or the options.
+        WeirError: naming ``model``, for a directory that does not exist; or ``engine``, if vLLM refuses the model or
+            the options.
     """
+    check_folder(model)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM
 
     try:
-        with children_without_sigint(), children_that_end_with_us():
+        with told(lambda: "starting the engine"), children_without_sigint(), children_that_end_with_us():
             return LLM(model=model_path(model), **{"disable_log_stats": True} | options)
     except WeirError:
         raise
     except (TypeError, ValueError, OSError) as e:
-        raise WeirError(f"vLLM cannot start: {e}", "engine") from None
+        raise WeirError(f"vLLM cannot start: {reason(e)}", "engine") from None
+
+
+def reason(e: Exception) -> str:
+    """Return one line of what vLLM or transformers raised: of several the first that says why."""
+    errors = getattr(e, "errors", None)
+    text = str(errors()[0]["msg"]) if callable(errors) else str(e)  # pydantic's
+    return " ".join(text.split())[:MOST]
 
 
 @contextlib.contextmanager

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from examples.demo import pictures
-from examples.demo.pictures import MoodShares, moods_by_value
+from examples.demo.pictures import HeatMap, MoodShares, heat_maps, moods_by_value
 
 
 def test_moods_by_value(tmp_path: Path, monkeypatch: Any) -> None:
@@ -32,3 +33,22 @@ def test_moods_by_value(tmp_path: Path, monkeypatch: Any) -> None:
             np.testing.assert_allclose(line.get_ydata(), 100 * np.array(shares))
         assert set(plain.get_ydata()) == {75.0} and axis.get_title(loc="left") == panel.title
     assert [text.get_text() for text in right.get_legend().get_texts()] == ["happy", "sad", "well-formed"]
+
+
+def test_heat_maps_have_one_scale_and_what_is_above_0_is_blue(tmp_path: Path, monkeypatch: Any) -> None:
+    figures = []
+    monkeypatch.setattr(pictures, "_save", lambda plt, figure, path: (figures.append(figure), plt.close(figure))[0])
+    panels = [
+        HeatMap("places", ["(name)", "a$b"], torch.tensor([[1.0, 0.0], [-0.5, 0.25]])),
+        HeatMap("heads", ["0", "1", "2"], torch.tensor([[0.0, 0.0, 0.7], [0.0, 0.0, 0.0]]), "head"),
+    ]
+    for beside in (True, False):
+        heat_maps(panels, tmp_path / "maps.png", "share", limit=1.0, beside=beside)
+    for figure in figures:
+        *axes, _bar = figure.axes
+        for axis, panel in zip(axes, panels, strict=True):
+            (image,) = axis.get_images()
+            np.testing.assert_array_equal(image.get_array(), panel.numbers.numpy())
+            assert image.get_clim() == (-1.0, 1.0) and axis.get_xlabel() == panel.of_columns
+            (red, _, blue, _), (red_below, _, blue_below, _) = image.cmap(0.9), image.cmap(0.1)
+            assert blue > red and red_below > blue_below

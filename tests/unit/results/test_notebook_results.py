@@ -55,7 +55,7 @@ def test_activations_by_block_and_token() -> None:
 def test_products_with_directions_are_coloured_text() -> None:
     found = acts({Site("z", 0): torch.tensor([[1.0], [-2.0]])})
     page = found._repr_html_()
-    assert titles(page) == [1.0, -2.0] and Scale(-2.0, 2.0, "RdBu_r").css(1.0) in page and "<td" not in page
+    assert titles(page) == [1.0, -2.0] and Scale(-2.0, 2.0, "RdBu").css(1.0) in page and "<td" not in page
     two = acts({Site("z", 0): torch.tensor([[1.0, 3.0], [-2.0, 4.0]])})._repr_html_()
     assert titles(two) == [3.0, 4.0, 1.0, -2.0] and ">z[0] 1<" in two
 

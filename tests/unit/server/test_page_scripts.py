@@ -88,7 +88,7 @@ def test_heads_and_neurons_of_an_answer(tmp_path, dtype):
         assert row["children"][1]["textContent"] == ", ".join(f"t{k} {weights[k]:.2f}" for k in top)
     assert [cell["chosen"] for cell in rows[0]["children"]] == [False] * (TOKENS + 1) + [True]
     shade = rows[1]["children"][4]["style"]["backgroundColor"]
-    assert shade == f"rgba(214, 40, 40, {0.75 * float(pattern[1, 2]):.3f})"
+    assert shade == f"rgba(29, 99, 184, {0.75 * float(pattern[1, 2]):.3f})"
     strongest = neurons.abs().argsort(descending=True)[:12].tolist()
     listed = [(item["dataset"]["neuron"], item["dataset"]["value"]) for item in found["list"]["children"]]
     assert listed == [(k, pytest.approx(float(neurons[k]), rel=1e-6)) for k in strongest]
@@ -161,7 +161,7 @@ def test_features_of_tokens(tmp_path):
     buttons = [item["children"][0] for item in found["list"]["children"]]
     assert [(one["dataset"]["feature"], one["dataset"]["value"]) for one in buttons] == [(7, 2), (3, 0.5)]
     assert [one["textContent"] for one in buttons] == ["7 <b>happy</b>: 2.000", "3: 0.5000"]
-    assert buttons[1]["style"]["backgroundColor"] == f"rgba(214, 40, 40, {0.75 * 0.25:.3f})"
+    assert buttons[1]["style"]["backgroundColor"] == f"rgba(29, 99, 184, {0.75 * 0.25:.3f})"
     assert found["chosen"] == [[3, 0.5]]
     assert found["lines"] == [
         "mood: 7 <b>happy</b> (2.000), 3 (0.5000)",
@@ -432,8 +432,8 @@ def test_tokens_are_coloured_by_their_own_position(tmp_path):
         console.log(JSON.stringify([shown, scale]));
     """)  # fmt: skip
     assert spans == [
-        ["rgba(29, 99, 184, 0.375)", 0.25, False],
-        ["rgba(214, 40, 40, 0.375)", 0.75, True],
+        ["rgba(214, 40, 40, 0.375)", 0.25, False],
+        ["rgba(29, 99, 184, 0.375)", 0.75, True],
         ["transparent", None, False],
     ]
     assert scale == ["0", "1"]
@@ -449,5 +449,5 @@ def test_raw_scores_are_coloured_by_the_largest(tmp_path):
           [paintProbe(probe, tokens, 2, largest), tokens.map((t) => t.span.style.backgroundColor)]));
         console.log(JSON.stringify(painted));
     """)  # fmt: skip
-    assert alone == [["-4.000", "4.000"], ["rgba(29, 99, 184, 0.750)", "rgba(214, 40, 40, 0.375)"]]
-    assert beside == [["-8.000", "8.000"], ["rgba(29, 99, 184, 0.375)", "rgba(214, 40, 40, 0.188)"]]
+    assert alone == [["-4.000", "4.000"], ["rgba(214, 40, 40, 0.750)", "rgba(29, 99, 184, 0.375)"]]
+    assert beside == [["-8.000", "8.000"], ["rgba(214, 40, 40, 0.375)", "rgba(29, 99, 184, 0.188)"]]

@@ -22,17 +22,17 @@ def colours_of(text: str) -> list[str]:
 def test_the_colours_are_those_of_plots() -> None:
     from matplotlib import colormaps
 
-    for scale in (Scale(0.0, 1.0), Scale(-2.0, 2.0, "RdBu_r")):
+    for scale in (Scale(0.0, 1.0), Scale(-2.0, 2.0, "RdBu")):
         for place in np.linspace(0, 1, 41):
             css = scale.css(scale.low + place * (scale.high - scale.low))
             shown = [int(css[12 + k : 14 + k], 16) for k in (0, 2, 4)]
             assert np.abs(np.array(shown) - 255 * np.array(colormaps[scale.name](place)[:3])).max() < 9
 
 
-def test_red_is_above_zero_and_blue_below() -> None:
+def test_blue_is_above_zero_and_red_below() -> None:
     scale = Scale.of(np.array([-1.0, 0.5, np.nan]))
-    assert (scale.name, scale.low, scale.high) == ("RdBu_r", -1.0, 1.0)
-    red, blue = scale.css(1.0), scale.css(-1.0)
+    assert (scale.name, scale.low, scale.high) == ("RdBu", -1.0, 1.0)
+    blue, red = scale.css(1.0), scale.css(-1.0)
     assert red == "background:#67001f;color:#fff" and blue == "background:#053061;color:#fff"
     assert scale.css(0.0) == "background:#f7f6f6;color:#000" and scale.css(np.nan) == scale.css(np.inf) == ""
     assert Scale.of(np.array([1.0, 31.0])) == Scale(1.0, 31.0, log=True)

@@ -22,7 +22,9 @@ SUFFIXES = (".gguf", ".safetensors")
 def fit(
     model: Annotated[str, typer.Argument(help=HELP)],
     positive: Annotated[str, typer.Argument(help="File of prompts: a text a line, or JSONL of texts or chats.")],
-    negative: Annotated[str, typer.Argument(help="File of the other class; as many lines make pairs.")],
+    negative: Annotated[
+        str, typer.Argument(help="File of the other class's prompts; with as many lines they are pairs.")
+    ],
     out: Annotated[str, typer.Option("--out", "-o", help="File for the vectors: .gguf or .safetensors.")],
     method: Annotated[
         str, typer.Option(help="diff, pca, pca_center, lat, logistic or logistic_pairs; see the guide.")
@@ -34,7 +36,7 @@ def fit(
     seed: Annotated[int, typer.Option(help="Seed by which prompts go to the parts.")] = 0,
     check: Annotated[bool, typer.Option(help="Steer and ablate prompts that were held out.")] = True,
     answer: Annotated[str | None, typer.Option(help="The check looks at logit(answer) - logit(wrong).")] = None,
-    wrong: Annotated[str | None, typer.Option(help="The check's other token.")] = None,
+    wrong: Annotated[str | None, typer.Option(help="The token whose logit the check subtracts.")] = None,
     plot: Annotated[str | None, typer.Option(help="Picture of the AUC by block: .png, .svg or .html.")] = None,
     column: Annotated[str, typer.Option(help="Field that is the prompt, in JSONL of objects.")] = "text",
     engine: Annotated[

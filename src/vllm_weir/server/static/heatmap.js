@@ -3,11 +3,11 @@
 /** Tokens shown on either side of the chosen one. */
 const REACH = 16;
 
-/** Return the colour of a score: red above zero, blue below, at full strength for a magnitude of `max`. */
+/** Return the colour of a score: blue above zero, red below, at full strength for a magnitude of `max`. */
 export function colour(score, max) {
   if (!Number.isFinite(score) || !(max > 0)) return "transparent";
   const alpha = (0.75 * Math.min(1, Math.abs(score) / max)).toFixed(3);
-  return score > 0 ? `rgba(214, 40, 40, ${alpha})` : `rgba(29, 99, 184, ${alpha})`;
+  return score > 0 ? `rgba(29, 99, 184, ${alpha})` : `rgba(214, 40, 40, ${alpha})`;
 }
 
 /** Return the largest magnitude among scores. */

@@ -5,7 +5,7 @@ neutral sentences that carry the topic and the register; the sentences after
 them carry the sentiment, which stays the same to the end. The frames are shared
 between the sentiments, so that only single words differ::
 
-    >>> from vllm_weir.demo.stories import make_story, well_formed
+    >>> from examples.demo.stories import make_story, well_formed
     >>> story = make_story(7, sentiment="positive", topic="sailing")
     >>> well_formed(story.text, partial_ok=False)
     True

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.machine import module, needs
-from vllm_weir.demo import grammar, stories
-from vllm_weir.demo.stories import (
+import vllm_weir as weir
+from examples.demo import grammar
+from examples.demo.stories import (
     REGISTERS,
     SENTIMENT_WORDS,
     SENTIMENTS,
@@ -24,8 +24,9 @@ from vllm_weir.demo.stories import (
     sentiment_of,
     well_formed,
 )
+from tests.support.machine import module, needs
 
-MODEL = Path(stories.__file__).parent / "model"
+MODEL = Path(weir.demo_model())
 SIGN = {"positive": 1.0, "negative": -1.0}
 
 

@@ -2,7 +2,7 @@
 
 A template is plain text with slots: ``{P}`` is the main character, ``{C}`` the
 companion, ``{he}``/``{him}``/``{his}``/``{himself}`` agree with ``{P}``, and
-the other slots name lists of :mod:`vllm_weir.demo.lexicon`. ``{a slot}``
+the other slots name lists of :mod:`examples.demo.lexicon`. ``{a slot}``
 prefixes the phrase with the right indefinite article.
 
 Words that agree (pronouns with the name, topic words with each other, titles
