@@ -72,7 +72,6 @@ class FeatureSpec:
 
     @property
     def site(self) -> Site:
-        """The hook point that the autoencoder reads."""
         return self.info.site
 
     def load(self) -> SAE:

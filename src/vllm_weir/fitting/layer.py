@@ -32,7 +32,6 @@ class Direction:
 
     @property
     def unit(self) -> np.ndarray:
-        """The unit vector [d]."""
         return unit(self.vector)
 
     def score(self, rows: np.ndarray) -> np.ndarray:

@@ -62,16 +62,9 @@ class EngineFrontend:
     """Admission and delivery for one engine.
 
     Args:
-        settings: the engine's settings.
-        chunked: whether the engine splits long prompts.
         host: see `Receiver`.
         refusal: why no request with Weir's keys can be served; None if they can.
-        model: the engine's model, as sinks see it.
-        hold: see `Tracker`.
-        vocabulary: the engine's.
-        max_model_len: most tokens of a prompt and what is generated, together; None if that is not
             known.
-        traits: how the engine is configured.
 
     Attributes:
         engine: how it is configured, and what its workers serve.
@@ -307,7 +300,6 @@ class EngineFrontend:
                 self._cache.clear()
 
     def remove_controller(self, name: str) -> None:
-        """Remove a controller; what is queued for it is handed to it first."""
         self.manager.remove_controller(name)
         with self.names.lock:
             self._cache.clear()

@@ -37,14 +37,10 @@ class EngineNames:
     """Vectors, autoencoders and probes of one engine by name, and the interventions of every request.
 
     Args:
-        engine: what can be served.
         forget: called, with the lock held, when other interventions than before are of every
             request.
 
     Attributes:
-        vectors: vectors and modules by name.
-        saes: sparse autoencoders by name.
-        probes: by name.
         hooks: by name; of this process alone.
         always: interventions of every request, before its own.
         lens_hooks: vllm-lens's hooks of every request.
@@ -72,7 +68,6 @@ class EngineNames:
 
     @property
     def version(self) -> tuple[int, int, int]:
-        """Changes whenever a name changes its meaning."""
         return self.vectors.version, self.saes.version, self.probes.version
 
     @property
@@ -294,7 +289,6 @@ class EngineNames:
             self._forget()  # what is kept of requests keeps functions, too
 
     def unregister_hook(self, name: str) -> None:
-        """Forget a hook; raise WeirError if there is none of the name."""
         with self.lock:
             self.hooks.remove(name)
             self._forget()

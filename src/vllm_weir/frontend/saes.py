@@ -89,12 +89,7 @@ def refuse_used(key: str, name: str, always: Sequence[Kept], modules: Mapping[st
 
 
 def prepare(frontend: EngineFrontend, name: str, sae: Any) -> LoadedSAE:
-    """Return an autoencoder that `send` may load.
-
-    Args:
-        frontend: of the engine.
-        name: under which requests will name it.
-        sae: an `SAE`, or the path of its files.
+    """Return an autoencoder that `send` may load, from an `SAE` or the path of its files.
 
     Raises:
         WeirError: naming the field, if the engine cannot serve it.

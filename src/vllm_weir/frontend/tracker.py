@@ -22,11 +22,8 @@ class Tracker:
     While anything refers to it or its views, the sequence's rows are kept.
 
     Args:
-        pending: the sequence in the row store.
         first: the most tokens that may come from the prefix cache; None for no limit.
-        d_model: the model's.
         timeout: seconds that a view waits for rows.
-        manager: the engine's sinks.
         asked: whether the request itself asked for anything; others only have rows for sinks.
         hold: whether `view` may block while a sink has no room.
         held: what holds the sequence's outputs back until their tokens have scores; None if nothing does.

@@ -130,10 +130,7 @@ def _captures_allowed() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _late_capture(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Make vLLM's capture possible while the engine serves.
-
-    `stream` is the one for all such captures.
-    """
+    """Make vLLM's capture possible while the engine serves; `stream` is the one for all such captures."""
     from vllm.distributed import parallel_state
     from vllm.v1.worker.gpu import cudagraph_utils
 

@@ -76,12 +76,8 @@ def _attention(
 ) -> AttentionFacts:
     """Return the facts of one block's attention.
 
-    Args:
-        layers: what mixes tokens in the block.
-        with_keys: those of them that have queries and keys for each head.
-        index: of the block.
-        owner_of: the name of an attention layer -> its block.
-        dtype: the model's.
+    `layers` mix its tokens, of which `with_keys` have queries and keys for each head; `owner_of`
+    maps the name of an attention layer to its block.
     """
     if not with_keys:
         return AttentionFacts(refused=f"its {type(layers[0]).__name__} has no queries and keys for each head")
@@ -140,7 +136,6 @@ def _why_not(layer: Any, dtype: torch.dtype) -> str:
 
 
 def _floats(values: Any) -> tuple[float, ...]:
-    """Return a tensor or list of floats as a tuple; empty for None."""
     if values is None:
         return ()
     return tuple(torch.as_tensor(values).detach().float().flatten().tolist())

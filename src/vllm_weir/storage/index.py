@@ -205,7 +205,6 @@ class IndexBuilder:
         return self.requests[name]
 
     def add_block(self, block: RecordBlock) -> int:
-        """Add a block and return its code."""
         self.blocks.append(block)
         return len(self.blocks) - 1
 

@@ -32,7 +32,6 @@ class HookResults:
     """Values, what was saved, and which rows were spoiled, of the step that is being issued.
 
     Args:
-        device: of the model.
         tells: whether this worker tells readers; one of a tensor-parallel group does.
         anew: whether a position may be computed anew with another token, as after a draft that is rejected.
     """

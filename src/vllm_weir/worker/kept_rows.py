@@ -33,9 +33,6 @@ class KeptRows:
     Args:
         columns: that this worker sends.
         shapes: site -> shape of a row, where that is not (d_model,).
-        d_model: values of a row of the ring.
-        dtype: of the stream.
-        device: where fits are computed.
         settle: waits, so many seconds, until rows under way have been handed to `receive`; returns
             whether they have.
     """
@@ -55,11 +52,7 @@ class KeptRows:
         self._opened: dict[int, messages.SequenceOpened] = {}
 
     def endpoint(self, key: str) -> str:
-        """Return the kept reader of a collection.
-
-        Raises:
-            WeirError: if there is none under the key.
-        """
+        """Return the kept reader of a collection; raise WeirError if there is none under the key."""
         if key not in self._collections:
             raise WeirError("the workers keep no rows under this key (any more)", "capture.sink")
         return messages.KEPT + key
@@ -108,7 +101,6 @@ class KeptRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows that are kept."""
         return sum(collection.nbytes for collection in self._collections.values())
 
     def receive(

@@ -19,13 +19,7 @@ NO_MEMORY = (
 
 
 class RequestFailures:
-    """Fails requests; the engine and all other requests go on.
-
-    Args:
-        planner: knows the live requests.
-        notifier: tells readers.
-        uncertainty: see `EngineTraits.uncertainty`.
-    """
+    """Fails requests; the engine and all other requests go on."""
 
     def __init__(self, planner: Planner, notifier: Notifier, uncertainty: int) -> None:
         self._planner, self._notifier, self._uncertainty = planner, notifier, uncertainty

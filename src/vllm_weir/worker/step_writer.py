@@ -33,22 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepWriter:
-    """Tells the taps what each forward pass is to record and to change.
-
-    Args:
-        planner: plans the step.
-        step_rows: gives it its rows of the ring.
-        table_writer, plan_writer: write programs and plan to the device.
-        tensors: what the taps read.
-        switch: says how they are launched.
-        calls: calls autoencoders and functions in them.
-        in_graphs: calls compiled functions in those of steps that may be CUDA graphs.
-        scorer: prepares the step's scores.
-        reducer: prepares its reductions.
-        failures: of requests that cannot be planned.
-        sender: gets the step that is being issued.
-        runner: see `ModelInfo.runner`.
-    """
+    """Tells the taps what each forward pass is to record and to change."""
 
     def __init__(
         self,

@@ -90,10 +90,7 @@ def _moves(
     lookup: Callable[[str, str], np.ndarray],
     out: LoweredInterventions,
 ) -> list[ResolvedIntervention]:
-    """Resolve one intervention: one result for all layers at which it does the same.
-
-    Vectors are added to `out`.
-    """
+    """Resolve one intervention: one result for all layers at which it does the same; add vectors to `out`."""
     layers_by_effect: dict[tuple[tuple[Instruction, ...], int, Source | None], list[int]] = {}
     for one in intervention.by_layer(capabilities.num_layers, lookup):
         for shape, layers in _layers_by_shape(one, capabilities).items():

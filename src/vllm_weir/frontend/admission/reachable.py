@@ -91,7 +91,6 @@ class Vocabulary:
 
     @property
     def special_ids(self) -> tuple[int, ...] | None:
-        """Ids of the tokenizer's special tokens, ascending; None if there is no tokenizer."""
         return self._ids.special
 
     def occurs(self, positions: Positions) -> bool:

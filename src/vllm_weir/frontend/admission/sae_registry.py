@@ -51,7 +51,6 @@ class LoadedSAE:
 
     @classmethod
     def new(cls, name: str, sae: SAE) -> LoadedSAE:
-        """Return an autoencoder under a new key."""
         return cls(name, f"{name}#{secrets.token_hex(8)}", sae)
 
     @functools.cached_property
@@ -88,7 +87,6 @@ class SAERegistry:
         self.version += 1
 
     def put(self, loaded: LoadedSAE) -> None:
-        """Enter an autoencoder that the workers have loaded."""
         self._by_name[loaded.name] = loaded
         self.version += 1
 
@@ -112,7 +110,6 @@ class SAERegistry:
             self._claimed.discard(name)
 
     def infos(self) -> list[SAEInfo]:
-        """Return what is told of each, in the order of their names."""
         return [loaded.info for _, loaded in sorted(self._by_name.items())]
 
     @contextmanager

@@ -86,7 +86,6 @@ class VectorRegistry:
         self.version = 0
 
     def load(self, contents: RegistryContents) -> None:
-        """Replace everything that is registered."""
         self._by_name, self._modules = dict(contents.vectors), contents.modules
         vectors = (v for named in self._by_name.values() for v in named.directions.values())
         self._by_digest = {v.digest: v for v in vectors}
@@ -94,7 +93,6 @@ class VectorRegistry:
 
     @property
     def named(self) -> Mapping[str, NamedVector]:
-        """All vectors, by name."""
         return self._by_name
 
     def parse(self, name: str, vector: Any) -> Vector:
@@ -144,7 +142,6 @@ class VectorRegistry:
 
     @property
     def modules(self) -> Mapping[str, tuple[Kept, ...]]:
-        """The modules by name."""
         return self._modules
 
     def module(self, name: str, field: str) -> Sequence[Kept]:

@@ -39,12 +39,10 @@ class OutputHolder:
         return held
 
     def find(self, request_id: str) -> HeldOutputs | None:
-        """Return the sequence, by vLLM's internal id, if its outputs are held back."""
         return self._held.get(request_id)
 
     @property
     def behind(self) -> bool:
-        """Whether any outputs wait for scores that are on their way."""
         return bool(self._behind)
 
     @property

@@ -46,11 +46,9 @@ class Preslicer:
         """Sequences that may still be sliced before the next message."""
 
     def add(self, pending: PendingSequence) -> None:
-        """Queue a sequence whose first rows have come."""
         self._queue.append((self._messages + DELAY, ref(pending)))
 
     def note_message(self) -> None:
-        """Count a message that brought rows."""
         self._messages, self._left = self._messages + 1, PER_MESSAGE
 
     def slice_due(self) -> None:

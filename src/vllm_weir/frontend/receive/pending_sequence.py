@@ -198,7 +198,6 @@ class PendingSequence:
         self.check()
 
     def check(self) -> None:
-        """Raise WeirError if the worker reported a failure."""
         if self.failure is not None:
             raise WeirError(f"this request failed in the worker: {self.failure}")
 
@@ -262,14 +261,7 @@ class PendingSequence:
         return all(locations.all_resolved for _, locations in self._find(sites, positions, kind))
 
     def preslice(self, sites: Sequence[Site], kind: str, first: int, count: int) -> None:
-        """Make tensors of rows before the rows arrive, where that is possible.
-
-        Args:
-            sites: of which sites.
-            kind: see `take`.
-            first: the first position.
-            count: how many positions follow each other from there.
-        """
+        """Make tensors of rows at `count` positions from `first` on before they arrive, where that is possible."""
         if self.admitted.shard_widths:
             return  # parts are joined once they are here
         for some_sites, row_views in self._group_by_views(sites, kind):

@@ -71,10 +71,7 @@ class WorkerConnection(NamedTuple):
 
 
 class _ReceiverState:
-    """What the thread works with.
-
-    It must not refer to the `Receiver`, since the thread stops when that is garbage-collected.
-    """
+    """What the thread works with. It has no reference to the `Receiver`, with whose garbage collection it ends."""
 
     def __init__(self, store: RowStore, context: zmq.Context, folder: str, host: str | None) -> None:
         self.store, self.context = store, context

@@ -79,7 +79,6 @@ class RowStore:
         self.salt = secrets.token_hex(8)
 
     def open(self, pending: PendingSequence) -> None:
-        """Accept rows for a request."""
         self._pending[pending.request_id] = pending
 
     def forget(self, pending: PendingSequence) -> None:
@@ -107,7 +106,6 @@ class RowStore:
                 yield pending
 
     def get(self, request_id: str) -> PendingSequence | None:
-        """Return the request, or None if nobody waits for it."""
         return self._pending.get(request_id)
 
     def wait(self, done: Callable[[], bool], timeout: float) -> bool:

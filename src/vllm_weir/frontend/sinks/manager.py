@@ -131,13 +131,11 @@ class SinkManager:
             runner.close()
 
     def controller(self, name: str) -> AsyncController | None:
-        """Return the controller of a name, if there is one."""
         found = self._controllers.get(name)
         return None if found is None else found[1]
 
     @property
     def takes_scores(self) -> bool:
-        """Whether a controller gets the scores of finished sequences."""
         return bool(self._controllers)
 
     def scored_parts(self, memory: CaptureGroup, others: Sequence[CaptureGroup]) -> list[CaptureGroup]:
@@ -299,18 +297,15 @@ class _UnmarkedDelivery:
 
     @property
     def size(self) -> int:
-        """Bytes of the rows."""
         return self.delivery.size
 
     def send(self, metadata: dict[str, Any], patience: float) -> None:
-        """Hand the rows to the sink, marked."""
         self.delivery.set_mark(metadata)
         self.delivery.ticket.state = "queued"
         self._runner.offer(self.delivery, patience)
         self._runner.expect(-1)
 
     def evict(self) -> None:
-        """Discard the rows."""
         self.delivery.evict()
         self._runner.expect(-1)
 
@@ -322,7 +317,6 @@ def check_sinks(definitions: Mapping[str, SinkDefinition]) -> None:
 
 
 def _path(name: str) -> str:
-    """Return the setting that names a sink."""
     return f"settings.sinks.{name}"
 
 

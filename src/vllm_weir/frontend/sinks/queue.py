@@ -100,7 +100,6 @@ class BoundedQueue(Generic[ItemType]):
                     return
 
     def done(self) -> None:
-        """Record that the item last taken is finished."""
         with self._changed:
             self._done += 1
             self._changed.notify_all()
@@ -112,10 +111,7 @@ class BoundedQueue(Generic[ItemType]):
             self._changed.notify_all()
 
     def wait_done(self, timeout: float) -> bool:
-        """Wait until every item put in so far is finished.
-
-        Return False if that takes longer than `timeout` seconds.
-        """
+        """Return whether every item put in so far was finished within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         with self._changed:
             target = self._put
@@ -128,12 +124,10 @@ class BoundedQueue(Generic[ItemType]):
 
     @property
     def idle(self) -> bool:
-        """Whether every item is finished."""
         return self._put == self._done
 
     @property
     def bytes(self) -> int:
-        """Bytes of memory that waiting items hold."""
         return self._bytes
 
     def __len__(self) -> int:

@@ -58,15 +58,7 @@ def publish_tensors(
     metadata: dict[str, str],
     file: AtomicFile | None = None,
 ) -> None:
-    """Publish a safetensors file; after an error nothing of it is left.
-
-    Args:
-        store: Where the file goes.
-        name: Its name.
-        tensors: From `site_tensors`.
-        metadata: For the header.
-        file: An empty new file of that name, if one was begun.
-    """
+    """Publish a safetensors file, into the empty new `file` if one was begun; after an error nothing is left."""
     crc: dict[str, int] = {}
     for key, (_, data) in tensors.items():
         site, _, kind = key.rpartition(".")
@@ -143,7 +135,6 @@ class StoredSite:
     checksums: np.ndarray | None
 
     def add_to(self, builder: IndexBuilder, request: int, block: int) -> None:
-        """Add the rows to an index, as a run of a request in a block, by their codes."""
         builder.add_run(
             request, self.site, block, self.records.start, self.positions, self.token_ids, checksums=self.checksums
         )

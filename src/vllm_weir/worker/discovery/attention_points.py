@@ -29,15 +29,9 @@ LATENT = "latent attention never computes keys and values of heads, nor queries 
 
 
 def find_attention(view: BlockView, attn_out: Anchor | None, why_none: str) -> tuple[PartFindings, set[str]]:
-    """Find the points of a block's attention.
+    """Return the points of a block's attention, and the paths of the linear modules that belong to it.
 
-    Args:
-        view: the block.
-        attn_out: where attn_out is; None if that was refused.
-        why_none: why it was.
-
-    Returns:
-        The points, and the paths of the linear modules that belong to attention.
+    `attn_out` is None if that was refused, for the reason `why_none`.
     """
     findings = PartFindings()
     layers = _attention_layers(view)

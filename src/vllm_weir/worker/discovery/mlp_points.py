@@ -31,14 +31,7 @@ NO_GATE = "its MLP has no gate, so mlp_pre is all that its activation is given"
 
 
 def find_mlp(view: BlockView, mlp_out: Anchor | None, why_none: str, of_attention: set[str]) -> PartFindings:
-    """Find the points of a block's MLP.
-
-    Args:
-        view: the block.
-        mlp_out: where mlp_out is; None if that was refused.
-        why_none: why it was.
-        of_attention: paths of the linear modules that belong to attention.
-    """
+    """Find the points of a block's MLP; `mlp_out` is None if that was refused, for the reason `why_none`."""
     findings = PartFindings()
     linears = [linear for linear in view.linears if linear.call.path not in of_attention]
     experts = _experts_calls(view)

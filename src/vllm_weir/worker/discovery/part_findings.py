@@ -67,8 +67,6 @@ class Linear:
     """A call of a linear module.
 
     Attributes:
-        call: its record.
-        shape: of the module.
         given, returned: keys of its input and its result.
     """
 
@@ -95,7 +93,6 @@ class Linear:
         return next((offset for offset in self.call.offsets.values() if len(offset) == width), None)
 
     def input_anchor(self) -> Anchor:
-        """Return the anchor of its input."""
         return Anchor(self.call.path, "before", self.given)
 
 
@@ -113,7 +110,6 @@ class Columns:
         return self.linear.value_out[:, self.start : self.stop]
 
     def overlaps(self, other: Columns) -> bool:
-        """Return whether two have a column in common."""
         return self.linear.call is other.linear.call and self.start < other.stop and other.start < self.stop
 
     def features(self, ranks: int) -> Features | None:
@@ -133,8 +129,6 @@ class BlockView:
     """A block's record, and what is known of its modules.
 
     Attributes:
-        record: of the pass.
-        tree, parts, matcher: of the model.
         linears: the calls of linear modules, by start.
     """
 
@@ -151,7 +145,6 @@ class BlockView:
 
     @property
     def calls(self) -> list[ModuleCall]:
-        """The calls of everything in the block."""
         return self.record.calls[1:]
 
     def anchor_of(self, call: ModuleCall, key: TensorKey, when: Literal["before", "after"]) -> Anchor | None:

@@ -39,14 +39,7 @@ from vllm_weir.worker.discovery.verification import why_acts_again
 
 
 def map_parts(recorded: RecordedModel, ports: StreamPorts, parts: PartModules, sites: SiteMap) -> None:
-    """Find and verify the points inside attention and MLP of every block.
-
-    Args:
-        recorded: the model.
-        ports: what carries the stream.
-        parts: recognises the modules inside attention and MLP.
-        sites: has the verdicts on all other points; takes those on these.
-    """
+    """Find and verify the points inside attention and MLP of every block."""
     try:
         _PartSearch(recorded, ports, parts, sites).fill()
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as e:
@@ -75,7 +68,6 @@ class _PartSearch:
     def _record(
         self, on_block: Callable[[BlockRecord], None], writes: Mapping[Anchor, torch.Tensor] | None = None
     ) -> PartRecorder:
-        """Run one pass and return its recorder."""
         recorder = PartRecorder(self._tree, self._parts, self._ports, on_block, writes)
         with recorder.recording():
             self._recorded.run()

@@ -47,10 +47,8 @@ class BlockCheck:
     """The check of one block.
 
     Args:
-        view: the block, in the pass without writes.
         attention, mlp: what was found in it; what fails is refused there.
         resid_mid: where the stream between the two is; None if that was refused.
-        ports: what carries the stream.
 
     Attributes:
         writes: anchor -> what is to be added in the second pass, float32 [tokens, width].

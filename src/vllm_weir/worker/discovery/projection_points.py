@@ -54,14 +54,7 @@ class _Source:
 
 
 class Projections:
-    """Places q_rot, k_rot, q, k and v of one attention layer.
-
-    Args:
-        view: the block.
-        layer: the call of the attention layer.
-        shape: of the layer.
-        found: takes the points.
-    """
+    """Places q_rot, k_rot, q, k and v of one attention layer."""
 
     def __init__(self, view: BlockView, layer: ModuleCall, shape: AttentionShape, found: PartFindings) -> None:
         self._view, self._layer, self._shape, self._found = view, layer, shape, found

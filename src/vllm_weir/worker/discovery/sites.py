@@ -46,16 +46,7 @@ from vllm_weir.worker.discovery.verification import Verification
 def map_sites(
     tree: ModuleTree, run: Run, dtype: torch.dtype, description: ModelDescription, parts: PartModules | None = None
 ) -> SiteMap:
-    """Find and verify every site of a model.
-
-    Args:
-        tree: the model.
-        run: runs it once, uncompiled, over a few tokens.
-        dtype: of its activations.
-        description: of what its structure does not tell.
-        parts: recognises the modules inside attention and MLP; without it, the points there are not
-            looked for.
-    """
+    """Find and verify every site of a model; without `parts`, none inside attention and MLP."""
     sites = SiteMap(tree.num_layers)
     if not tree.blocks:
         return sites
@@ -83,7 +74,6 @@ class _Solution:
     """What was found with one choice of what carries the stream.
 
     Attributes:
-        ports: the choice.
         points: block -> its points.
         noise_levels: block -> level of the noise pass in which they were found.
     """
@@ -107,9 +97,7 @@ class _Search:
     """Steps 3 to 5: the points for each choice of what carries the stream, and the best choice.
 
     Args:
-        recorded: the model, and the baseline.
         candidates: what may carry the stream, likeliest first.
-        description: may name the points.
 
     Attributes:
         noise_passes: the recorded passes with noise, by level.

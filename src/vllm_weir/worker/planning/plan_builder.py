@@ -53,12 +53,8 @@ class PlanBuilder:
     Add requests in the steady state all at once, and the others one by one. Endpoints are given as
     their numbers in `SteadyState.endpoints`.
 
-    Args:
-        size: tokens of the step.
-
     Attributes:
         site_sets, programs, programs_by_token, programs_by_position, failures: as in `StepPlan`.
-        scores: what probes read.
     """
 
     def __init__(self, size: int) -> None:
@@ -258,11 +254,7 @@ class PlanBuilder:
         self.programs_by_position = [c for c in self.programs_by_position if not first <= c.tokens[0] < end]
 
     def finish(self, endpoints: Sequence[str]) -> StepPlan | None:
-        """Return the plan, None if nothing happens in the step.
-
-        Args:
-            endpoints: addresses of the readers, by number.
-        """
+        """Return the plan, None if nothing happens in the step; `endpoints` are the readers' addresses, by number."""
         self._expand_token_runs()
         self._expand_steered_runs()
         if self._is_empty():

@@ -55,11 +55,9 @@ class Planner:
         columns: columns (see `column_of`) that this worker fills.
         num_columns: width of the rank table.
         max_site_sets: height of the rank table.
-        table: where programs are held.
         row_seqs: where rows go; None for an unbounded arena of its own.
         ring_rows: column -> rows of the ring that one of its rows takes; left out where that is 1.
         probes: where probes and gates are held; None if no request has any.
-        traits: of the engine.
 
     Attributes:
         capturing, steered: the live requests that capture or are steered, by id.
@@ -264,14 +262,7 @@ class Planner:
     def _note_drafts(
         self, builder: PlanBuilder, request_ids: Sequence[str], slots: np.ndarray, batch: np.ndarray
     ) -> None:
-        """Set `drafted`.
-
-        Args:
-            builder: of the finished plan.
-            request_ids: the batch.
-            slots: int64 [n], of the requests.
-            batch: int64 [n, 4]: first token, tokens, drafts and position of each.
-        """
+        """Set `drafted`; `batch` is int64 [n, 4]: first token, tokens, drafts and position of each request."""
         restarted, self._restarted = self._restarted, []
         followed = slots.nonzero()[0]
         if not len(followed) or not (self._traits.drafts_ahead or batch[followed, 2].any()):

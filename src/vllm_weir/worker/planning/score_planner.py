@@ -49,11 +49,6 @@ class ScoredRequest:
 class ScorePlanner:
     """Plans what the probes of requests read.
 
-    Args:
-        probes: the table of probes.
-        table: where the programs are that write raw numbers.
-        row_seqs: where readers are told of series.
-
     Attributes:
         reports: whether this worker reports scores; one per tensor-parallel group does.
     """
@@ -91,7 +86,6 @@ class ScorePlanner:
         return ScoredRequest(request_id, endpoint, recipe, held, np.array(recipe.taps), np.array(held.probes))
 
     def leave(self, request: ScoredRequest) -> None:
-        """Release what a request holds."""
         if request.held is not None:
             self.table.release(request.held)
 

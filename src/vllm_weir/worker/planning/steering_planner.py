@@ -122,11 +122,6 @@ class SteeredRequest:
 class SteeringPlanner:
     """Plans what steered requests change.
 
-    Args:
-        table: where programs are held.
-        row_seqs: where readers are told of groups.
-        scores: plans what probes read.
-
     Attributes:
         reports: whether this worker reports what was steered; one per tensor-parallel group does.
         unsteered_kv: blocks in the prefix cache that were not steered as their keys say.

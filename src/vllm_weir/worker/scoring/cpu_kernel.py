@@ -43,12 +43,7 @@ ALIKE.append(fields.PROBE_FIELDS.index("window"))
 
 
 def launch(tap: int, tensors: ScoreTensors) -> None:
-    """Compute scores and factors of the tokens of the step's runs at a tap.
-
-    Args:
-        tap: where the probes read; it has written their raw numbers.
-        tensors: what the kernels read and write.
-    """
+    """Compute scores and factors of the tokens of the step's runs at a tap, which has written their raw numbers."""
     offsets = tensors.offsets.numpy()
     runs = tensors.runs.numpy()[offsets[tap] : offsets[tap + 1]]
     if not len(runs):
@@ -62,8 +57,6 @@ class _Runs:
     """Runs whose probes are computed alike.
 
     Args:
-        tap: where the probes read.
-        tensors: as of `launch`.
         runs: int32 [n, 4], see RUN_FIELDS.
     """
 

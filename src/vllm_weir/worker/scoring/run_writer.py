@@ -13,11 +13,6 @@ from vllm_weir.worker.tap.device_tables import STAGING
 class RunWriter:
     """Keeps the runs of the coming step on the device.
 
-    Args:
-        num_taps: of the model.
-        most_runs: of a step.
-        device: of the model.
-
     Attributes:
         offsets, runs: see `ScoreTensors`; they are parts of one tensor, written by one copy.
     """
@@ -56,7 +51,6 @@ class RunWriter:
         return True
 
     def silence(self) -> None:
-        """Write that there are no runs."""
         self.write(_NONE)
 
 

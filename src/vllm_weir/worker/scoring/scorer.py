@@ -26,9 +26,6 @@ class Scorer:
     """Scores the tokens of each step; all that it does on a GPU is ordered on the current stream.
 
     Args:
-        table: the probes and gates of live requests.
-        tap_tensors: what the taps write and read.
-        sizes: rows of the tables.
         controllers: opened, by name.
 
     Attributes:

@@ -22,7 +22,6 @@ class Slots:
     The rows of an idle key keep their content until they are needed for another.
 
     Args:
-        capacity: rows of the table.
         on_move: called when keys have been moved together to make room for several rows side by
             side; has to move their content, one after the other. Needed only if a key has several
             rows.

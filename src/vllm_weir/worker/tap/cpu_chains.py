@@ -97,13 +97,6 @@ class Cells:
 class Chains:
     """Follows the chains of rows from stage to stage.
 
-    Args:
-        ints: table of the nodes' integers.
-        floats: table of the nodes' coefficients.
-        vectors: table of vectors.
-        cells: of the rows' tokens.
-        n: how many rows there are.
-
     Attributes:
         changed: bool [n], rows to which something was added.
     """

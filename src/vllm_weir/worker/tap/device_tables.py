@@ -125,10 +125,6 @@ class _WrittenPlan:
 class TableWriter:
     """Mirrors tables of the host on the device.
 
-    Args:
-        table: the tables on the host.
-        device: of the mirror.
-
     Attributes:
         tensors: the mirrored arrays by name.
     """

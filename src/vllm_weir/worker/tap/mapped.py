@@ -83,8 +83,6 @@ class MappedTaps:
 
     Args:
         sites: tap -> the hook point inside a block that it serves, or `resid_post`.
-        max_tokens: of a step.
-        device: of the model.
     """
 
     def __init__(self, sites: Mapping[int, Site], max_tokens: int, device: torch.device) -> None:

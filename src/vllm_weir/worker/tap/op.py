@@ -133,7 +133,6 @@ class TapSwitch:
 
     @property
     def live(self) -> bool:
-        """Whether any tap acts."""
         return self.mask != 0
 
     def turn(self, mask: int) -> None:

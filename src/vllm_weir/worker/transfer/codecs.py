@@ -117,11 +117,6 @@ class Codecs:
     """The codecs in use, by number.
 
     Those of compressions are made once for all requests that use them.
-
-    Args:
-        d_model: values of a row.
-        device: the worker's.
-        dtype: dtype of the rows.
     """
 
     def __init__(self, d_model: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -142,7 +137,6 @@ class Codecs:
         return number
 
     def remove(self, number: int) -> None:
-        """Remove what `add` has added."""
         del self._codecs[number]
 
     def hold(self, request_id: str, compression: Compression) -> int:

@@ -17,12 +17,8 @@ class PackGroup:
     """The tokens of a step that share codec and site set, and their records.
 
     Args:
-        codec: how their rows are compressed.
-        site_set: what is captured of them.
-        columns: rows of a token.
         lanes: int64 [n], ascending, each token's lane.
         places: int64 [n], byte of the arena at which each token's records start.
-        device: the ring's.
     """
 
     def __init__(

@@ -29,8 +29,6 @@ class HostBuffer:
     and stay so.
 
     Args:
-        rows: how many rows.
-        row_bytes: bytes of a row.
         pin: whether a CUDA device writes them.
 
     Attributes:

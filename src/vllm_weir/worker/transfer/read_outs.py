@@ -137,13 +137,10 @@ class ReadOuts:
     """The codecs of read-outs in use; requests that read the same share one.
 
     Args:
-        codecs: where they are added.
         hold_sae: (request, key) -> the autoencoder, which stays until the request is released, or
             raises WeirError.
         shapes: site -> shape of a row, where that is not (d_model,).
         d_model: values of a row of the ring.
-        device: the worker's.
-        lenses: make the readers of lenses.
     """
 
     def __init__(

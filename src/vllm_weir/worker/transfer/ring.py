@@ -23,10 +23,6 @@ class Ring:
 
     The host never waits for room: before a piece is written again, the device's main stream waits
     for the copy that takes its rows out.
-
-    Attributes:
-        buffer: the rows.
-        capacity: how many they are.
     """
 
     def __init__(self, capacity: int, d_model: int, dtype: torch.dtype, device: torch.device) -> None:

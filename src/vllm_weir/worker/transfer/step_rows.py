@@ -24,11 +24,7 @@ class StepRows:
     """Gives each step its rows of the ring, and sends what the taps have written there.
 
     Args:
-        ring: where taps write rows.
-        copy_out: copies them to the host.
         streamed_copy: does so while a step runs; None if no step is streamed.
-        reducer: reduces rows of prompts.
-        codecs: how rows are compressed, by number.
     """
 
     def __init__(

@@ -70,11 +70,8 @@ class StreamedCopy:
     """Runs the taps of streamed steps, and sends each band once its last tap has written.
 
     Args:
-        ring: where rows are written.
-        copy_out: how they leave.
         ranks: int32 [site sets, columns] on the device; only its shape is used.
         taps: address of each tap's number on the device -> the number.
-        codecs: how rows are compressed, by number.
 
     Attributes:
         stride: ring rows from one lane of the step to the next.
