@@ -32,11 +32,7 @@ def check_controllers(definitions: Mapping[str, SinkDefinition]) -> None:
 
 
 def set_up(frontend: EngineFrontend, definitions: Mapping[str, SinkDefinition]) -> None:
-    """Make the controllers of an engine's settings.
-
-    Raises:
-        WeirError: naming the setting, if one cannot be made.
-    """
+    """Make the controllers of an engine's settings; raise WeirError naming the setting, if one cannot be made."""
     for name, definition in definitions.items():
         path = f"settings.controllers.{name}"
         controller = controllers.make(definition.consumer, json.loads(definition.options), path)

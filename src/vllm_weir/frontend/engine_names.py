@@ -120,11 +120,7 @@ class EngineNames:
             own += made
 
     def set_always(self, interventions: Sequence[AnyIntervention]) -> None:
-        """Set the interventions of every request from now on.
-
-        Raises:
-            WeirError: if the engine cannot do them.
-        """
+        """Set the interventions of every request from now on; raise WeirError if the engine cannot do them."""
 
         def edit(contents: RegistryContents) -> RegistryContents:
             self.refresh()  # names stand for what they do while the state is locked
@@ -211,10 +207,6 @@ class EngineNames:
     def register_probe(self, probe: AnyProbe, everyone: bool = False) -> None:
         """Register a probe under its name, replacing any other; see `vllm_weir.api.register_probe`.
 
-        Args:
-            probe: its vectors may be registered ones.
-            everyone: whether it scores every request.
-
         Raises:
             WeirError: if the engine cannot serve it, or what gates interventions of every request.
         """
@@ -258,10 +250,7 @@ class EngineNames:
         self.change_probes({name: None})
 
     def change_probes(self, changes: Mapping[str, RegisteredProbe | None]) -> None:
-        """Put other probes under names, in all processes of a server.
-
-        Args:
-            changes: name -> a probe that was registered before; None for none.
+        """Put registered probes under names, None for none, in all processes of a server.
 
         Raises:
             WeirError: if an intervention of every request is gated by a probe that would go; then

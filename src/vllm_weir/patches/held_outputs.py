@@ -89,12 +89,7 @@ class OutputReader:
             self._ready.extend(_as_outputs(_by_source(self._holder.release())))
 
     def _taken(self, outputs: Any, wait: bool = False) -> list[Any]:
-        """Take in what an engine has put out; return what vLLM gets now.
-
-        Args:
-            outputs: ``EngineCoreOutputs``; changed.
-            wait: whether to block until the scores of these outputs are here.
-        """
+        """Take in what an engine has put out, and return what vLLM gets now; `wait`: for these outputs' scores."""
         holder = self._holder
         if not len(holder):
             return [outputs]

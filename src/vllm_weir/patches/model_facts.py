@@ -28,14 +28,9 @@ def read_facts(
     on_cpu: bool,
     shards: Mapping[Site, Shard],
 ) -> ModelFacts:
-    """Read the facts of a loaded model.
+    """Read the facts of a loaded model, in this process of its blocks by index.
 
-    Args:
-        model: the model.
-        blocks: index -> decoder block, of those in this process.
-        dtype: the model's.
-        on_cpu: whether vLLM runs on a CPU, where it chooses experts with other functions.
-        shards: which part of a row this worker holds, of the sites where that is not all.
+    A CPU's vLLM chooses experts with other functions; `shards` are the parts of rows that this worker holds.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase

@@ -58,13 +58,7 @@ class KeptRows:
         return messages.KEPT + key
 
     def begin(self, key: str, sites: Sequence[Sequence[Any]], prompts: int, reduced: bool) -> dict[str, Any]:
-        """Begin a collection.
-
-        Args:
-            key: its name.
-            sites: [hook, layer] of each; of rows of one width.
-            prompts: whose rows it will hold.
-            reduced: whether these are float32, as reductions are.
+        """Begin a collection of these sites, [hook, layer] each, of one width; reduced rows are float32.
 
         Returns:
             ``{"sites"}``, those whose rows this worker has; or ``{"error", "field"}``.
@@ -113,12 +107,8 @@ class KeptRows:
     ) -> None:
         """Take in what a reader of this endpoint would be told; called by the notifier's thread.
 
-        Args:
-            endpoint: of the kept reader.
-            layout: what has changed in the layout of its rows.
-            arrivals: ARRIVAL [n].
-            payload: the rows that have arrived, one after the other.
-            failures: request -> why it has failed; "" stands for all.
+        `arrivals` is ARRIVAL [n], `payload` their rows, one after the other; `failures` says why requests
+        have failed, with "" for all.
         """
         collection = self._collections.get(endpoint.removeprefix(messages.KEPT))
         self._opened.update({opened.row_seq: opened for opened in layout.opened})

@@ -114,8 +114,7 @@ class StepSender:
     def note_sampled(self, sampled: Callable[[], Mapping[str, int]] = _never_sampled) -> None:
         """Tell the readers of the last step, whose tokens are about to be sampled.
 
-        Args:
-            sampled: see `StepNotice.sampled`; left out if they never will be.
+        `sampled`: see `StepNotice.sampled`; left out if they never will be.
         """
         notice, self._unsampled = self._unsampled, None
         if notice is not None:

@@ -71,15 +71,9 @@ class StepWriter:
 
         What cannot be served fails its own requests; the engine and all other requests go on.
 
-        Args:
-            request_ids: requests in batch order.
-            num_tokens: tokens each one has in this step.
-            num_computed: position of each one's first token in this step.
-            input_ids: tokens of the step on the device, [>= tokens].
-            graph: whether the pass may be replayed from a CUDA graph.
-            num_drafts: how many of each one's tokens are drafts; None if none are.
-            positions: int [>= tokens] on the device, of the step's tokens; needed where drafts are
-                verified.
+        Lists are by request, in batch order: its tokens, the position of the first of them, and how many
+        are drafts (None if none are). On the device, at least one for each token, are `input_ids`, and
+        `positions` where drafts are verified. `graph`: whether the pass may be replayed from a CUDA graph.
         """
         self._sender.step, self._switch.launch = None, None
         try:

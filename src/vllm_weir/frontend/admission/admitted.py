@@ -51,7 +51,6 @@ class AdmittedRequest:
     Attributes:
         spec: its captures, resolved.
         parts: its captures by where their rows go; the first is what comes back on the output.
-        dtype: the model's.
         moves: its interventions, resolved. None stands for one that changes nothing (a zero vector,
             a scale of 0); one with different vectors at different layers is several.
         rows: the vectors that these and the probes use, and the directions that captures project
@@ -61,7 +60,6 @@ class AdmittedRequest:
             positions of each request.
         asked: the request's own selectors that may select nothing, depending on its lengths.
         widths: of the parts in which its rows come.
-        num_layers: blocks of the model.
         probes: what scores its rows.
         gates: what decides on interventions.
         gate_of: for each intervention as it was given, the index of its gate, or -1.

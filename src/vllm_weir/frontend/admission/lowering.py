@@ -46,12 +46,8 @@ def lower(
 ) -> LoweredInterventions:
     """Resolve interventions, in order, for the blocks and row shapes of an engine.
 
-    Args:
-        interventions: without `SetFeature`, whose autoencoders give them.
-        capabilities: what the engine serves.
-        lookup: (reference, field) -> array, or raises WeirError.
-        has_token_ids: False for prompts given as embeddings.
-        check: raises WeirError for a site that the request cannot have.
+    Autoencoders have replaced each `SetFeature`. `lookup` is (reference, field) -> array; `check` refuses
+    a site that the request cannot have.
 
     Raises:
         WeirError: naming the field, for what cannot be done exactly as asked.

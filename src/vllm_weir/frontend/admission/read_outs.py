@@ -54,11 +54,7 @@ def read_outs_of(
     find: FindSAE,
     vocabulary: Vocabulary,
 ) -> tuple[AskedReadOut, ...]:
-    """Return the read-outs of a request.
-
-    Raises:
-        WeirError: naming the field, for what cannot be read.
-    """
+    """Return the read-outs of a request; raise WeirError naming the field, for what cannot be read."""
     found = [_features(one, find, vocabulary) for one in features]
     if lens is not None:
         found += _lens(lens, capabilities, vocabulary)
@@ -68,10 +64,7 @@ def read_outs_of(
 def on_device(asked: Sequence[AskedReadOut], capabilities: EngineCapabilities, alone: bool) -> bool:
     """Return whether workers read these off the rows; else this process does it.
 
-    Args:
-        asked: the read-outs of a request.
-        capabilities: what the engine serves.
-        alone: whether the request wants no rows.
+    `alone`: whether the request wants no rows.
 
     Raises:
         WeirError: naming the field, for a lens that would have to be read in this process, which

@@ -92,11 +92,7 @@ class SAERegistry:
 
     @contextmanager
     def removed(self, name: str) -> Iterator[LoadedSAE]:
-        """Take out the autoencoder under a name, for good unless the block fails.
-
-        Raises:
-            WeirError: if there is none.
-        """
+        """Take out the autoencoder under a name, for good unless the block fails; raise WeirError if there is none."""
         loaded = self.find(name, "name")
         del self._by_name[name]
         self.version += 1
@@ -114,11 +110,7 @@ class SAERegistry:
 
     @contextmanager
     def claimed(self, name: object) -> Iterator[None]:
-        """Keep a name for an autoencoder that is being loaded.
-
-        Raises:
-            WeirError: if none can be loaded under it.
-        """
+        """Keep a name for an autoencoder that is being loaded; raise WeirError if none can be loaded under it."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
             raise WeirError(f"a name is a string of 1 to {MAX_NAME} characters", "name")
         if name in self._by_name or name in self._claimed:

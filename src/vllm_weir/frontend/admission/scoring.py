@@ -105,15 +105,10 @@ class ProbeResolver:
         given: int,
         dose: bool = False,
     ) -> AdmittedScoring:
-        """Resolve what one request scores.
+        """Resolve what one request scores: its probes, its rules, and the gates of the interventions that it undergoes.
 
-        Args:
-            probes: its own.
-            stop_when: its rules.
-            interventions: what it undergoes, in order.
-            given: how many of these, from the first, are not its own; their gates mean registered
-                probes.
-            dose: whether the relative doses of the interventions are measured.
+        The first `given` of these are not its own; their gates mean registered probes. `dose`: whether
+        relative doses are measured.
 
         Raises:
             WeirError: naming the field, if the engine cannot do it exactly.

@@ -105,10 +105,7 @@ class VectorRegistry:
         return Vector(array=self.find(parsed.ref, "vector")) if parsed.array is None else parsed
 
     def names(self) -> dict[str, dict[str, Any]]:
-        """Return name -> {digest, shape}.
-
-        A name with a direction per block appears as ``name[block]`` for each.
-        """
+        """Return name -> {digest, shape}. A name with a direction per block appears as ``name[block]`` for each."""
         names = {}
         for name, named in sorted(self._by_name.items()):
             for layer, v in named.directions.items():
@@ -116,11 +113,7 @@ class VectorRegistry:
         return names
 
     def find(self, ref: str, field: str) -> np.ndarray:
-        """Return the array under a name or digest.
-
-        Raises:
-            WeirError: naming `field`, if there is none.
-        """
+        """Return the array under a name or digest; raise WeirError naming `field`, if there is none."""
         vector = self._named(ref, field) or self._by_digest.get(ref)
         if vector is None or vector.array is None:
             raise WeirError(f"no vector is registered under {ref!r}; {_registered(self._by_name)}", field)

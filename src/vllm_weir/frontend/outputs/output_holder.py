@@ -63,11 +63,9 @@ class OutputHolder:
             self._store.wait(done, self._timeout)
 
     def release(self, touched: Collection[HeldOutputs] = (), expired: bool = False) -> list[Release]:
-        """Return the outputs that may go on, of these sequences and of those that were behind.
+        """Return the outputs that may go on, of the sequences `touched` by outputs and of those that were behind.
 
-        Args:
-            touched: sequences that have got outputs.
-            expired: whether `touched` have waited long enough, see `wait`.
+        `expired`: whether they have waited long enough, see `wait`.
         """
         released: list[Release] = []
         now = monotonic()

@@ -33,10 +33,7 @@ def presliceable_kind(group: CaptureGroup) -> str:
 
 
 class Preslicer:
-    """The queue of sequences to slice, in the order of their first rows.
-
-    Only for the thread that receives rows.
-    """
+    """The queue of sequences to slice, in the order of their first rows. Only for the thread that receives rows."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[int, ref[PendingSequence]]] = deque()

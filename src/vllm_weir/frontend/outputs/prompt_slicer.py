@@ -46,10 +46,7 @@ def _count(recipe: Recipe, prompt_len: int) -> int:
 
 
 class PromptSlicer:
-    """The sequences whose activations can be made early.
-
-    Only for the thread that receives rows, except `add`.
-    """
+    """The sequences whose activations can be made early. Only for the thread that receives rows, except `add`."""
 
     def __init__(self) -> None:
         self._waiting: WeakValueDictionary[str, PendingSequence] = WeakValueDictionary()

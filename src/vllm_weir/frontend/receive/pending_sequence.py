@@ -148,10 +148,7 @@ class PendingSequence:
     def await_steered(self, index: int, positions: np.ndarray | tuple[int, int], timeout: float) -> None:
         """Wait for word that an intervention was applied at all of `positions`.
 
-        Args:
-            index: which intervention.
-            positions: ascending; or (first, end) for all between them.
-            timeout: in seconds.
+        `index` says which; `positions` ascend, or are (first, end) for all between them; `timeout` is in seconds.
 
         Raises:
             WeirError: if the worker reported a failure, or the word does not come in time.
@@ -168,11 +165,7 @@ class PendingSequence:
         self.check()
 
     def confirmed(self, positions: Sequence[np.ndarray | tuple[int, int]]) -> bool:
-        """Return whether `await_steered` would return at once for every intervention.
-
-        Args:
-            positions: of each intervention.
-        """
+        """Return whether `await_steered` would return at once for the `positions` of every intervention."""
 
         def done() -> bool:
             return self.failure is not None or all(map(_covers, self.steered, positions))
@@ -213,14 +206,10 @@ class PendingSequence:
         kind: str = "rows",
         copy: bool = False,
     ) -> list[TakenRows]:
-        """Return rows, waiting for those on their way.
+        """Return rows of `sites` at `positions`, ascending, waiting up to `timeout` seconds for those on their way.
 
-        Args:
-            sites: of which sites.
-            positions: at which positions, ascending.
-            timeout: in seconds.
-            kind: what the worker has made of the rows, see `messages.SequenceOpened`.
-            copy: whether to return memory that nobody else has.
+        `kind` is what the worker has made of them, see `messages.SequenceOpened`; `copy`: whether to return
+        memory that nobody else has.
 
         Raises:
             WeirError: if the worker reported a failure, or the rows do not come in time.

@@ -226,16 +226,12 @@ def answer_query(store: RowStore, token: str, query: bytes) -> list[bytes]:
 def deliver(
     store: RowStore, token: str, frames: Sequence[bytes | memoryview], mapped_of: Callable[[str], MappedBuffer]
 ) -> None:
-    """Hand one message to the store, which drops rows that nobody waits for.
+    """Hand one message, see `vllm_weir.messages`, to the store, which drops rows that nobody waits for.
 
-    Args:
-        store: where rows go.
-        token: what the message has to carry.
-        frames: see `vllm_weir.messages`.
-        mapped_of: the buffer of a worker, by its name.
+    `mapped_of` is the buffer of a worker, by its name.
 
     Raises:
-        ValueError: if the message is malformed.
+        ValueError: if the message is malformed or lacks the token.
     """
     if len(frames) < 3:
         raise ValueError(f"the message has {len(frames)} frames, expected at least 3")

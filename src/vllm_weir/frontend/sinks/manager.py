@@ -102,11 +102,7 @@ class SinkManager:
     def add_controller(self, name: str, definition: SinkDefinition, controller: AsyncController, path: str) -> None:
         """Send finished sequences with scores to a controller from now on, and rows that it captures.
 
-        Args:
-            name: among the sinks.
-            definition: says what becomes of its queue.
-            controller: not opened yet; its `actions` are set.
-            path: the field that set it up, for errors.
+        It is not opened yet; its `actions` are set. Errors name the field `path`.
 
         Raises:
             WeirError: if the controller cannot be opened.
@@ -141,9 +137,7 @@ class SinkManager:
     def scored_parts(self, memory: CaptureGroup, others: Sequence[CaptureGroup]) -> list[CaptureGroup]:
         """Return empty groups for controllers that get scores of a sequence, and none of its rows.
 
-        Args:
-            memory: what comes back on the sequence's output.
-            others: its groups for sinks.
+        `memory` is what comes back on its output, `others` are its groups for sinks.
         """
         served = {part.sink.name for part in others}
         return [
@@ -153,11 +147,7 @@ class SinkManager:
         ]
 
     def prepare(self, parts: Sequence[CaptureGroup], request_id: str = "") -> None:
-        """Set up the sinks of a request.
-
-        Raises:
-            WeirError: naming the field, if a consumer cannot be opened.
-        """
+        """Set up the sinks of a request; raise WeirError naming the field, if a consumer cannot be opened."""
         for part in parts:
             if not part.sink.memory:
                 _check_name(request_id)
@@ -166,17 +156,10 @@ class SinkManager:
     def deliver(
         self, request_id: str, views: Sequence[OutputView], request: Finished, release: Callable[[], None], hold: bool
     ) -> list[Ticket]:
-        """Send a finished sequence's rows to its sinks, or keep those that wait to be marked.
+        """Send a finished sequence's rows to its sinks, or keep those that wait to be marked; return their tickets.
 
-        Args:
-            request_id: the engine's id.
-            views: one for each capture group that has a sink.
-            request: the sequence.
-            release: called once for each view, when its rows are no longer needed in memory.
-            hold: whether this call may block while a sink has no room.
-
-        Returns:
-            A ticket for each view.
+        There is a view for each capture group that has a sink; `release` is called once for each, when its
+        rows are no longer needed in memory. `hold`: whether this call may block while a sink has no room.
         """
         patience = self._patience if hold else 0.0
         tickets: list[Ticket] = []
@@ -221,11 +204,7 @@ class SinkManager:
         return tickets
 
     def flush(self, timeout: float) -> None:
-        """Wait until every sink has made durable what was sent to it.
-
-        Raises:
-            WeirError: naming those that could not.
-        """
+        """Wait until every sink has made durable what was sent to it; raise WeirError naming those that could not."""
         failures = []
         for runner in self._all():
             try:
@@ -342,14 +321,11 @@ def captures_for(
 ) -> list[Capture]:
     """Return the captures of every request for a sink or a controller.
 
-    Args:
-        name: of the sink.
-        definition: may say what it gets.
-        consumer: declares what it gets otherwise. Its class alone does not know what ``__init__`` adds.
-        path: the field that set it up, for errors.
+    `definition` may say what it gets; otherwise the object `consumer` declares it, as its class alone does
+    not know what ``__init__`` adds.
 
     Raises:
-        WeirError: if one is invalid.
+        WeirError: naming a field under `path`, if one is invalid.
     """
     given: Any = consumer.captures
     if definition.captures is not None:

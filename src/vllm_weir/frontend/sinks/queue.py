@@ -41,14 +41,8 @@ class BoundedQueue(Generic[ItemType]):
     def put(self, item: ItemType, patience: float) -> str:
         """Put an item in, if the policy allows, and return what happened.
 
-        Args:
-            item: the item.
-            patience: seconds to wait for room with the policy ``"block"``; after that the item is
-                put in all the same.
-
-        Returns:
-            ``"in"``; ``"spill"``: it is in, and the caller must move it out of memory; ``"drop"``:
-            it is not in.
+        That is ``"in"``; ``"spill"``: it is in, and the caller must move it out of memory; ``"drop"``: it is
+        not in. With the policy ``"block"``, it is put in all the same after `patience` seconds.
         """
         deadline = time.monotonic() + patience
         with self._changed:

@@ -181,12 +181,9 @@ def is_shard(name: str) -> bool:
 
 
 def read_manifest(store: ObjectStore, names: dict[str, int], known: Mapping[str, pa.Table] | None = None) -> pa.Table:
-    """Read the manifest of everything published.
+    """Read the manifest of everything published, but for the `known` manifests of shards.
 
-    Args:
-        store: Store of the dataset.
-        names: Its files, and their sizes in bytes; files that appeared meanwhile are added.
-        known: Manifests of shards, which are not read again.
+    Files that appeared meanwhile are added to `names`.
     """
     known = known or {}
     tables = []

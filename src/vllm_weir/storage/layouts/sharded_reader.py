@@ -190,10 +190,6 @@ def _blocks(
 def damaged_shards(store: ObjectStore, files: list[str]) -> Iterator[tuple[str, WeirError]]:
     """Yield the shards whose own manifest is damaged or differs from the joined one, and the error.
 
-    Args:
-        store: Store of the dataset.
-        files: `Index.files`.
-
     Raises:
         StoreError: If a file cannot be read.
     """

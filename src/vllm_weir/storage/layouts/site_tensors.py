@@ -143,15 +143,7 @@ class StoredSite:
 def read_site(
     store: ObjectStore, file: str, container: SafetensorsHeader, name: str, header: dict[str, Any], read: RangeReader
 ) -> StoredSite:
-    """Read and check the tensors of one site, all but the records.
-
-    Args:
-        store: Store of the file.
-        file: The file.
-        container: Its header.
-        name: Name of the tensor with the records.
-        header: Header of the records.
-        read: From `list_reader`.
+    """Read and check the tensors of one site, all but the records; `read` is from `list_reader`.
 
     Raises:
         WeirError: Naming the file, if it is damaged.

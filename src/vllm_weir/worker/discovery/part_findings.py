@@ -92,9 +92,6 @@ class Linear:
         width = self.call.outputs[self.returned].shape[1]
         return next((offset for offset in self.call.offsets.values() if len(offset) == width), None)
 
-    def input_anchor(self) -> Anchor:
-        return Anchor(self.call.path, "before", self.given)
-
 
 @dataclass(frozen=True)
 class Columns:

@@ -238,9 +238,9 @@ class CapturePlanner:
     def _plan_reduction(
         self, builder: PlanBuilder, request: CapturingRequest, endpoint: int, offset: int, start: int, end: int
     ) -> None:
-        """Reduce rows of the prompt at the wanted positions from `start` to `end` (not included).
+        """Reduce rows of the prompt at the wanted positions in [start, end), tokens ``offset + ...`` of the step.
 
-        They are tokens ``offset + ...`` of the step, and all have the same columns.
+        All have the same columns.
         """
         assert request.postprocess is not None
         positions = _wanted_positions(request.selectors, start, end)

@@ -180,18 +180,10 @@ class PlanBuilder:
         maximum: bool,
         arena_row: int | None,
     ) -> None:
-        """Reduce the rows of `tokens` at `positions` [n] (ascending).
+        """Reduce the rows of `tokens` at `positions` (ascending), both int64 [n], into `row_seq`.
 
-        Args:
-            endpoint: number of the reader.
-            row_seq: holds the result.
-            site_set: what is reduced.
-            tokens: int64 [n], of the step.
-            positions: int64 [n], of the tokens.
-            resumed: as in `REDUCTION`.
-            count: as in `REDUCTION`.
-            maximum: as in `REDUCTION`.
-            arena_row: where the result goes, None if there is more to come.
+        `resumed`, `count` and `maximum` are as in `REDUCTION`; the result goes to `arena_row`, None if
+        there is more to come.
         """
         groups = positions // GROUP
         heads = np.concatenate([[0], np.flatnonzero(groups[1:] != groups[:-1]) + 1])
@@ -334,8 +326,7 @@ class PlanBuilder:
     def _place_reductions(self, slots: np.ndarray, spans: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
         """Place the groups of reductions in the first ring rows, and set `slots` and `spans`.
 
-        Returns:
-            `group_rows`, `reductions` and `reduced` of the plan.
+        Return `group_rows`, `reductions` and `reduced` of the plan.
         """
         if not self._reductions:
             return 0, np.empty(0, REDUCTION), np.empty(0, ROW_COPY)

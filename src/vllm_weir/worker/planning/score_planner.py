@@ -163,10 +163,7 @@ def _refuse_together(recipe: ScoringRecipe, selectors: Selectors, start: int, co
 
 
 def _spans(selectors: Selectors, bits: int, start: int, end: int, behind: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of the runs of positions between `start` and `end` that have any of `bits`.
-
-    Positions may be up to `behind` less than these.
-    """
+    """Yield (first, end) of the runs of positions in [start, end), or up to `behind` less, that have any of `bits`."""
     runs = None if behind else selectors.runs(start, end)
     if runs is not None:
         yield from ((first, last) for code, first, last in runs if code & bits)

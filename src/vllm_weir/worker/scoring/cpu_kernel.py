@@ -86,13 +86,9 @@ class _Runs:
             self._w_out = tensors.vectors.view(-1)[first[:, :, None] + torch.arange(self._units)]
 
     def _kept(self, live: np.ndarray, places: np.ndarray, step: int, later: int = 0) -> torch.Tensor:
-        """Return where numbers of runs [n] stand in the copy kept after one of their tokens.
+        """Return where numbers of runs stand in the copy kept after token `step`, or `later` positions on.
 
-        Args:
-            live: int64 [n], which runs.
-            places: int64 [n] or [n, m], where they stand in the first copy.
-            step: the number of the token.
-            later: how many positions later the copy is.
+        `live` is int64 [n], which runs; `places`, int64 [n] or [n, m], are those in the first copy.
         """
         copies = self._t.copies
         if copies == 1:
@@ -215,8 +211,7 @@ class _Runs:
     def _gates(self, live: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the first gates of the runs' probes, then the second ones, and so on.
 
-        Yields:
-            Indices into `live`, and int64 [n, 6]: the gates' fields, and their rows.
+        Each as indices into `live`, and int64 [n, 6]: the gates' fields, and their rows.
         """
         rows, of_run = self._probes[live, fields.GATE], np.arange(len(live))
         while (has := rows >= 0).any():

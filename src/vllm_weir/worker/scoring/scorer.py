@@ -59,13 +59,7 @@ class Scorer:
         """Places in `cells` of factors that are needed before the pass reaches their probe, and in `states`."""
 
     def begin(self, plan: StepPlan, positions: torch.Tensor | None = None) -> None:
-        """Prepare the coming forward pass.
-
-        Args:
-            plan: of the step.
-            positions: int [>= tokens] on the device, of its tokens; needed where drafts are
-                verified.
-        """
+        """Prepare the coming forward pass; `positions`, int [>= tokens], are needed where drafts are verified."""
         while self._table.moves:  # one that fails for want of memory is made before the next step
             move = self._table.moves[0]
             self.tensors.states[: len(move)] = self.tensors.states[upload(move, self._device)]

@@ -124,11 +124,7 @@ class ProgramTable(HostTables):
         return [digest for digest in digests if digest not in self._vector_slots.slot_of]
 
     def hold_vectors(self, digests: Iterable[str], fetch: Callable[[list[str]], dict[str, np.ndarray]]) -> None:
-        """Hold a request's vectors, each once; all or nothing.
-
-        Args:
-            digests: of the vectors.
-            fetch: returns missing ones by digest, float32 [width].
+        """Hold a request's vectors, each once, all or none; `fetch` returns missing ones by digest, float32 [width].
 
         Raises:
             WeirError: if the table is full or a vector cannot be had.

@@ -41,11 +41,7 @@ class Slots:
         self._free = list(range(capacity - 1, -1, -1))
 
     def hold(self, key: Hashable, rows: int = 1) -> tuple[int, bool]:
-        """Return the key's slot for one user more, and whether its content must be written.
-
-        Args:
-            key: of the rows.
-            rows: how many a new key gets.
+        """Return the key's slot for one user more, and whether its content must be written; a new key gets `rows`.
 
         Raises:
             IndexError: if too many slots are in use.

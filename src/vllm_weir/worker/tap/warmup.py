@@ -50,10 +50,7 @@ class TapWarmup:
             thread.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Return once the kernels are compiled.
-
-        No kernel may be loaded while a CUDA graph is captured.
-        """
+        """Return once the kernels are compiled. No kernel may be loaded while a CUDA graph is captured."""
         for done in self._done:
             done.result()
 

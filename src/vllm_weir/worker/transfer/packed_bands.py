@@ -39,12 +39,7 @@ class PackGroup:
             self._lanes = upload(lanes, device)
 
     def encode(self, band_rows: torch.Tensor, place: int) -> None:
-        """Compress the tokens' rows of a band.
-
-        Args:
-            band_rows: [lanes, columns, d_model], of all lanes.
-            place: place of the band's first column among the tokens' columns.
-        """
+        """Compress the tokens' rows of a band, [lanes, columns, d_model]; `place` is of its first column."""
         rows = band_rows[self._lanes]
         tokens, columns, width = rows.shape
         if self._codec.by_column:

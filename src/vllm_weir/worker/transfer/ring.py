@@ -36,11 +36,7 @@ class Ring:
         copies."""
 
     def take(self, rows: int) -> int:
-        """Return the first row of the next piece of `rows` contiguous rows.
-
-        Raises:
-            ValueError: if the ring is too small.
-        """
+        """Return the first row of the next piece of `rows` contiguous rows; raise ValueError if they do not fit."""
         if rows > self.capacity - self._base:
             raise ValueError(f"{rows} rows do not fit a ring of {self.capacity - self._base}")
         start = -(-self._cursor // self._alignment) * self._alignment

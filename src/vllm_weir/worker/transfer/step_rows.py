@@ -45,11 +45,7 @@ class StepRows:
         return self._streamed_copy if plan.rows and plan.rows - plan.group_rows > most else None
 
     def claim(self, rows: int) -> int:
-        """Return the first of the next `rows` ring rows; the device waits until they are free.
-
-        Raises:
-            ValueError: if the ring is too small.
-        """
+        """Return the first of the next `rows` ring rows, once they are free; raise ValueError if they do not fit."""
         if not rows:
             return 0
         first_row = self._ring.take(rows)
