@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_weir.schema.row_shapes import Shard
-from vllm_weir.worker.discovery.part_modules import AttentionShape, Features, LinearShape, PartModules
+from vllm_weir.worker.discovery.parts.modules import AttentionShape, Features, LinearShape, PartModules
 from vllm_weir.worker.model_info import ModelInfo
 
 WEIGHTS_ONLY = ("awq", "bitsandbytes", "gguf", "gptq")

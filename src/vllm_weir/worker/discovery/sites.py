@@ -16,7 +16,7 @@ Before a model is compiled, it runs a few times over a handful of tokens, and ea
    with the most points.
 6. Verify: check the points' identities in the baseline, and add vectors at every point in another
    pass to see that they arrive (`verification`, `boundary_sites`).
-7. Parts: find and verify the points inside attention and MLP in two passes more (`part_points`).
+7. Parts: find and verify the points inside attention and MLP in two passes more (`parts.points`).
 
 What remains are `anchors`, one per site; `worker.tap.install` puts taps there.
 """
@@ -33,8 +33,8 @@ from vllm_weir.worker.discovery.block_types import BlockTypes
 from vllm_weir.worker.discovery.descriptions import ModelDescription, resolve_described_block
 from vllm_weir.worker.discovery.module_tree import ModuleTree, Run
 from vllm_weir.worker.discovery.noise import NoiseLevel, enter_noise, leave_noise, noise
-from vllm_weir.worker.discovery.part_modules import PartModules
-from vllm_weir.worker.discovery.part_points import map_parts
+from vllm_weir.worker.discovery.parts.modules import PartModules
+from vllm_weir.worker.discovery.parts.points import map_parts
 from vllm_weir.worker.discovery.recorded_model import RecordedModel
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.stream_check import StreamCheck

@@ -25,7 +25,7 @@ import torch
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey, arguments, outputs, parameters_of, pick
 from vllm_weir.worker.discovery.module_tree import OUTSIDE, ModuleTree
 from vllm_weir.worker.discovery.noise import enter_noise, noise
-from vllm_weir.worker.discovery.part_modules import PartModules
+from vllm_weir.worker.discovery.parts.modules import PartModules
 from vllm_weir.worker.discovery.recorder import RESULT_PARAMETER, wrapped
 from vllm_weir.worker.discovery.stream_ports import StreamPorts, alike
 from vllm_weir.worker.discovery.trace import ModuleCall

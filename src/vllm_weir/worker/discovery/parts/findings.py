@@ -13,8 +13,8 @@ from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.matcher import Matcher
 from vllm_weir.worker.discovery.module_tree import ModuleTree
-from vllm_weir.worker.discovery.part_modules import Features, LinearShape, PartModules
-from vllm_weir.worker.discovery.part_recorder import BlockRecord
+from vllm_weir.worker.discovery.parts.modules import Features, LinearShape, PartModules
+from vllm_weir.worker.discovery.parts.recorder import BlockRecord
 from vllm_weir.worker.discovery.trace import ModuleCall, value_at
 
 
