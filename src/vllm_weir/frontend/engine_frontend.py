@@ -64,7 +64,6 @@ class EngineFrontend:
     Args:
         host: see `Receiver`.
         refusal: why no request with Weir's keys can be served; None if they can.
-            known.
 
     Attributes:
         engine: how it is configured, and what its workers serve.
