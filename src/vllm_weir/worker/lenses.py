@@ -47,6 +47,9 @@ class LensReader:
     """Reads the likeliest next tokens off rows of the stream.
 
     Attributes:
+        unembedding: the model's.
+        width: values of a row.
+        top_k: how many tokens.
         translator: of a tuned lens, at this block; None for none.
     """
 
@@ -75,7 +78,14 @@ class LensReader:
 
 
 class Lenses:
-    """Makes the readers of lenses."""
+    """Makes the readers of lenses.
+
+    Args:
+        unembedding: the model's.
+        num_layers: blocks of the model.
+        d_model: width of the stream.
+        device: the worker's.
+    """
 
     def __init__(self, unembedding: Unembedding, num_layers: int, d_model: int, device: torch.device) -> None:
         self.unembedding = unembedding
@@ -83,7 +93,11 @@ class Lenses:
         self._tuned: dict[_Version, list[Translator]] = {}
 
     def reader(self, read_out: ReadOut) -> LensReader:
-        """Return the reader of a lens at a block; raise WeirError if it cannot be read."""
+        """Return the reader of a lens at a block.
+
+        Raises:
+            WeirError: if it cannot be read.
+        """
         if self.unembedding.logits is None:
             raise WeirError(self.unembedding.refused, "lens")
         translator = self._translator(read_out) if read_out.key else None
