@@ -18,7 +18,6 @@ class AdmissionKey(NamedTuple):
     """A key that is equal for requests that ask for the same.
 
     Attributes:
-        key: hashable.
         size: about how many bytes it takes.
         parts: the values of the request's ``weir`` object, with digests for vectors.
     """

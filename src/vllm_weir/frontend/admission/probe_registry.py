@@ -34,7 +34,6 @@ class ProbeRegistry:
     A name is looked up when a request is admitted; changing it later does not change the request.
 
     Args:
-        probes: by name.
         controllers: name of a sync controller -> the probes that it reads, or their names.
 
     Attributes:

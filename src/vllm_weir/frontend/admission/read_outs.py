@@ -28,8 +28,6 @@ class AskedReadOut:
 
     Attributes:
         name: the autoencoder's, or the block of a lens.
-        read_out: what is read.
-        positions: at which positions.
         path: names it in errors.
         sae: its autoencoder in this process; None for a lens.
     """

@@ -40,7 +40,6 @@ class AdmittedScoring(NamedTuple):
             in rules; last those that score every request.
         gates: each once.
         gate_of: for each intervention as it was given, the index of its gate, or -1.
-        stops: what ends generation.
         rows: the vectors that the probes use, by digest.
         asked: selectors of the request's own probes that may select nothing.
         told: how many of `probes`, from the first, the request has named; their scores are its own.

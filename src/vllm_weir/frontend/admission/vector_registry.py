@@ -43,12 +43,9 @@ class RegistryContents:
 
     Attributes:
         generation: grows with every change.
-        vectors: by name.
         modules: lists of interventions by name.
         always: interventions of every request, in order.
         tiers: how many of `always`, from the first, were given by tier, hook point and block.
-        saes: sparse autoencoders by name.
-        probes: by name.
     """
 
     generation: int = 0

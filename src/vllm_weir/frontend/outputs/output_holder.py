@@ -20,7 +20,6 @@ class OutputHolder:
     Sequences are held weakly: whoever drops a sequence drops its outputs.
 
     Args:
-        store: where the scores arrive.
         timeout: seconds after which a sequence without its scores fails.
     """
 

@@ -22,8 +22,6 @@ class ScoredRows:
     """The scores and factors of a sequence at the positions from `start` to `end` (not included).
 
     Attributes:
-        pending: the sequence.
-        tokens: its tokens.
         start, end: of the positions whose scores are wanted.
         aborted: whether the sequence ended before its time; then there is what has arrived.
         timeout: seconds to wait for scores.

@@ -70,8 +70,6 @@ class PendingSequence:
     """One sequence's rows as they arrive.
 
     Attributes:
-        admitted: what was asked for.
-        prompt: the prompt's tokens.
         row_views: rows that have arrived; where views overlap, the later one counts.
         groups: groups of interventions that the worker has named.
         steered: of each intervention, bool by position: whether it was applied there.

@@ -37,7 +37,6 @@ class Receiver:
     """The sockets and the thread that receive rows for a `RowStore`.
 
     Args:
-        store: where rows go.
         host: address of this machine if workers may run on others; None for local sockets only.
 
     Attributes:
