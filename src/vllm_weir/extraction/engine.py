@@ -70,7 +70,9 @@ class ExtractionEngine(Protocol):
         """Return the rows of each prompt."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop the engine."""
+        ...
 
 
 @runtime_checkable
@@ -105,6 +107,7 @@ class _Piece:
         self._missing -= 1
 
     def is_done(self) -> bool:
+        """Return whether every output is there."""
         return not self._missing
 
 
@@ -200,6 +203,7 @@ class VllmEngine:
         return PromptRows(rows, len(output.prompt_token_ids), len(completion.token_ids), str(completion.finish_reason))
 
     def close(self) -> None:
+        """Shut down the engine core."""
         self.llm.llm_engine.engine_core.shutdown()
 
 

@@ -22,6 +22,8 @@ class FitTask:
 
     Attributes:
         method: name of the method.
+        positive: number of positive prompts.
+        negative: number of negative prompts.
         folds: how many are wanted.
         seed: of the folds, and of the method.
         strength: as in `MethodOptions`.
@@ -36,6 +38,7 @@ class FitTask:
 
     @functools.cached_property
     def parts(self) -> Folds:
+        """The folds; prompts of lists of the same length are pairs."""
         paired = self.positive == self.negative
         return split(self.positive, self.negative, paired, self.folds, self.seed, METHODS[self.method].fewest)
 
@@ -65,6 +68,7 @@ class RowCollection:
         """Name of a prompt -> why it has no rows."""
 
     def put(self, name: str, rows: torch.Tensor) -> None:
+        """Keep a prompt's rows, [sites, d]; they replace earlier ones."""
         self._rows[name] = rows
 
     @property

@@ -10,7 +10,9 @@ from vllm_weir.frontend.lookup import engine_of, frontend_of
 
 
 def loaded_weights(llm: Any) -> str:
-    """Return the fingerprint of the weights that the workers of an ``LLM`` have now, of all ranks together.
+    """Return the fingerprint of the weights that the workers of an ``LLM`` have now.
+
+    It is that of all ranks' parts together, so another number of ranks gives another one.
 
     Raises:
         WeirError: if they cannot be read.

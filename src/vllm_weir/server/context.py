@@ -53,7 +53,9 @@ def answering() -> Iterator[None]:
 def check_answered(params: Any, scores_taken: bool = False) -> None:
     """Refuse a request for rows, or what is read off them, on a route whose responses cannot carry them.
 
-    `scores_taken`: whether a controller of the engine gets the scores.
+    Args:
+        params: the request's.
+        scores_taken: whether a controller of the engine gets the scores.
     """
     extra = getattr(params, "extra_args", None)
     if current_response.get() is not None or _rows_used.get() or not extra or not asks(extra, None):

@@ -33,6 +33,9 @@ class KeptRows:
     Args:
         columns: that this worker sends.
         shapes: site -> shape of a row, where that is not (d_model,).
+        d_model: values of a row of the ring.
+        dtype: of the stream.
+        device: where fits are computed.
         settle: waits, so many seconds, until rows under way have been handed to `receive`; returns
             whether they have.
     """
@@ -52,13 +55,23 @@ class KeptRows:
         self._opened: dict[int, messages.SequenceOpened] = {}
 
     def endpoint(self, key: str) -> str:
-        """Return the kept reader of a collection; raise WeirError if there is none under the key."""
+        """Return the kept reader of a collection.
+
+        Raises:
+            WeirError: if there is none under the key.
+        """
         if key not in self._collections:
             raise WeirError("the workers keep no rows under this key (any more)", "capture.sink")
         return messages.KEPT + key
 
     def begin(self, key: str, sites: Sequence[Sequence[Any]], prompts: int, reduced: bool) -> dict[str, Any]:
-        """Begin a collection of these sites, [hook, layer] each, of one width; reduced rows are float32.
+        """Begin a collection.
+
+        Args:
+            key: its name.
+            sites: [hook, layer] of each; of rows of one width.
+            prompts: whose rows it will hold.
+            reduced: whether these are float32, as reductions are.
 
         Returns:
             ``{"sites"}``, those whose rows this worker has; or ``{"error", "field"}``.
@@ -95,6 +108,7 @@ class KeptRows:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all rows that are kept."""
         return sum(collection.nbytes for collection in self._collections.values())
 
     def receive(
@@ -107,8 +121,12 @@ class KeptRows:
     ) -> None:
         """Take in what a reader of this endpoint would be told; called by the notifier's thread.
 
-        `arrivals` is ARRIVAL [n], `payload` their rows, one after the other; `failures` says why requests
-        have failed, with "" for all.
+        Args:
+            endpoint: of the kept reader.
+            layout: what has changed in the layout of its rows.
+            arrivals: ARRIVAL [n].
+            payload: the rows that have arrived, one after the other.
+            failures: request -> why it has failed; "" stands for all.
         """
         collection = self._collections.get(endpoint.removeprefix(messages.KEPT))
         self._opened.update({opened.row_seq: opened for opened in layout.opened})

@@ -130,6 +130,9 @@ class _Given(NamedTuple):
     """What a request asks, in Weir's keys and in vllm-lens's.
 
     Attributes:
+        spec: what it asks in Weir's.
+        captures: its own.
+        interventions: its own.
         lens_layers: the blocks that vllm-lens's key captures.
     """
 
@@ -368,6 +371,7 @@ class _Admission:
 def _resolved(
     parts: tuple[CaptureGroup, ...], device: Postprocess | None, kept: str
 ) -> tuple[ResolvedSpec, tuple[CaptureGroup, ...]]:
+    """Return what workers capture for a request, and the groups that get rows of it."""
     if not kept:
         return ResolvedSpec(_site_requests(parts), device), parts
     return ResolvedSpec(_site_requests(parts), replace(device or Postprocess(None), kept=kept)), parts[:1]

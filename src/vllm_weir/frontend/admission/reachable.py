@@ -91,6 +91,7 @@ class Vocabulary:
 
     @property
     def special_ids(self) -> tuple[int, ...] | None:
+        """Ids of the tokenizer's special tokens, ascending; None if there is no tokenizer."""
         return self._ids.special
 
     def occurs(self, positions: Positions) -> bool:
@@ -159,9 +160,13 @@ def max_generated(prompt_len: int, max_tokens: int, max_model_len: int | None) -
 
 
 def check_reached(asked: Asked, prompt_len: int, generated: int, max_tokens: int) -> None:
-    """Raise WeirError for a selector of `asked_of` that selects none of a request's rows.
+    """Raise WeirError for a selector that selects none of a request's rows.
 
-    The request can generate `generated` tokens; it asked for `max_tokens`.
+    Args:
+        asked: the request's selectors, from `asked_of`.
+        prompt_len: tokens of the prompt.
+        generated: tokens that the request can generate.
+        max_tokens: as it was asked.
     """
     end = prompt_len + generated - 1
     for positions, field in asked:
