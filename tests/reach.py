@@ -116,5 +116,6 @@ def graph() -> grimp.ImportGraph:
 def lazy_names() -> dict[str, str]:
     """Return the module of each name that `vllm_weir` imports on first use."""
     tree = ast.parse((ROOT / "src" / PACKAGE / "__init__.py").read_text())
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "lazy_names"]
-    return ast.literal_eval(calls[0].args[1])
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name: node.module for node in imports for alias in node.names}

@@ -149,7 +149,7 @@ def painted(page, scores: np.ndarray) -> bool:
     found = page.eval_on_selector_all(".token", "s => s.map(t => getComputedStyle(t).backgroundColor)")
     for colour, score in zip(found, scores, strict=True):
         *rgb, alpha = [float(x) for x in re.findall(r"[\d.]+", colour)]
-        hue = [214, 40, 40] if score > 0 else [29, 99, 184]
+        hue = [29, 99, 184] if score > 0 else [214, 40, 40]
         if rgb != hue or abs(alpha - 0.75 * abs(score) / np.abs(scores).max()) > 0.008:
             return False
     return True

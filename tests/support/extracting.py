@@ -69,7 +69,7 @@ class FakeEngine:
 
     def __init__(self, wanted: RunSpec, pause: float = 0.0) -> None:
         self.wanted, self.pause, self.reads = wanted, pause, 0
-        self.layers = layers_of(wanted.layers)
+        self.layers = layers_of(wanted.capture.layers)
 
     def encode(self, values: Sequence[Any]) -> list[Any]:
         return [self._encode(value) for value in values]

@@ -71,7 +71,7 @@ def test_every_public_name_is_there():
         exec("from vllm_weir import captures", {})
 
 
-@pytest.mark.parametrize("package", ["", "schema", "patches"])
+@pytest.mark.parametrize("package", ["", "sae", "schema", "storage", "patches"])
 def test_type_checkers_see_the_names_that_are_imported_late(package):
     """From the modules that they come from."""
     tree = ast.parse((SRC / "vllm_weir" / package / "__init__.py").read_text())

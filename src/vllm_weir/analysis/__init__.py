@@ -41,4 +41,4 @@ __all__ = [
 ]
 
 # It needs pyarrow, which the rest does not.
-__getattr__, __dir__ = lazy_names(__name__, {"sae_report": "vllm_weir.analysis.feature_report.report"})
+__getattr__, __dir__ = lazy_names(__name__)

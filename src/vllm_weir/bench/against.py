@@ -93,14 +93,7 @@ class Comparison:
 
 
 def compare(before: BenchResult, now: BenchResult, plan: BenchPlan, tolerance: float) -> Comparison:
-    """Compare Weir's ratios of a run with those of an earlier result.
-
-    Args:
-        before: the earlier result.
-        now: the result of the run.
-        plan: of the run, which says what was asked for.
-        tolerance: how much a ratio may grow, in percent.
-    """
+    """Compare Weir's ratios of a run, planned as `plan`, with those of an earlier result."""
     set_ratios(before.cases)
     old, new = ({(c.case, c.label): c for c in r.cases if c.system == "weir"} for r in (before, now))
     tasks = (*(plan.tasks("weir") if plan.has_steps else ()), *plan.workload_tasks("weir"))

@@ -25,7 +25,6 @@ class Deadlines:
 
     @classmethod
     def starting_now(cls, plan: BenchPlan) -> Deadlines:
-        """Return the limits of a run that starts now."""
         return cls(plan.case_seconds, plan.run_seconds, time.monotonic())
 
     def left_of_run(self) -> float:
@@ -71,11 +70,9 @@ class TaskTimes:
     graphs: int = 0
 
     def spent(self) -> float:
-        """Return the seconds that the task has taken."""
         return sum(self.warm) + sum(self.timed) + self.lost
 
     def close(self, note: str, late: bool = False) -> None:
-        """Allow no more runs."""
         self.note, self.closed, self.late = note, True, late
 
     def result(self) -> CaseResult:

@@ -72,12 +72,7 @@ class WorkerProcess:
         self._answers.put(None)
 
     def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
-        """Return the answer to a command.
-
-        Args:
-            seconds: how long to wait for it.
-            do: the command, a public method of `ServedEngine`.
-            what: its arguments.
+        """Return the answer to a command: a public method of `ServedEngine`, with its arguments.
 
         Raises:
             WorkerTimeout: after `seconds`.
@@ -108,7 +103,6 @@ class WorkerProcess:
                     raise WorkerTimeout(f"no answer within {seconds:.0f} s") from None
 
     def last_words(self) -> str:
-        """Return the end of its log."""
         return " | ".join(self._logged(0)[-3:])[-400:]
 
     def last_error(self) -> str | None:

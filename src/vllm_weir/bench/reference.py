@@ -113,10 +113,8 @@ def _check(
 def next_block(rows: torch.Tensor, truth: torch.Tensor, layers: Sequence[int]) -> float:
     """Return the smallest 1 - cosine of rows to the next block's: what a shift by one block would be seen by.
 
-    Args:
-        rows: [blocks, n, d] of `layers`.
-        truth: [all layers, n, d].
-        layers: the blocks of `rows`; the last one has none after it, and 2.0 is returned if there is no other.
+    Rows are [blocks, n, d] of `layers`, of which the last has no block after it; truth [all layers, n, d].
+    2.0 is returned if there is no other.
     """
     followed = [i for i, layer in enumerate(layers) if layer + 1 < len(truth)]
     if not followed:

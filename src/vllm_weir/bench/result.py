@@ -127,13 +127,11 @@ class BenchResult(BaseModel):
         return all(c.passed for c in self.checks)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> BenchResult:
-        """Read a file that `save` wrote."""
         return cls.model_validate_json(path.read_text())
 
 

@@ -31,7 +31,6 @@ class Group:
 
     @property
     def in_turns(self) -> bool:
-        """Whether several systems take turns."""
         return len(self.names) > 1
 
 
@@ -181,7 +180,6 @@ class Bench:
             self.workers.pop(name).close(5)
 
     def stop(self, names: Sequence[str]) -> None:
-        """End the engines of a group."""
         for name in names:
             if name in self.workers:
                 self.workers.pop(name).close()
@@ -266,7 +264,6 @@ class Bench:
         return first
 
     def drop(self, name: str) -> None:
-        """End a system's process at once."""
         self.workers.pop(name).close(0.1)
 
     def restart(self, name: str) -> WorkerProcess | None:

@@ -48,12 +48,7 @@ class ClientOptions:
         return cls(root, RetryPolicy(retries), headers, _encoded_key(admin_key, "admin_key") if admin_key else b"")
 
     def arguments(self, request: SendRequest) -> dict[str, Any]:
-        """Return the arguments of httpx's ``build_request``.
-
-        Raises:
-            WeirError: If the request needs an admin key and there is none, or is not valid JSON
-                data.
-        """
+        """Return the arguments of httpx's ``build_request``; raise WeirError without an admin key or JSON data."""
         headers: dict[str, str | bytes] = dict(request.headers)
         if request.admin:
             if not self.admin_key:

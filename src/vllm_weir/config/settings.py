@@ -158,7 +158,6 @@ class Settings(BaseModel):
         )
 
     def ring_rows(self, d_model: int, itemsize: int) -> int:
-        """Return how many rows the ring holds."""
         return self.buffer_bytes // (d_model * itemsize)
 
     def host_rows(self, d_model: int, itemsize: int) -> int:

@@ -62,10 +62,7 @@ class CacheKeys:
         """Stands for what other requests cannot know."""
 
     def of_block(self, start: int, token_ids: Sequence[int]) -> str | None:
-        """Return the digest for the block of `token_ids` from position `start`.
-
-        The result is None if nothing is done in it.
-        """
+        """Return the digest for the block of `token_ids` from position `start`; None if nothing is done in it."""
         effects: list[str] = []
         if self._own_from is not None and start + len(token_ids) > self._own_from:
             effects.append(self._own)
@@ -106,7 +103,6 @@ class CacheKeys:
 
 @functools.lru_cache(maxsize=4096)
 def _effect(digest: str, first: int, end: int) -> str:
-    """Describe what an intervention does at the positions [first, end) of a block."""
     return f"{digest}@{list(range(first, end))}"
 
 

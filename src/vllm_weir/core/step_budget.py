@@ -84,14 +84,7 @@ class StepBudget:
         self._total_row_tokens = min(sum(row_tokens), ENDLESS)
 
     def tokens(self, live: Mapping[str, Any], limit: int) -> int:
-        """Return how many tokens the coming step may hold, at most `limit`.
-
-        Requests that are not `live` are forgotten first.
-
-        Args:
-            live: vLLM's requests by id.
-            limit: vLLM's own bound.
-        """
+        """Return how many tokens the coming step may hold, at most `limit`; forget requests that are not `live`."""
         if not self._token_rows:
             return limit
         if not self._token_rows.keys() <= live.keys():

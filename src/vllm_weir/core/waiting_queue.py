@@ -34,7 +34,6 @@ class WaitingQueue:
         return len(self._waiting)
 
     def ids(self) -> list[str]:
-        """Return the ids of the requests that wait, first come first."""
         return list(self._waiting)
 
     def enter(self, request_id: str, request: Any, needs: TableNeeds, rank: tuple[float, ...] = ()) -> bool:
@@ -54,10 +53,7 @@ class WaitingQueue:
         return None if entry is None else entry[0]
 
     def release(self, live: Mapping[str, Any]) -> list[Any]:
-        """Return, in order, the requests that have room.
-
-        Requests that are not `live` leave the tables first.
-        """
+        """Return, in order, the requests that have room, after forgetting those that are not `live`."""
         if not self._admitted.keys() <= live.keys():
             for request_id in [r for r in self._admitted if r not in live]:
                 self._free(self._admitted.pop(request_id))

@@ -35,15 +35,7 @@ class FeatureSpec:
 
     @classmethod
     def parse(cls, sae: Any, top_k: Any, ids: Any, model: str, positions: Any) -> FeatureSpec:
-        """Load an autoencoder and check what is asked of it.
-
-        Args:
-            sae: ``"name=path"`` or ``"name=path@hook.layer"``, the path of one, an `SAE`, or
-                ``{name: path or SAE}``.
-            top_k: As for `Features`.
-            ids: As for `Features`.
-            model: Model of the run.
-            positions: Positions of the run.
+        """Load an autoencoder and check what is asked of it, as for `extract`.
 
         Raises:
             WeirError: Naming the option.
@@ -72,7 +64,6 @@ class FeatureSpec:
 
     @property
     def site(self) -> Site:
-        """The hook point that the autoencoder reads."""
         return self.info.site
 
     def load(self) -> SAE:

@@ -59,8 +59,6 @@ class FeatureWriter:
     can be tried again after an error such as a full disk.
 
     Args:
-        store: Where the files go.
-        info: Which autoencoder the features are of.
         part_bytes: A part is published once its records take so many bytes in memory.
     """
 
@@ -85,11 +83,9 @@ class FeatureWriter:
             self._held |= _records_in(store, name)
 
     def holds(self, request_id: str) -> bool:
-        """Return whether a request's record is in the dataset, or finished by this writer."""
         return record_of(request_id) in self._held
 
     def write(self, batch: FeatureBatch) -> None:
-        """Add the features of a request."""
         self._begun[batch.request_id] = replace(batch.features, record=record_of(batch.request_id))
 
     def finish_request(self, request_id: str, metadata: Mapping[str, Any] | None = None) -> None:

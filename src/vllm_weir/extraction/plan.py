@@ -71,8 +71,6 @@ class FeatureTarget(OutputTarget):
     """Where features go.
 
     Args:
-        url: Folder.
-        info: Which autoencoder they are of.
         options: ``shard_bytes``, ``fsync`` and ``storage_options``, as of `OutputTarget`.
     """
 
@@ -101,12 +99,8 @@ class ExtractionPlan:
     """Everything that a worker needs to know; can be pickled.
 
     Args:
-        spec: What is extracted.
-        source: The records.
-        target: Where rows go.
         batch, skip: As for `PromptReader`.
         flush_seconds: As for `RecordLoop`.
-        start_engine: Starts the engine.
     """
 
     spec: RunSpec

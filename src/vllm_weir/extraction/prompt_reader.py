@@ -34,7 +34,6 @@ class PromptReader:
     """Reads and encodes records.
 
     Args:
-        source: The records.
         engine: Encodes them.
         holds: Returns whether the dataset has a request.
         max_length: Prompts are cut to this many tokens; None refuses those over the engine's limit.

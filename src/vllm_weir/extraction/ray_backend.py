@@ -53,15 +53,7 @@ def run(
     plan: ExtractionPlan, settings: Ray, remaining: Sequence[tuple[int, int]], total: int,
     report: Callable[[RecordCounts], Any], stop: Callable[[], bool],
 ) -> None:  # fmt: skip
-    """Run on Ray.
-
-    Args:
-        plan: The run.
-        settings: How to run on Ray.
-        remaining: Groups of records that are not done, as (start, stop).
-        total: Number of records.
-        report: As for `RecordLoop`.
-        stop: As for `RecordLoop`.
+    """Run on Ray the groups of records that are not done, (start, stop); `report`, `stop`: see `RecordLoop`.
 
     Raises:
         WeirError: The first error of a worker.

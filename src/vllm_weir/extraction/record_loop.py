@@ -29,8 +29,6 @@ class RecordLoop:
     batch, and further ones before it has done the first.
 
     Args:
-        reader: The prompts, and the engine.
-        writer: The writer.
         flush_seconds: Least time between two publications of finished requests.
         row_notes: From `describe_rows`, for rows that are not simply those of all prompt positions.
         report: Called after every step with its counts.

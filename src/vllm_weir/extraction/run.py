@@ -16,9 +16,9 @@ from vllm_weir.extraction.counts import RecordCounts
 from vllm_weir.extraction.engine import ExtractionEngine, VllmEngine
 from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.plan import ExtractionPlan, FeatureTarget, OutputTarget, Ray
-from vllm_weir.extraction.run_spec import RunSpec, check_run, read_skipped, request_id, write_skipped
+from vllm_weir.extraction.run_spec import CAPTURED, RunSpec, check_run, read_skipped, request_id, write_skipped
 from vllm_weir.extraction.source import open_source
-from vllm_weir.schema.capture import Reduction, parse_layers
+from vllm_weir.schema.capture import Capture, Reduction, parse_layers
 from vllm_weir.schema.fields import right_words
 from vllm_weir.schema.hooks import MODEL_HOOKS, HookPoint, Site, normalise_hook
 from vllm_weir.schema.model_config import ModelConfig
@@ -63,9 +63,10 @@ def extract(
     model: str,
     out: str | PathLike,
     *,
+    capture: Capture | None = None,
     layers: Any = None,
     hook: HookPoint | None = None,
-    positions: Any = "prompt",
+    positions: Any = None,
     compress: Any = None,
     reduce: Reduction | None = None,
     dtype: Any = None,
@@ -99,9 +100,10 @@ def extract(
         source: Texts or chats: `url` of `open_source`.
         model: As for ``vllm.LLM``, or ``demo``.
         out: Folder or fsspec URL of the dataset, new or of the same run.
+        capture: The rows of each record, in place of those of its fields that are arguments here.
         layers: As for `Capture`; None for all.
         hook: As for `Capture`; None for ``"resid_post"``.
-        positions: As for `Capture`.
+        positions: As for `Capture`; None for ``"prompt"``.
         compress: As for `Capture`.
         reduce: As for `Capture`.
         dtype: As for `Capture`.
@@ -140,15 +142,13 @@ def extract(
         if not (value is None and name == "limit") and (type(value) is not int or value < 1):
             raise WeirError(f"expected a number of records, at least 1, got {brief(value)}", name)
     model = model_path(model)
-    features = _features(sae, top_k, ids, model, positions)
+    features = _features(sae, top_k, ids, model, "prompt" if positions is None else positions)
     rows = {"compress": compress, "reduce": reduce, "dtype": dtype, "heads": heads, "neurons": neurons}
     if features is not None:
-        _refuse_beside_features(features.site, layers=layers, hook=hook, layout=layout, **rows)
+        _refuse_beside_features(features.site, layers=layers, hook=hook, layout=layout, capture=capture, **rows)
         hook, layers = features.site
-    spec = RunSpec(
-        model, "resid_post" if hook is None else hook, "all" if layers is None else layers, positions,
-        max_tokens=max_tokens, max_length=max_length, engine=engine or {}, features=features, **rows,
-    )  # fmt: skip
+    captured = _captured(capture, hook=hook, layers=layers, positions=positions, **rows)
+    spec = RunSpec(model, captured, max_tokens, max_length, engine or {}, features)
     _check_model(spec, start_engine)
     texts = open_source(source, column, split=split, storage_options=source_options)
     target = _target(str(out), layout, options, features)
@@ -184,6 +184,24 @@ def extract(
         str(out), total, counts.requests, counts.rows, counts.tokens, counts.bytes, counts.held, counts.truncated,
         counts.skipped, time.monotonic() - started[0], counts.records < total,
     )  # fmt: skip
+
+
+def _captured(capture: Capture | None, **fields: Any) -> Capture:
+    """Return what is captured: as it was given, or made of the fields that are not None."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    if capture is None:
+        try:
+            return Capture(**{"positions": "prompt"} | given)
+        except WeirError as e:
+            raise WeirError(e.message, e.field.removeprefix("capture.")) from None
+    if not isinstance(capture, Capture):
+        raise WeirError(f"expected a weir.Capture, got {brief(capture)}", "capture")
+    for name in given:
+        raise WeirError(f"the capture has a field for it: Capture({name}=...)", name)
+    for name in capture.to_json():
+        if name not in CAPTURED:
+            raise WeirError("a run takes rows as they are, to its own dataset; leave it out", f"capture.{name}")
+    return capture
 
 
 def _check_model(spec: RunSpec, start_engine: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.source import TextSource
-from vllm_weir.schema.capture import Capture, Reduction
+from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.selectors import check_reached
 from vllm_weir.schema.sinks import RAGGED_HOOKS
 from vllm_weir.storage.object_store import ObjectStore
@@ -21,8 +21,9 @@ FORMAT, VERSION = "weir-extract", 1
 WEIGHTS = "loaded_weights"
 """Field of a run's identity with the fingerprint of the weights that its engine has; known once that has started.
 Runs of earlier versions have none."""
-PICKS = ("heads", "neurons")
-"""Fields of a capture that pick parts of rows."""
+PROMPTS = Capture(positions="prompt")
+CAPTURED = ("hook", "layers", "positions", "dtype", "reduce", "compress", "heads", "neurons")
+"""Fields of a capture that runs may choose."""
 SPEED_OPTIONS = frozenset(
     {
         "block_size", "disable_log_stats", "distributed_executor_backend", "gpu_memory_utilization",
@@ -38,7 +39,7 @@ class RunSpec:
 
     Args:
         model: As for vLLM.
-        hook, layers, positions, compress, reduce, dtype, heads, neurons: As for `Capture`.
+        capture: The rows of each record.
         max_tokens: Tokens that each request generates, greedily; vLLM needs at least one.
         max_length: Prompts are cut to this many tokens; None refuses longer ones than the engine
             takes.
@@ -47,17 +48,10 @@ class RunSpec:
     """
 
     model: str
-    hook: str = "resid_post"
-    layers: Any = "all"
-    positions: Any = "prompt"
-    compress: Any = None
-    reduce: Reduction | None = None
-    dtype: Any = None
+    capture: Capture = PROMPTS
     max_tokens: int = 1
     max_length: int | None = None
     engine: dict[str, Any] = field(default_factory=dict)
-    heads: Any = None
-    neurons: Any = None
     features: FeatureSpec | None = None
 
     def __post_init__(self) -> None:
@@ -83,17 +77,6 @@ class RunSpec:
         if positions.kind == "generated":  # what it selects does not depend on the text
             check_reached(((positions, "positions"),), 1, self.max_tokens, self.max_tokens)
 
-    @property
-    def capture(self) -> Capture:
-        picked = {name: value for name in PICKS if (value := getattr(self, name)) is not None}
-        try:
-            return Capture(
-                self.hook, self.layers, self.positions, dtype=self.dtype, reduce=self.reduce, compress=self.compress,
-                **picked,
-            )  # fmt: skip
-        except WeirError as e:
-            raise WeirError(e.message, e.field.removeprefix("capture.")) from None
-
     def reaches(self, prompt_len: int) -> bool:
         """Return whether a prompt of this many tokens can give a row."""
         return self.capture.positions.reaches(prompt_len, prompt_len + self.max_tokens - 1)
@@ -101,8 +84,7 @@ class RunSpec:
     def identity(self, source: TextSource) -> dict[str, Any]:
         """Return everything that determines the rows, as plain JSON data."""
         capture = self.capture.to_json()
-        names = ("hook", "layers", "positions", "dtype", "reduce", "compress", *PICKS)
-        captured = {name: capture.get(name) for name in names}
+        captured = {name: capture.get(name) for name in CAPTURED}
         # As it is read back from the file: tuples become lists, and keys strings.
         engine = json.loads(json.dumps({k: v for k, v in sorted(self.engine.items()) if k not in SPEED_OPTIONS}))
         return {

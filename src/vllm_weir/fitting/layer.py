@@ -32,7 +32,6 @@ class Direction:
 
     @property
     def unit(self) -> np.ndarray:
-        """The unit vector [d]."""
         return unit(self.vector)
 
     def score(self, rows: np.ndarray) -> np.ndarray:
@@ -162,12 +161,7 @@ def unit(vector: np.ndarray) -> np.ndarray:
 
 
 def auc(positive: np.ndarray, negative: np.ndarray) -> float:
-    """Return the share of (positive, negative) pairs of scores in the right order; ties count half.
-
-    Args:
-        positive: scores [n], n >= 1.
-        negative: scores [m], m >= 1.
-    """
+    """Return the share of (positive, negative) pairs of scores, [n] and [m], in the right order; ties count half."""
     ordered = np.sort(negative)
     below = np.searchsorted(ordered, positive, side="left")
     not_above = np.searchsorted(ordered, positive, side="right")

@@ -32,11 +32,7 @@ def check_controllers(definitions: Mapping[str, SinkDefinition]) -> None:
 
 
 def set_up(frontend: EngineFrontend, definitions: Mapping[str, SinkDefinition]) -> None:
-    """Make the controllers of an engine's settings.
-
-    Raises:
-        WeirError: naming the setting, if one cannot be made.
-    """
+    """Make the controllers of an engine's settings; raise WeirError naming the setting, if one cannot be made."""
     for name, definition in definitions.items():
         path = f"settings.controllers.{name}"
         controller = controllers.make(definition.consumer, json.loads(definition.options), path)
@@ -73,14 +69,7 @@ def add_object(frontend: EngineFrontend, name: str, controller: object, options:
 def add(
     frontend: EngineFrontend, name: str, definition: SinkDefinition, controller: AsyncController, path: str
 ) -> None:
-    """Let a controller act in an engine.
-
-    Args:
-        frontend: the engine's.
-        name: of the controller.
-        definition: says what becomes of its queue.
-        controller: not opened yet.
-        path: the field that set it up, for errors.
+    """Let a controller, not opened yet, act in an engine; `path` is the field that set it up, for errors.
 
     Raises:
         WeirError: if the name is taken, its probes or captures cannot be served, or it cannot be
@@ -119,19 +108,15 @@ class FrontendActions:
         self._frontend_of = weakref.ref(frontend)
 
     def set_vector(self, name: str, vector: Any) -> str:
-        """Register a vector under a name, and return its digest."""
         return self._names().put_vector(name, vector)
 
     def remove_vector(self, name: str) -> None:
-        """Forget a registered vector."""
         self._names().remove_vector(name)
 
     def set_global(self, interventions: Any) -> None:
-        """Apply interventions to every request, in place of earlier global ones."""
         self._names().set_always(parse_interventions(interventions, "interventions"))
 
     def clear_global(self) -> None:
-        """Remove the interventions of every request."""
         self._names().set_always(())
 
     def _names(self) -> EngineNames:

@@ -64,16 +64,8 @@ class EngineFrontend:
     """Admission and delivery for one engine.
 
     Args:
-        settings: the engine's settings.
-        chunked: whether the engine splits long prompts.
         host: see `Receiver`.
         refusal: why no request with Weir's keys can be served; None if they can.
-        model: the engine's model, as sinks see it.
-        hold: see `Tracker`.
-        vocabulary: the engine's.
-        max_model_len: most tokens of a prompt and what is generated, together; None if that is not
-            known.
-        traits: how the engine is configured.
 
     Attributes:
         engine: how it is configured, and what its workers serve.
@@ -164,6 +156,8 @@ class EngineFrontend:
     ) -> tuple[Tracker, EngineRequest | None]:
         """Check one sequence's request and open its rows.
 
+        Return its tracker, and what travels to the engine, None if nothing needs to.
+
         Args:
             request_id: vLLM's internal id.
             extra_args: the request's; not changed.
@@ -175,9 +169,6 @@ class EngineFrontend:
             pools: whether the request generates nothing.
             continuation: what came after the prompt already; None for nothing.
             media: where the prompt has images and the like.
-
-        Returns:
-            The sequence's tracker, and what travels to the engine (None if nothing needs to).
 
         Raises:
             WeirError: naming the field, if the request cannot be served exactly as asked.
@@ -291,18 +282,13 @@ class EngineFrontend:
         probes: Sequence[AnyProbe | str],
         path: str,
     ) -> None:
-        """Let a controller's probes score every request, and send it finished sequences.
+        """Let a controller's `probes` score every request, and send it finished sequences.
 
-        Args:
-            name: among the sinks.
-            definition: says what becomes of its queue.
-            controller: not opened yet; its `actions` are set.
-            probes: that it declares; `open` may set interventions that they gate.
-            path: the field that set it up, for errors.
+        It is not opened yet; its `actions` are set. `open` may set interventions that the probes gate. Errors
+        name the field `path`.
 
         Raises:
-            WeirError: if a probe cannot be served, or the controller cannot be opened; then nothing
-                changes.
+            WeirError: if a probe cannot be served, or the controller cannot be opened; then nothing changes.
         """
         with self.names.added_scoring(probes):
             # Not under the lock of the names: `open` may change the shared state, whose lock is taken
@@ -312,7 +298,6 @@ class EngineFrontend:
                 self._cache.clear()
 
     def remove_controller(self, name: str) -> None:
-        """Remove a controller; what is queued for it is handed to it first."""
         self.manager.remove_controller(name)
         with self.names.lock:
             self._cache.clear()

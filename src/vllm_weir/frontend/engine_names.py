@@ -40,14 +40,10 @@ class EngineNames:
     """Vectors, autoencoders and probes of one engine by name, and the interventions of every request.
 
     Args:
-        engine: what can be served.
         forget: called, with the lock held, when other interventions than before are of every
             request.
 
     Attributes:
-        vectors: vectors and modules by name.
-        saes: sparse autoencoders by name.
-        probes: by name.
         hooks: by name; of this process alone.
         lenses: files of fitted lenses by name; likewise.
         always: interventions of every request, before its own.
@@ -77,7 +73,6 @@ class EngineNames:
 
     @property
     def version(self) -> tuple[int, int, int]:
-        """Changes whenever a name changes its meaning."""
         return self.vectors.version, self.saes.version, self.probes.version
 
     @property
@@ -130,11 +125,7 @@ class EngineNames:
             own += made
 
     def set_always(self, interventions: Sequence[AnyIntervention]) -> None:
-        """Set the interventions of every request from now on.
-
-        Raises:
-            WeirError: if the engine cannot do them.
-        """
+        """Set the interventions of every request from now on; raise WeirError if the engine cannot do them."""
 
         def edit(contents: RegistryContents) -> RegistryContents:
             self.refresh()  # names stand for what they do while the state is locked
@@ -221,10 +212,6 @@ class EngineNames:
     def register_probe(self, probe: AnyProbe, everyone: bool = False) -> None:
         """Register a probe under its name, replacing any other; see `vllm_weir.api.register_probe`.
 
-        Args:
-            probe: its vectors may be registered ones.
-            everyone: whether it scores every request.
-
         Raises:
             WeirError: if the engine cannot serve it, or what gates interventions of every request.
         """
@@ -268,10 +255,7 @@ class EngineNames:
         self.change_probes({name: None})
 
     def change_probes(self, changes: Mapping[str, RegisteredProbe | None]) -> None:
-        """Put other probes under names, in all processes of a server.
-
-        Args:
-            changes: name -> a probe that was registered before; None for none.
+        """Put registered probes under names, None for none, in all processes of a server.
 
         Raises:
             WeirError: if an intervention of every request is gated by a probe that would go; then
@@ -299,7 +283,6 @@ class EngineNames:
             self._forget()  # what is kept of requests keeps functions, too
 
     def unregister_hook(self, name: str) -> None:
-        """Forget a hook; raise WeirError if there is none of the name."""
         with self.lock:
             self.hooks.remove(name)
             self._forget()

@@ -19,13 +19,6 @@ from vllm_weir.schema.table_sizes import TableSizes
 class KnownEngine:
     """What is known of one engine.
 
-    Args:
-        settings: the engine's settings.
-        chunked: whether the engine splits long prompts.
-        refusal: why no request with Weir's keys can be served; None if they can.
-        vocabulary: the engine's.
-        traits: how the engine is configured.
-
     Attributes:
         capabilities: what the workers serve; None until they have reported.
         first_weights: fingerprint of the weights that the engine was started with, "" if they could
@@ -47,7 +40,6 @@ class KnownEngine:
         self._sizes: TableSizes | None = None
 
     def learn(self, capabilities: EngineCapabilities) -> None:
-        """Take in what the workers serve."""
         self.capabilities, self._sizes = capabilities, self._settings.table_sizes(capabilities.d_model)
 
     @property

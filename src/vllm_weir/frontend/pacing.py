@@ -42,10 +42,7 @@ class PlainEntry:
         self.number, self.since = number, monotonic()
 
     def leave(self) -> None:
-        """Record that the request has entered the engine, or never will.
-
-        Calling it again does nothing.
-        """
+        """Record that the request has entered the engine, or never will; doing so again changes nothing."""
         self._pacing.remove(self)
 
 
@@ -85,16 +82,13 @@ class Pacing:
 
     @property
     def _serves_plain(self) -> bool:
-        """Whether plain requests are served."""
         return bool(self._entries) or len(self.live) > len(self._own)
 
     @property
     def held(self) -> int:
-        """How many requests the pace delays now."""
         return sum(not admitted.done() for _, admitted in self._delayed)
 
     def enter(self) -> PlainEntry:
-        """Add a plain request that is on its way to the engine."""
         entry = PlainEntry(self, next(self._numbers))
         self._entries[entry] = None
         return entry

@@ -71,14 +71,7 @@ def _refuse_used(frontend: EngineFrontend, name: str) -> None:
 
 
 def refuse_used(key: str, name: str, always: Sequence[Kept], modules: Mapping[str, Sequence[Kept]]) -> None:
-    """Raise WeirError if what is set for all, or a module, has an autoencoder encode rows.
-
-    Args:
-        key: the autoencoder's, of the workers' copy.
-        name: under which it is loaded.
-        always: interventions of every request.
-        modules: by name.
-    """
+    """Raise WeirError if what is set for all, or a module, has the autoencoder with this key encode rows."""
     users = {"what every request undergoes": always}
     users |= {f"the module {module!r}": steps for module, steps in modules.items()}
     for user, interventions in users.items():
@@ -89,12 +82,7 @@ def refuse_used(key: str, name: str, always: Sequence[Kept], modules: Mapping[st
 
 
 def prepare(frontend: EngineFrontend, name: str, sae: Any) -> LoadedSAE:
-    """Return an autoencoder that `send` may load.
-
-    Args:
-        frontend: of the engine.
-        name: under which requests will name it.
-        sae: an `SAE`, or the path of its files.
+    """Return an autoencoder that `send` may load, from an `SAE` or the path of its files.
 
     Raises:
         WeirError: naming the field, if the engine cannot serve it.

@@ -22,11 +22,8 @@ class Tracker:
     While anything refers to it or its views, the sequence's rows are kept.
 
     Args:
-        pending: the sequence in the row store.
         first: the most tokens that may come from the prefix cache; None for no limit.
-        d_model: the model's.
         timeout: seconds that a view waits for rows.
-        manager: the engine's sinks.
         asked: whether the request itself asked for anything; others only have rows for sinks.
         hold: whether `view` may block while a sink has no room.
         held: what holds the sequence's outputs back until their tokens have scores; None if nothing does.
@@ -65,11 +62,8 @@ class Tracker:
     def view(self, generated: Sequence[int], delta: bool, reason: str | None, cached_tokens: int) -> OutputView:
         """Return the view for an output; of a finished sequence, also send its rows to its sinks.
 
-        Args:
-            generated: token ids; may be appended to later.
-            delta: whether the view has only rows that no earlier output had.
-            reason: why the sequence finished; None if it has not.
-            cached_tokens: prompt tokens that came from the prefix cache.
+        Token ids may be appended to `generated` later. `delta`: whether the view has only rows that no earlier
+        output had; `reason`: why the sequence finished, None if it has not.
         """
         if reason == "error":  # what was computed for it may be wrong
             why = "the engine ended it with an error, such as keys and values that could not be loaded; send it again"

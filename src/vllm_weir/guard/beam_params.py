@@ -9,11 +9,7 @@ from vllm.sampling_params import BeamSearchParams as BeamSearchParams
 
 
 class CarryingBeamSearchParams(BeamSearchParams, omit_defaults=True, dict=True, kw_only=True):  # type: ignore[call-arg]
-    """``BeamSearchParams`` that carry keys of plugins.
-
-    Attributes:
-        extra_args: as of ``SamplingParams``.
-    """
+    """``BeamSearchParams`` that carry keys of plugins, in ``extra_args`` as ``SamplingParams`` do."""
 
     extra_args: dict[str, Any] | None = None
 

@@ -48,9 +48,7 @@ class Failed:
 
 
 class NotLoaded:
-    """The status of a process in which vLLM has not loaded the plugin.
-
-    vLLM loads it before it makes an engine.
+    """The status of a process in which vLLM has not loaded the plugin, as it does before it makes an engine.
 
     Attributes:
         unguarded: why nothing guards this process, or None.
@@ -77,10 +75,7 @@ class Unguarded(RuntimeError):
 
 
 def left_out() -> str | None:
-    """Return what to tell a user whose environment keeps vLLM from loading Weir.
-
-    The result is None if it does not.
-    """
+    """Return what to tell a user whose environment keeps vLLM from loading Weir; None if it does not."""
     named = os.environ.get("VLLM_PLUGINS")
     if named is None or PLUGIN in named.split(","):
         return None
@@ -211,10 +206,7 @@ def without_room(original: Any, _status: Status | None) -> Any:
 
 
 def init_device(original: Any, status: Status) -> Any:
-    """Wrap ``WorkerWrapperBase.init_device``.
-
-    The worker reports why it does not serve Weir's keys.
-    """
+    """Wrap ``WorkerWrapperBase.init_device``: the worker reports why it does not serve Weir's keys."""
 
     def wrapper(self: Any) -> None:
         original(self)

@@ -10,4 +10,4 @@ if TYPE_CHECKING:
 __all__ = ["PATCHES", "Patch", "PatchStatus", "install", "verify"]
 
 # Imported lazily, so that the guard and the plugin load where a package that Weir needs is missing.
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "vllm_weir.patches.registry"))
+__getattr__, __dir__ = lazy_names(__name__)

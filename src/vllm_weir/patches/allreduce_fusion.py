@@ -85,8 +85,7 @@ def _act(
     """Do what the fused kernel does, in parts, with the taps between the all-reduce and the norm.
 
     With a `norm_out`, the kernel puts the norm there and the stream into `allreduce_in`; without
-    one, the norm into `allreduce_in` and the stream into `residual`. `quant_out` gets the norm in
-    FP8.
+    one, the norm into `allreduce_in` and the stream into `residual`. `quant_out` gets the norm in FP8.
     """
     import vllm.ir
     from vllm._custom_ops import scaled_fp8_quant

@@ -10,11 +10,7 @@ NO_KEY = (
 
 
 def lacks_key(raw_request: Any) -> bool:
-    """Return whether a server has API keys and a request carries none of them.
-
-    Args:
-        raw_request: Starlette's; None for what no client sent.
-    """
+    """Return whether a server has API keys and Starlette's request, if a client sent one, carries none of them."""
     for one in () if raw_request is None else raw_request.app.user_middleware:
         # Its module differs between versions.
         if one.cls.__name__ == "AuthenticationMiddleware" and one.cls.__module__.startswith("vllm."):

@@ -93,14 +93,7 @@ def step_extras(extras: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _searching(llm: Any, max_tokens: int, extras: dict[str, Any], is_step: bool) -> Iterator[None]:
-    """Let the requests that `llm` adds be those of a search.
-
-    Args:
-        llm: the ``LLM``.
-        max_tokens: of the search.
-        extras: what each request carries.
-        is_step: see `Search`.
-    """
+    """Let the requests that `llm` adds, each with `extras`, be those of a search; `is_step`: see `Search`."""
     add = llm._add_request
 
     def add_request(prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:

@@ -126,10 +126,7 @@ class GraphSets:
             self._try_capture(self._runtime.boundary_taps, some)
 
     def _dispatch_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the descriptor that a step runs with, after swapping in the graphs that it needs.
-
-        Replaces vLLM's `dispatch`, which runs once per step. `restore` puts vLLM's graphs back.
-        """
+        """Replace vLLM's `dispatch`, once per step: swap in the graphs that it needs, until `restore`."""
         desc = self._vllm_dispatch(*args, **kwargs)
         if not self._runtime.switch.live or desc.cg_mode.name == "NONE":
             return desc
@@ -151,10 +148,7 @@ class GraphSets:
         return graph.desc
 
     def _mask_for(self, needed: int) -> int | None:
-        """Return the mask of the set to replay from; None if there is none, and no room for one.
-
-        Depends only on what is the same on all ranks.
-        """
+        """Return the set to replay from, alike on all ranks; None if there is none, and no room for one."""
         called = function_bits(needed)
         widest = EVERYTHING if needed >> SCORES & ALL else ALL  # launches for probes that nobody has would cost time
         if not self.lazy:
@@ -173,10 +167,7 @@ class GraphSets:
         return substitute
 
     def _substitute(self, wanted: LiveGraph) -> LiveGraph | None:
-        """Return the smallest captured graph that covers `wanted`, or None.
-
-        Cached until others are captured.
-        """
+        """Return the smallest captured graph that covers `wanted`, or None; cached until others are captured."""
         if wanted not in self._substitutes:
             if len(self._substitutes) >= MAX_REMEMBERED:
                 self._substitutes.clear()
@@ -281,16 +272,12 @@ class GraphSets:
         self._swapped = swaps
 
     def restore(self) -> None:
-        """Put vLLM's own graphs back in place."""
         swapped, self._swapped = self._swapped, []
         for swap in swapped:
             swap.restore()
 
     def close(self) -> None:
-        """Drop the live graphs and the reference to the captured model.
-
-        Live steps run without graphs from then on.
-        """
+        """Drop the live graphs and the captured model; live steps run without graphs from then on."""
         self.restore()
         self.lazy, self._capture_again = False, None
         self._captured, self._swaps, self._masks = set(), {}, []

@@ -26,13 +26,9 @@ from vllm_weir.worker.runtime import WorkerRuntime
 def patch_runner(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) -> Callable[[], dict[str, Any]]:
     """Patch how a V2 runner captures and replays graphs; return a function that reports on them.
 
-    Args:
-        runner: vLLM's, with its model loaded and no graph captured yet.
-        runtime: the worker's.
-        config: the engine's VllmConfig.
-        eager: whether to capture the whole live set at start-up. Engines in which one rank must not
-            stop alone (data parallel), or in which a late capture would unload adapters (LoRA) or
-            write into state that requests own (Mamba), do so anyway.
+    The runner's model is loaded, and no graph captured yet. With `eager` the whole live set is captured at
+    start-up. So it is in engines in which one rank must not stop alone (data parallel), or in which a late
+    capture would unload adapters (LoRA) or write into state that requests own (Mamba).
     """
     capture_model, execute_model, shutdown = runner.capture_model, runner.execute_model, runner.shutdown
     eager = eager or config.parallel_config.data_parallel_size > 1 or config.lora_config is not None
@@ -130,10 +126,7 @@ def _captures_allowed() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _late_capture(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Make vLLM's capture possible while the engine serves.
-
-    `stream` is the one for all such captures.
-    """
+    """Make vLLM's capture possible while the engine serves; `stream` is the one for all such captures."""
     from vllm.distributed import parallel_state
     from vllm.v1.worker.gpu import cudagraph_utils
 

@@ -30,14 +30,7 @@ TOKENS = 8
 
 
 def find_sites(runner: Any, config: Any, model_info: ModelInfo, settings: Settings, v2: bool) -> SiteMap:
-    """Find and verify every site of a loaded model.
-
-    Args:
-        runner: vLLM's model runner.
-        config: its `VllmConfig`.
-        model_info: width, dtype and device of the model.
-        settings: may describe the model.
-        v2: whether the runner is vLLM's runner V2.
+    """Find and verify every site of a loaded model; `settings` may describe it, `v2` says which runner it has.
 
     Raises:
         WeirError: if the model has no list of blocks, or cannot be run by itself.

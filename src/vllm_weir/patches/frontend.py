@@ -416,10 +416,7 @@ def _verify(view: OutputView) -> None:
 
 
 def async_llm_add_request(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``AsyncLLM.add_request``.
-
-    Ask the workers what they serve before the first request with Weir's keys.
-    """
+    """Wrap ``AsyncLLM.add_request``: ask the workers what they serve before the first with Weir's keys."""
 
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("params", args[2] if len(args) > 2 else None)

@@ -50,11 +50,7 @@ class _Origin(NamedTuple):
 
 
 class OutputReader:
-    """What an engine client reads from its engines, as vLLM gets it.
-
-    Args:
-        holder: what holds outputs back.
-    """
+    """What an engine client reads from its engines, as vLLM gets it."""
 
     def __init__(self, holder: OutputHolder) -> None:
         self._holder = holder
@@ -63,10 +59,7 @@ class OutputReader:
         self._reading: asyncio.Future[Any] | None = None
 
     def read(self, get: Callable[[], Any]) -> Any:
-        """Return the next outputs, which `get` waits for.
-
-        Blocks while outputs of one step wait for their scores.
-        """
+        """Return the next outputs, which `get` waits for; block while outputs of one step wait for their scores."""
         if not self._ready:
             self._ready.extend(self._taken(get(), wait=True))
         return self._ready.popleft()
@@ -96,12 +89,7 @@ class OutputReader:
             self._ready.extend(_as_outputs(_by_source(self._holder.release())))
 
     def _taken(self, outputs: Any, wait: bool = False) -> list[Any]:
-        """Take in what an engine has put out; return what vLLM gets now.
-
-        Args:
-            outputs: ``EngineCoreOutputs``; changed.
-            wait: whether to block until the scores of these outputs are here.
-        """
+        """Take in what an engine has put out, and return what vLLM gets now; `wait`: for these outputs' scores."""
         holder = self._holder
         if not len(holder):
             return [outputs]

@@ -12,10 +12,7 @@ RENDERER = "_weir_renderer"
 
 
 def media_of(request: Any) -> Media:
-    """Return where the prompt of an ``EngineCoreRequest`` has images and the like.
-
-    Its token ids there are placeholders, as many as the item has positions.
-    """
+    """Return where a request's prompt has images and the like; each of their positions has a placeholder's id."""
     if not request.mm_features:
         return NO_MEDIA
     placed = ((feature.modality, feature.mm_position) for feature in request.mm_features)

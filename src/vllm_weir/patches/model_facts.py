@@ -28,14 +28,9 @@ def read_facts(
     on_cpu: bool,
     shards: Mapping[Site, Shard],
 ) -> ModelFacts:
-    """Read the facts of a loaded model.
+    """Read the facts of a loaded model, in this process of its blocks by index.
 
-    Args:
-        model: the model.
-        blocks: index -> decoder block, of those in this process.
-        dtype: the model's.
-        on_cpu: whether vLLM runs on a CPU, where it chooses experts with other functions.
-        shards: which part of a row this worker holds, of the sites where that is not all.
+    A CPU's vLLM chooses experts with other functions; `shards` are the parts of rows that this worker holds.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -76,12 +71,8 @@ def _attention(
 ) -> AttentionFacts:
     """Return the facts of one block's attention.
 
-    Args:
-        layers: what mixes tokens in the block.
-        with_keys: those of them that have queries and keys for each head.
-        index: of the block.
-        owner_of: the name of an attention layer -> its block.
-        dtype: the model's.
+    `layers` mix its tokens, of which `with_keys` have queries and keys for each head; `owner_of`
+    maps the name of an attention layer to its block.
     """
     if not with_keys:
         return AttentionFacts(refused=f"its {type(layers[0]).__name__} has no queries and keys for each head")
@@ -140,7 +131,6 @@ def _why_not(layer: Any, dtype: torch.dtype) -> str:
 
 
 def _floats(values: Any) -> tuple[float, ...]:
-    """Return a tensor or list of floats as a tuple; empty for None."""
     if values is None:
         return ()
     return tuple(torch.as_tensor(values).detach().float().flatten().tolist())

@@ -63,13 +63,7 @@ class _Agreement:
 
 
 def _find(model: Any, ranks: int, stages: int, name: str) -> HeldWeight:
-    """Return a weight as this rank holds it.
-
-    Args:
-        model: vLLM's.
-        ranks: of the tensor-parallel group.
-        stages: of the pipeline.
-        name: as vLLM calls it; a matrix that vLLM puts together with others has its own name of the checkpoint, too.
+    """Return a weight as this rank holds it, by vLLM's name or, of a matrix put together with others, its own.
 
     Raises:
         WeirError: if there is none, or only in a form that kernels read.
@@ -98,11 +92,7 @@ def _find(model: Any, ranks: int, stages: int, name: str) -> HeldWeight:
 
 
 def _layout(module: Any, own: str, tensor: torch.Tensor, ranks: int) -> tuple[list[int], list[int], int | None]:
-    """Return `sizes`, `copies` and `dim` of a `HeldWeight`.
-
-    Raises:
-        WeirError: if it is not known how the ranks hold it.
-    """
+    """Return `sizes`, `copies` and `dim` of a `HeldWeight`; raise WeirError if the ranks' layout is unknown."""
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_weir.schema.row_shapes import Shard
-from vllm_weir.worker.discovery.part_modules import AttentionShape, Features, LinearShape, PartModules
+from vllm_weir.worker.discovery.parts.modules import AttentionShape, Features, LinearShape, PartModules
 from vllm_weir.worker.model_info import ModelInfo
 
 WEIGHTS_ONLY = ("awq", "bitsandbytes", "gguf", "gptq")
@@ -15,12 +15,7 @@ WEIGHTS_ONLY = ("awq", "bitsandbytes", "gguf", "gptq")
 
 
 def part_modules(config: Any, model_info: ModelInfo) -> PartModules:
-    """Return how to recognise the modules inside attention and MLP.
-
-    Args:
-        config: vLLM's `VllmConfig`.
-        model_info: device of the model, and number of workers.
-    """
+    """Return how to recognise the modules inside attention and MLP."""
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.linear import LinearBase

@@ -62,7 +62,6 @@ class Patch:
 
     @property
     def path(self) -> str:
-        """``module:name``."""
         return f"{self.module}:{self.name}"
 
     def find(self) -> Any:
@@ -276,7 +275,6 @@ class PatchStatus:
     serving_failure: str | None = None
 
     def note(self, patch: Patch, why: str) -> None:
-        """Record why a patch cannot be made."""
         (self.serving_problems if patch.serving else self.problems)[patch.path] = why
 
     def fail(self, patch: Patch, e: Exception) -> None:
@@ -298,7 +296,6 @@ class PatchStatus:
 
     @property
     def serving_refusal(self) -> str | None:
-        """Why requests over HTTP with Weir's keys are refused; None if they are served."""
         return self.refusal or self.serving_failure or _problem_text(self.serving_problems)
 
 
@@ -335,7 +332,6 @@ def install(active: bool) -> PatchStatus:
 
 
 def _add_methods(llm: Any) -> None:
-    """Give ``LLM`` vllm-lens's methods."""
     for method in METHODS:
         setattr(llm.LLM, method.__name__, method)
 
@@ -364,10 +360,7 @@ def _apply(patch: Patch, status: PatchStatus, _module: object) -> None:
 
 
 def _wrapped(patch: Patch, original: Any, status: PatchStatus) -> Any:
-    """Return what replaces `original`: Weir's wrapper, else the guard's.
-
-    The result is None if nothing is guarded there.
-    """
+    """Return what replaces `original`: Weir's wrapper, else the guard's; None if nothing is guarded there."""
     if status.active and status.failure is None:
         try:
             wrapper: Any = functools.wraps(original)(_load_wrapper(patch)(original, status))

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 
 def clone(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``SamplingParams.clone``: copy params with Weir's keys faster.
-
-    vLLM's general deep copy would take longer than the whole of Weir's admission.
-    """
+    """Wrap ``SamplingParams.clone``: vLLM's deep copy of Weir's keys takes longer than their admission."""
 
     def wrapper(self: Any) -> Any:
         if self.skip_clone or not carries_keys(self.extra_args):

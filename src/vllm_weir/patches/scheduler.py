@@ -37,10 +37,7 @@ def engine_request_of(request: Any) -> EngineRequest | None:
 
 
 def compute_hash(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``VllmConfig.compute_hash``.
-
-    What Weir changes in the traced graph enters the compile-cache key.
-    """
+    """Wrap ``VllmConfig.compute_hash``: what Weir changes in the traced graph enters the compile-cache key."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = original(self, *args, **kwargs)
@@ -51,10 +48,7 @@ def compute_hash(original: Callable[..., Any], _status: PatchStatus) -> Callable
 
 
 def needs_kv_cache_zeroing(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``KVCacheConfig.needs_kv_cache_zeroing``.
-
-    On a CPU, blocks are zeroed before they are used again.
-    """
+    """Wrap ``KVCacheConfig.needs_kv_cache_zeroing``: on a CPU, zero blocks before they are used again."""
 
     def wrapper(self: Any) -> Any:
         return original(self) or _zeroes_blocks_on_cpu()
@@ -79,10 +73,7 @@ def _zeroes_blocks_on_cpu() -> bool:
 
 
 def get_computed_blocks(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``KVCacheManager.get_computed_blocks``.
-
-    A prefix-cache hit never passes the first wanted position.
-    """
+    """Wrap ``KVCacheManager.get_computed_blocks``: a prefix-cache hit never passes the first wanted position."""
 
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         limit = hit_limit(engine_request_of(request))
@@ -119,12 +110,7 @@ def _capped_lookup(lookup: Callable[..., Any], limit: int) -> Callable[..., Any]
 
 
 class _SchedulerState:
-    """What Weir keeps beside one scheduler.
-
-    Args:
-        scheduler: vLLM's.
-        add_request: the scheduler's own method, unbound.
-    """
+    """What Weir keeps beside one scheduler."""
 
     def __init__(self, scheduler: Any, add_request: Callable[[Any, Any], None]) -> None:
         config = scheduler.vllm_config
@@ -194,10 +180,7 @@ _cache_keys: weakref.WeakKeyDictionary[object, CacheKeys] = weakref.WeakKeyDicti
 
 
 def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``generate_block_hash_extra_keys``.
-
-    Add the digest of what interventions do in the block.
-    """
+    """Wrap ``generate_block_hash_extra_keys``: add the digest of what interventions do in the block."""
 
     def wrapper(request: Any, start_token_idx: int, end_token_idx: int, *args: Any, **kwargs: Any) -> Any:
         keys, *rest = original(request, start_token_idx, end_token_idx, *args, **kwargs)
@@ -223,10 +206,7 @@ def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) ->
 
 
 def scheduler_add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``Scheduler.add_request``.
-
-    A steered request waits until the device tables have room for it.
-    """
+    """Wrap ``Scheduler.add_request``: a steered request waits until the device tables have room for it."""
 
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         engine_request = engine_request_of(request)
@@ -245,10 +225,7 @@ def scheduler_add_request(original: Callable[..., Any], status: PatchStatus) -> 
 
 
 def schedule(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``Scheduler.schedule``.
-
-    Schedule requests that have waited, and bound the step by what the ring holds.
-    """
+    """Wrap ``Scheduler.schedule``: add requests that have waited, and bound the step by the ring's room."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = _states.get(self)

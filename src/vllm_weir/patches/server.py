@@ -84,10 +84,7 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
 
 
 async def _plain(server: ServerState | None, handled: Awaitable[Any]) -> Any:
-    """Return the response to a plain request.
-
-    Requests with Weir's keys wait until it has entered the engine.
-    """
+    """Return the response to a plain request; those with Weir's keys wait until it has entered the engine."""
     if server is None:
         return await handled
     entry = server.frontend.pacing.enter()
@@ -155,10 +152,7 @@ async def _prepend(first: Any, rest: AsyncGenerator[Any, Any]) -> AsyncIterator[
 
 
 def to_sampling_params(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``to_sampling_params`` of a request model.
-
-    Add what the body asks of Weir to ``extra_args``.
-    """
+    """Wrap ``to_sampling_params`` of a request model: add what the body asks of Weir to ``extra_args``."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         builder = current_response.get()
@@ -210,10 +204,7 @@ def chat_response(original: Callable[..., Any], _status: PatchStatus) -> Callabl
 
 
 def stream(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap a generator of server-sent events.
-
-    Collect the views of the outputs, and add rows to the events.
-    """
+    """Wrap a generator of server-sent events: collect the views of the outputs, and add rows to the events."""
     signature = inspect.signature(original)
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -136,7 +136,6 @@ def refuse_adapter(lora_request: Any, field: str) -> None:
 
 
 def _in_a_list(path: str) -> bool:
-    """Return whether a path leads through a list of modules, as blocks are in one."""
     return any(part.isdigit() for part in path.split("."))
 
 

@@ -8,10 +8,7 @@ from vllm_weir.patches.kv_connectors import connectors_of
 
 
 def refusal_of(config: Any) -> str | None:
-    """Return why requests with Weir's keys are refused under a VllmConfig.
-
-    The result is None if they are served.
-    """
+    """Return why requests with Weir's keys are refused under a VllmConfig; None if they are served."""
     parallel, compilation = config.parallel_config, config.compilation_config
     checks = (
         (

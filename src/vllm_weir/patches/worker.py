@@ -33,10 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def init_device(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``WorkerWrapperBase.init_device``.
-
-    Taps are placed as soon as the worker has loaded its model.
-    """
+    """Wrap ``WorkerWrapperBase.init_device``: place taps as soon as the worker has loaded its model."""
 
     def wrapper(self: Any) -> None:
         original(self)
@@ -90,10 +87,7 @@ def _start_warmup(worker: Any) -> TapWarmup | None:
 
 
 def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> None:
-    """Place the taps on the loaded model and patch the runner.
-
-    Report the reason if that cannot be done.
-    """
+    """Place the taps on the loaded model and patch the runner; report the reason if that cannot be done."""
     runner, config = worker.model_runner, worker.vllm_config
     settings = Settings.load(config.additional_config)
     try:
@@ -207,10 +201,7 @@ def _known_tokens(scheduler_output: Any) -> dict[str, int]:
 
 
 def _starts(scheduler_output: Any) -> Iterator[tuple[list[str], list[int]]]:
-    """Yield the scheduled requests with the positions of their first tokens in the step.
-
-    Equal on all ranks.
-    """
+    """Yield the scheduled requests with the positions of their first tokens in the step, alike on all ranks."""
     cached, new = scheduler_output.scheduled_cached_reqs, scheduler_output.scheduled_new_reqs
     yield cached.req_ids, cached.num_computed_tokens
     yield [r.req_id for r in new], [r.num_computed_tokens for r in new]

@@ -15,10 +15,7 @@ SINGLE_THREAD_VALUES = 32_767
 
 
 def without_base(rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows, copied if they are a view of more memory.
-
-    A view would be pickled with all of that memory.
-    """
+    """Return the rows, copied if they are a view of more memory. A view would be pickled with all of that memory."""
     return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows
 
 

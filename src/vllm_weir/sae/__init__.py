@@ -11,11 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["SAE", "FeatureResponse", "SAEConfig"]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "SAE": "vllm_weir.sae.autoencoder",
-        "FeatureResponse": "vllm_weir.sae.response",
-        "SAEConfig": "vllm_weir.sae.config",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

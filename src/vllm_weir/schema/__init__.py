@@ -31,23 +31,4 @@ __all__ = [
 ]
 
 # Lazy, because the plugin imports `vllm_weir.schema.keys` with the standard library alone.
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "HOOKS": "vllm_weir.schema.hooks",
-        "WIRE_KEY": "vllm_weir.schema.request",
-        "WIRE_VERSION": "vllm_weir.schema.request",
-        "Ablate": "vllm_weir.schema.interventions",
-        "Add": "vllm_weir.schema.interventions",
-        "Capture": "vllm_weir.schema.capture",
-        "Clamp": "vllm_weir.schema.interventions",
-        "Intervention": "vllm_weir.schema.intervention_base",
-        "LowRank": "vllm_weir.schema.interventions",
-        "Positions": "vllm_weir.schema.positions",
-        "Replace": "vllm_weir.schema.interventions",
-        "RequestSpec": "vllm_weir.schema.request",
-        "Site": "vllm_weir.schema.hooks",
-        "normalise_hook": "vllm_weir.schema.hooks",
-        "parse_site": "vllm_weir.schema.hooks",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

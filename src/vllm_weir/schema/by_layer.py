@@ -38,7 +38,6 @@ class VectorsByLayer:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The blocks, ascending."""
         return tuple(self.vectors)
 
     @classmethod
@@ -62,7 +61,6 @@ class VectorsByLayer:
         return cls(vectors)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the wire form."""
         return {str(layer): vector.to_json() for layer, vector in self.vectors.items()}
 
     def replaced(self, change: Callable[[Vector, str], Vector], field: str) -> VectorsByLayer:

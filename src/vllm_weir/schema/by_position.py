@@ -26,10 +26,8 @@ class ByPosition(NamedTuple):
     def check(self, prompt_len: int | None = None) -> None:
         """Raise WeirError unless the selector names exactly as many positions as there are rows.
 
-        Positions before the prompt's start do not count; those that the request may never reach do.
-
-        Args:
-            prompt_len: tokens of the prompt; None checks only what is known without it.
+        Positions before the prompt's start do not count; those that the request may never reach do. Without
+        `prompt_len` it checks only what is known without it.
         """
         field = f"{self.path}.positions"
         if self.positions.is_open:
@@ -51,10 +49,7 @@ class ByPosition(NamedTuple):
             )
 
     def check_everyone(self) -> None:
-        """Raise WeirError unless the selector names as many positions whatever the prompt's length.
-
-        For interventions that every request undergoes.
-        """
+        """Raise WeirError unless it names as many positions whatever the prompt's length, for every request."""
         self.check()
         counts_from_end = any(value < 0 for value in self.positions.numbers)
         if counts_from_end or self.positions.count() is None:

@@ -57,9 +57,6 @@ class EngineSpec:
 
         Before its probe's first score a gate is shut. A selector by token counts as if it could
         select any token.
-
-        Args:
-            prompt_len: tokens of the prompt.
         """
         if not self.gates:
             return None
@@ -145,7 +142,6 @@ class EngineSpec:
 
     @functools.cached_property
     def wire(self) -> bytes:
-        """The wire form, msgpack."""
         moves = [move.to_wire() for move in self.moves]
         measured = [[probe.to_wire() for probe in self.probes], self.gates, self.dose]
         more = measured if self.probes or self.dose else []

@@ -30,7 +30,6 @@ class EngineTraits:
 
     @property
     def speculative(self) -> bool:
-        """Whether the engine verifies drafts."""
         return self.draft_tokens > 0
 
     @property

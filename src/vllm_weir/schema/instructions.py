@@ -94,7 +94,6 @@ class Source(NamedTuple):
 
     @classmethod
     def from_wire(cls, data: Sequence[Any]) -> Source:
-        """Parse the list that msgpack makes of a source."""
         hook, layer, instruction = data
         return cls(hook, layer, Instruction(*instruction))
 
@@ -221,7 +220,6 @@ class ResolvedIntervention:
 
     @property
     def functions(self) -> list[str]:
-        """Keys of the functions that are called for it."""
         return [one.key for one in self.instructions if one.kind == HOOK]
 
     @functools.cached_property

@@ -82,13 +82,7 @@ NO_MEDIA = Media()
 
 
 def embedded_ranges(offset: int, length: int, is_embed: Any = None) -> tuple[Range, ...]:
-    """Return the ranges of a placeholder's positions that hold an item's embeddings.
-
-    Args:
-        offset: the placeholder's first position.
-        length: its positions.
-        is_embed: bool [length], which of them; None for all.
-    """
+    """Return the ranges of a placeholder's positions that hold an item's embeddings; `is_embed`: bool [length]."""
     if is_embed is None:
         return ((offset, offset + length),) if length else ()
     return _joined((offset + k, offset + k + 1) for k, one in enumerate(is_embed.tolist()) if one)

@@ -18,16 +18,12 @@ METADATA = "weir_probe"
 
 
 def encode(plain: Mapping[str, Any], vectors: Mapping[str, Vector], path: str, form: str) -> bytes:
-    """Return the contents of a file of a probe.
+    """Return the contents of a file of a probe, in the form ``"safetensors"`` or ``"json"``.
 
-    Args:
-        plain: the fields of the wire form that hold no vectors, with ``kind``.
-        vectors: the other fields.
-        path: of the probe, which errors name.
-        form: ``"safetensors"`` or ``"json"``.
+    `plain` are the fields of the wire form that hold no vectors, with ``kind``; `vectors` the others.
 
     Raises:
-        WeirError: if one of the vectors is only a name.
+        WeirError: naming a field under `path`, if one of the vectors is only a name.
     """
     for name, vector in vectors.items():
         if vector.array is None:

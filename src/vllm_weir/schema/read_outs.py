@@ -39,16 +39,13 @@ class ReadOut:
 
     @property
     def width(self) -> int:
-        """Values of one row."""
         return len(self.ids) or self.top_k
 
     def to_wire(self) -> list[Any]:
-        """Return the wire form for the workers."""
         return [self.kind, *self.site, self.key, self.top_k, list(self.ids)]
 
     @classmethod
     def from_wire(cls, data: Sequence[Any]) -> ReadOut:
-        """Parse what `to_wire` returns."""
         kind, hook, layer, key, top_k, ids = data
         return cls(kind, Site(hook, layer), key, top_k, tuple(ids))
 

@@ -93,7 +93,6 @@ class ResolvedProbe:
 
     @property
     def vectors(self) -> frozenset[str]:
-        """Digests of the vectors that it uses."""
         return frozenset((*self.rows, *self.out_rows))
 
     @property
@@ -119,7 +118,6 @@ class ResolvedProbe:
 
     @classmethod
     def from_wire(cls, data: Sequence[Any]) -> ResolvedProbe:
-        """Parse what `to_wire` returns."""
         values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in data]
         values[3] = Positions.parse(data[3])
         return cls(*values)
@@ -153,7 +151,6 @@ class ResolvedGate(NamedTuple):
 
     @classmethod
     def from_wire(cls, data: Sequence[Any]) -> ResolvedGate:
-        """Parse the list that msgpack makes of a gate."""
         gate = cls(*data)
         return gate._replace(reads=tuple(gate.reads))
 
@@ -245,13 +242,9 @@ def count_activations(moves: Iterable[ResolvedIntervention]) -> int:
 def with_activations(
     moves: Sequence[ResolvedIntervention], first: int
 ) -> tuple[tuple[ResolvedIntervention, ...], tuple[ResolvedIntervention, ...]]:
-    """Return interventions with the cells of their activations, and the steps that write those of other sites.
+    """Return interventions, in order, with the cells of their activations from `first` on, and steps for other sites.
 
     The steps come after all interventions: they read a row as the model goes on with it.
-
-    Args:
-        moves: in order.
-        first: cell of the first activation.
     """
     placed, steps, cell = [], [], first - 1
     for move in moves:

@@ -19,10 +19,6 @@ def describe_rows(capture: Capture, directions: int = 0) -> dict[str, Any] | Non
 
     A note has the form of `Capture.to_json`, except that ``project`` is the number of directions,
     and ``positions``, ``heads`` and ``neurons`` that list more than `MOST_NUMBERS` are a short text.
-
-    Args:
-        capture: what was asked.
-        directions: how many directions the rows were projected on.
     """
     note: dict[str, Any] = {}
     if capture.before:
@@ -58,10 +54,7 @@ def is_about(entry: dict[str, Any], site: Site) -> bool:
 
 
 def in_words(entry: dict[str, Any]) -> str:
-    """Describe a note in words.
-
-    For example ``resid_post[3]: one row a request, reduced (mean) over positions 'prompt'``.
-    """
+    """Describe a note in words: ``resid_post[3]: one row a request, reduced (mean) over positions 'prompt'``."""
     positions, reduce, directions = entry.get("positions", "all"), entry.get("reduce"), entry.get("project")
     parts = []
     if reduce:

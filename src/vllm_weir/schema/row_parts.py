@@ -45,13 +45,7 @@ class RowPart(NamedTuple):
         return cls(_parse(hook, "heads", heads, path), _parse(hook, "neurons", neurons, path))
 
     def check(self, shape: RowShape, hook: str, path: str) -> None:
-        """Raise WeirError, naming the field, for a head or neuron that a row does not have.
-
-        Args:
-            shape: of a row: [heads, ...] for heads, [d_mlp] for neurons.
-            hook: the hook point.
-            path: as for `parse`.
-        """
+        """Raise WeirError, naming the field, for a head or neuron that a row of this shape does not have."""
         for name, picked in self._asdict().items():
             if picked is not None and max(picked) >= shape[0]:
                 one = name.removesuffix("s")

@@ -21,13 +21,9 @@ from vllm_weir.schema.instructions import (
 def on_heads(
     lowered: Sequence[LoweredIntervention], heads: Sequence[int], d_head: int, positions: int
 ) -> LoweredIntervention:
-    """Return the instructions of several heads as those of one intervention.
+    """Return the instructions of several heads, each for [d_head], as those of one intervention.
 
-    Args:
-        lowered: what is done to each head, for [d_head].
-        heads: which they are.
-        d_head: values of a head.
-        positions: how many positions have instructions of their own; 0 if none have.
+    `positions` is how many positions have instructions of their own; 0 if none have.
     """
     rows: dict[str, np.ndarray] = {}
     by_head: list[list[Instruction]] = []
@@ -46,15 +42,10 @@ def on_heads(
 
 
 def on_neurons(lowered: LoweredIntervention, neurons: Sequence[int], width: int) -> LoweredIntervention:
-    """Return the instructions for some neurons as instructions for a row.
+    """Return the instructions for some neurons, [neurons picked], as instructions for a row of `width` values.
 
     What is added is a vector with zeros for the other neurons. A BLEND is done to each run of
     neighbouring neurons.
-
-    Args:
-        lowered: what is done, for [neurons picked].
-        neurons: which they are.
-        width: values of a row.
     """
     collector, places = VectorCollector(), np.array(neurons)
 

@@ -37,12 +37,10 @@ class RowPick:
 
     @property
     def shape(self) -> RowShape:
-        """Shape of a returned row."""
         return self.whole if self.chosen is None else (len(self.chosen), *self.whole[1:])
 
     @property
     def width(self) -> int:
-        """Values of a returned row."""
         return row_width(self.shape)
 
 
@@ -71,7 +69,6 @@ class ShardWidths:
         return site in self._widths
 
     def shards(self, site: Site) -> Iterator[tuple[RowShard, int]]:
-        """Return a site's parts, each with its width."""
         return ((RowShard(site, k), width) for k, width in enumerate(self._widths[site]))
 
     def ring_rows(self, site: Site) -> int:

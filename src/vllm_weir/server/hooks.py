@@ -24,11 +24,7 @@ _PLACE = re.compile(f"({_NAME}):({_NAME})")
 
 
 def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
-    """Put the values of `OPTION`, ``name=module:attribute``, into the environment.
-
-    Raises:
-        WeirError: if one is wrong.
-    """
+    """Put the values of `OPTION`, ``name=module:attribute``, into the environment; raise WeirError if one is wrong."""
     places: dict[str, str] = {}
     for option in options:
         name, equals, place = option.partition("=")

@@ -25,10 +25,8 @@ class ServerMetrics:
     """The metrics of one API-server process; prometheus_client adds up those of several.
 
     Args:
-        frontend: The engine frontend whose requests are counted.
         model: vLLM's label ``model_name``.
         spool: The results by reference, or None.
-        registry: The registry of the metrics.
     """
 
     def __init__(

@@ -23,7 +23,6 @@ class ProbeMetrics:
 
     Args:
         model: vLLM's label ``model_name``.
-        registry: The registry of the metrics.
     """
 
     def __init__(self, model: str, registry: CollectorRegistry = REGISTRY) -> None:

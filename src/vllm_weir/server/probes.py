@@ -71,12 +71,7 @@ def read_json(name: str, data: bytes) -> Upload:
 
 
 def read_file(name: str, data: bytes, settings: Mapping[str, Any]) -> Upload:
-    """Read a safetensors upload, a file that a probe's ``save`` wrote.
-
-    Args:
-        name: under which it will be kept.
-        data: the file.
-        settings: values of `SETTINGS`, which come beside a file.
+    """Read a safetensors upload, a file that a probe's ``save`` wrote, with the `SETTINGS` that came beside it.
 
     Raises:
         WeirError: naming the field.

@@ -80,11 +80,7 @@ def projects(view: OutputView) -> bool:
 def new_values(view: OutputView, start: int, scored_start: int, value_form: ValueForm = NUMBERS) -> dict[str, Any]:
     """Return the scores, features, lens and values of hooks at positions from `start` on; waits for them.
 
-    Args:
-        view: of all rows so far.
-        start: first position of the rows.
-        scored_start: first position of the probes' scores.
-        value_form: How the values of hooks come.
+    `view` is of all rows so far; probes' scores begin at `scored_start`.
     """
     later = view.with_start(start, scored_start=scored_start)
     found = (new_projected(view, start) if projects(view) else {}) | probe_scores(later)
@@ -92,9 +88,9 @@ def new_values(view: OutputView, start: int, scored_start: int, value_form: Valu
 
 
 def probe_scores(view: OutputView) -> dict[str, Any]:
-    """Return the scores of probes by name, waiting for them; none of those without rows.
+    """Return the scores of probes by name, waiting for them; null for one that is not finite.
 
-    A score that is not finite is null.
+    None of those without rows.
     """
     found = view.scores() or Scores({}, {})
     return {
@@ -105,10 +101,7 @@ def probe_scores(view: OutputView) -> dict[str, Any]:
 
 
 def read_values(view: OutputView) -> dict[str, Any]:
-    """Return features by name and lenses by block; none of those without rows.
-
-    A value that is not finite is null.
-    """
+    """Return features by name and lenses by block, with rows; null for a value that is not finite."""
     if not view.part.read_outs:
         return {}
     values = view.read_values()

@@ -61,10 +61,6 @@ def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
 def check_given(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
     """Refuse what `load_given` would refuse once the engine has started, as far as files tell.
 
-    Args:
-        arguments: of ``vllm serve``.
-        environ: where `put_options` has put the autoencoders.
-
     Raises:
         WeirError: if one cannot be loaded, or is for another model.
     """
@@ -105,13 +101,7 @@ async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ
 
 
 async def load(state: ServerState, name: str, source: SAESource, again: bool = False) -> SAEInfo:
-    """Load an autoencoder onto the workers, for the requests of all processes.
-
-    Args:
-        state: of this process.
-        name: for requests.
-        source: where it is.
-        again: whether the name may be loaded already; then nothing happens.
+    """Load an autoencoder onto the workers, for the requests of all processes; `again`: if it is not loaded yet.
 
     Raises:
         WeirError: naming the field, if it cannot be loaded.

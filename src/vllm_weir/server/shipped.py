@@ -27,12 +27,8 @@ CACHE = 256 << 20
 def put_options(arguments: list[str], sae_options: list[str], environ: MutableMapping[str, str]) -> list[str]:
     """Return vLLM's arguments for ``weir serve demo``; put what the server keeps into the environment.
 
-    Other models' arguments are returned as they are.
-
-    Args:
-        arguments: of ``vllm serve``, the model first.
-        sae_options: values of ``--weir-sae``; the shipped autoencoder joins them as ``demo``.
-        environ: of the server.
+    Other models' arguments are returned as they are. The shipped autoencoder joins `sae_options`, the
+    values of ``--weir-sae``, as ``demo``.
     """
     if arguments[:1] != [NAME]:
         return arguments

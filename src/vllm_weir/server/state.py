@@ -37,9 +37,6 @@ class ServerState:
     """The state of one API-server process.
 
     Attributes:
-        engine_client: vLLM's engine client.
-        frontend: The engine frontend in this process.
-        limits: What clients may ask for.
         admin_key: The key that allows changes to the steering of every request; None allows nobody.
         directory: The directory shared with the server's other processes; None until Weir's routes
             are on.
@@ -73,12 +70,7 @@ class ServerState:
         frontend.pacing.pace = self.limits.pace
 
     def open(self, key: int, model: str = "") -> None:
-        """Open what Weir's routes need.
-
-        Args:
-            key: The id of the process whose children share the server's directory.
-            model: The model's name in metrics.
-        """
+        """Open what Weir's routes need; the children of process `key` share the server's directory."""
         self.directory = SharedDirectory(key, self.limits.directory)
         self.spool = ResultFiles(
             self.directory.subdirectory("spool"), self.limits.spool_bytes, self.limits.spool_seconds

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vllm_weir.util.lazy import lazy_names
 
 if TYPE_CHECKING:
     from vllm_weir.storage.batch import Batch
@@ -24,23 +26,5 @@ __all__ = [
     "open_writer",
 ]
 
-_HOME = {
-    "LAYOUTS": "loading",
-    "ActivationDataset": "dataset",
-    "Batch": "batch",
-    "DatasetRows": "dataset",
-    "Writer": "layouts.base",
-    "convert": "conversion",
-    "inspect": "stats",
-    "load": "loading",
-    "open_writer": "loading",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # The command line imports this package; torch and pyarrow are imported only when they are used.
-    if name in _HOME:
-        import importlib
-
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# The command line imports this package; torch and pyarrow are imported only when they are used.
+__getattr__, __dir__ = lazy_names(__name__)

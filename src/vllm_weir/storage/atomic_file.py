@@ -35,21 +35,13 @@ class PublishingStore(Protocol):
     local: bool
     fsync: bool
 
-    def path(self, name: str) -> str:
-        """Return the path of a file as the file system understands it."""
-        ...
+    def path(self, name: str) -> str: ...
 
-    def describe(self, name: str) -> str:
-        """Return the file as error messages name it."""
-        ...
+    def describe(self, name: str) -> str: ...
 
-    def store_errors(self, action: str, name: str) -> AbstractContextManager[None]:
-        """Raise any error of the file system as a StoreError that names the file."""
-        ...
+    def store_errors(self, action: str, name: str) -> AbstractContextManager[None]: ...
 
-    def upload(self, path: str, name: str) -> None:
-        """Send a local file to a remote store."""
-        ...
+    def upload(self, path: str, name: str) -> None: ...
 
 
 class AtomicFile:
@@ -131,12 +123,10 @@ class AtomicFile:
         self._reserved = size
 
     def write_at(self, offset: int, data: bytes) -> None:
-        """Overwrite bytes from `offset` on that were written before."""
         with store_errors("write", self.file):
             _write_all(self._fd, memoryview(data), offset)
 
     def truncate(self, size: int) -> None:
-        """Drop everything after the first `size` bytes."""
         with store_errors("write", self.file):
             os.ftruncate(self._fd, size)
         self.size, self._reserved = size, 0
@@ -170,7 +160,6 @@ class AtomicFile:
         self._reserved = 0
 
     def discard(self) -> None:
-        """Delete the temporary file."""
         with store_errors("delete", self.temporary):
             self._let_go()
 

@@ -42,12 +42,10 @@ class Batch:
 
     @property
     def site(self) -> Site:
-        """The site of the rows."""
         return Site(self.hook, self.layer)
 
     @property
     def row_count(self) -> int:
-        """Number of rows."""
         return len(self.rows)
 
     @property
@@ -78,7 +76,6 @@ class CheckedBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the records."""
         return self.records.nbytes
 
 

@@ -162,9 +162,7 @@ class Index:
     def width_error(self, row_runs: np.ndarray, parts: Iterable[tuple[np.ndarray, RowShape]]) -> WeirError:
         """Return an error about rows of one site that differ in shape.
 
-        Args:
-            row_runs: The run of each row.
-            parts: Indices into the rows, int64, and the shape of each of those rows.
+        `row_runs` are the runs of the rows; `parts` has indices into the rows, int64, and their shape.
         """
         requests_by_shape: dict[RowShape, set[int]] = {}
         for chosen, shape in parts:
@@ -205,7 +203,6 @@ class IndexBuilder:
         return self.requests[name]
 
     def add_block(self, block: RecordBlock) -> int:
-        """Add a block and return its code."""
         self.blocks.append(block)
         return len(self.blocks) - 1
 
@@ -220,17 +217,10 @@ class IndexBuilder:
         stride: int | None = None,
         checksums: np.ndarray | None = None,
     ) -> None:
-        """Add a run of records.
+        """Add a run of records, from byte `offset` of a block on; request and block are given by their codes.
 
-        Args:
-            request: Its code.
-            site: The site.
-            block: Code of the block.
-            offset: Where in the block the first record begins.
-            positions: int64 [rows].
-            token_ids: int64 [rows]; None if they are unknown.
-            stride: Bytes from one record to the next; None if they follow each other.
-            checksums: uint32 [rows], if there are any.
+        `positions` and `token_ids` (None if unknown) are int64 [rows]; `stride` is in bytes, None for records
+        that follow each other; `checksums` are uint32 [rows].
         """
         site_code = self.sites.setdefault(site, len(self.sites))
         if stride is None:

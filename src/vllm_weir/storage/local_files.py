@@ -15,14 +15,10 @@ class LocalFiles:
     protocol = "file"
 
     def find(self, root: str, *, deep: bool, folder_prefix: str = "") -> dict[str, int]:
-        """Return the files below `root`, by relative name, and their sizes in bytes.
+        """Return the files below `root`, by relative name, and their sizes in bytes; `deep`: in its folders too.
 
-        Hidden files and folders are left out, and links to folders are not followed.
-
-        Args:
-            root: The folder.
-            deep: Also list files in its folders.
-            folder_prefix: List only those of its folders whose names begin so.
+        Hidden files and folders are left out, as are folders whose names do not begin with
+        `folder_prefix`; links to folders are not followed.
 
         Raises:
             OSError: If a folder cannot be listed; FileNotFoundError only for `root`.
@@ -54,7 +50,6 @@ class LocalFiles:
         return os.path.exists(path or "/")
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Create a folder and those above it."""
         os.makedirs(path or "/", exist_ok=exist_ok)
 
     def size(self, path: str) -> int:

@@ -70,11 +70,9 @@ class ObjectStore:
         self._connect()
 
     def path(self, name: str) -> str:
-        """Return the path of a file as the file system understands it."""
         return f"{self.root}/{name}" if name else self.root
 
     def describe(self, name: str) -> str:
-        """Return the file as error messages name it."""
         return self.path(name) if self.local else f"{self.url.rstrip('/')}/{name}".rstrip("/")
 
     def error(self, name: str, message: str) -> WeirError:
@@ -124,13 +122,11 @@ class ObjectStore:
         return sizes
 
     def is_file(self) -> bool:
-        """Return whether the URL is a file rather than a folder."""
         self._forget_listings()
         with self.store_errors("open", ""):
             return bool(self.fs.isfile(self.root))
 
     def exists(self) -> bool:
-        """Return whether there is anything at the URL."""
         self._forget_listings()
         with self.store_errors("open", ""):
             return bool(self.fs.exists(self.root))
@@ -142,7 +138,6 @@ class ObjectStore:
                 self.fs.makedirs(self.root, exist_ok=True)
 
     def size(self, name: str) -> int:
-        """Return the size of a file in bytes."""
         self._forget_listings()
         with self.store_errors("open", name):
             return int(self.fs.size(self.path(name)) or 0)
@@ -182,18 +177,15 @@ class ObjectStore:
             raise
 
     def new_file(self, name: str) -> AtomicFile:
-        """Begin a file, which appears when it is published."""
         return AtomicFile(self, name)
 
     def upload(self, path: str, name: str) -> None:
-        """Send a local file to a remote store."""
         self._reconnect_after_fork()
         if self.has_folders:
             self.fs.makedirs(posixpath.dirname(self.path(name)), exist_ok=True)
         self.fs.put_file(path, self.path(name))
 
     def remove(self, name: str) -> None:
-        """Delete a file."""
         with self.store_errors("delete", name):
             self.fs.rm_file(self.path(name))
 

@@ -61,7 +61,6 @@ class FileBlock(RecordBlock):
         return self.__dict__ | {"_map": None}
 
     def extent(self) -> int:
-        """Return the size of the file."""
         return self.size
 
     def gather(self, offsets: np.ndarray) -> np.ndarray:
@@ -133,7 +132,6 @@ class ArrayBlock(RecordBlock):
         self.count, self.unpack = count, unpack
 
     def extent(self) -> int:
-        """Return the bytes of all records."""
         return self.count * self.width
 
     def gather(self, offsets: np.ndarray) -> np.ndarray:

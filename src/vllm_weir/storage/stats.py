@@ -87,7 +87,6 @@ class DatasetStats:
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         return asdict(self)
 
 

@@ -22,25 +22,17 @@ class StreamedDataset(Protocol):
     """The part of an `ActivationDataset` that a stream uses."""
 
     @property
-    def index(self) -> Index:
-        """The index."""
-        ...
+    def index(self) -> Index: ...
 
-    def count(self, site: object) -> int:
-        """Return the number of rows of a site."""
-        ...
+    def count(self, site: object) -> int: ...
 
-    def runs_of(self, site: object, requests: Sequence[str] | str | None) -> np.ndarray:
-        """Return the runs of a site."""
-        ...
+    def runs_of(self, site: object, requests: Sequence[str] | str | None) -> np.ndarray: ...
 
     def ordered(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of runs, ordered by request and position."""
         ...
 
-    def read(self, row_runs: np.ndarray, row_ids: np.ndarray) -> torch.Tensor:
-        """Read and decode rows."""
-        ...
+    def read(self, row_runs: np.ndarray, row_ids: np.ndarray) -> torch.Tensor: ...
 
 
 class RowStream(IterableDataset):

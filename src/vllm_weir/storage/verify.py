@@ -48,7 +48,6 @@ class Verified:
     damaged: list[Damage]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         return asdict(self)
 
 

@@ -15,15 +15,9 @@ def atomic_write(path: str | os.PathLike, mode: int = 0o666) -> Iterator[BinaryI
     """Open a temporary file beside `path`, and rename it to `path` if the block succeeds.
 
     A process that has the old file open or mapped keeps it. After an error `path` is untouched, and
-    the temporary file is deleted. For datasets there is `vllm_weir.storage.atomic_file.AtomicFile`,
-    which also syncs and reserves disk space, uploads, and finds the files of dead writers.
-
-    Args:
-        path: The file to write; its folder exists.
-        mode: Permissions of a new file, less those that the umask takes away.
-
-    Yields:
-        The temporary file, open for writing and reading. Its name ends in ``.tmp``.
+    the temporary file, whose name ends in ``.tmp``, is deleted. For datasets there is
+    `vllm_weir.storage.atomic_file.AtomicFile`, which also syncs and reserves disk space, uploads, and
+    finds the files of dead writers. A new file has the permissions `mode`, less the umask's.
 
     Raises:
         OSError: If the file cannot be written or renamed.

@@ -51,12 +51,9 @@ _STAND_INS = (
 
 @contextmanager
 def damage_refused(says: str, field: str, head: bytes | None = None) -> Iterator[None]:
-    """Raise what damage looks like as a WeirError.
+    """Raise what damage looks like as a WeirError at `field` that `says` what is wrong then.
 
-    Args:
-        says: what is wrong then.
-        field: named by the error.
-        head: the file's first bytes, which may tell more; None if they are not at hand.
+    `head` are the file's first bytes, which may tell more; None if they are not at hand.
     """
     try:
         yield

@@ -31,7 +31,6 @@ class LruCache(Generic[Value]):
 
     @property
     def size(self) -> int:
-        """Total size of all entries in bytes, as `put` was told."""
         return int(self._entries.currsize)
 
     def get(self, key: Hashable) -> Value | None:
@@ -47,7 +46,6 @@ class LruCache(Generic[Value]):
                 self._entries[key] = value, size
 
     def clear(self) -> None:
-        """Forget all entries."""
         with self._lock:
             self._entries.clear()
 

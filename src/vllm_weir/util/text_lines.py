@@ -12,11 +12,9 @@ from vllm_weir.errors import StoreError, WeirError
 
 
 def text_lines(stream: Iterable[bytes], number: int = 1) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and content of each line that is not blank, without its end.
+    """Yield the number and content of each line, ended by a newline alone, that is not blank, without its end.
 
-    Args:
-        stream: lines, which end at a newline and nowhere else.
-        number: of the first of them; line 1 may begin with a byte-order mark.
+    `number` is of the first line; line 1 may begin with a byte-order mark.
     """
     for i, line in enumerate(stream, number):
         if i == 1:

@@ -32,7 +32,6 @@ class HookResults:
     """Values, what was saved, and which rows were spoiled, of the step that is being issued.
 
     Args:
-        device: of the model.
         tells: whether this worker tells readers; one of a tensor-parallel group does.
         anew: whether a position may be computed anew with another token, as after a draft that is rejected.
     """
@@ -55,15 +54,8 @@ class HookResults:
     ) -> None:
         """Tell a reader of values [n, ...] at positions, or, as flags, which rows were finite and no longer are.
 
-        Args:
-            endpoint: of the reader.
-            request_id: of the request.
-            name: of the values; of flags that of the function.
-            site: of the rows.
-            positions: int64 [n].
-            values: float32 [n, ...]; flags are bool [n].
-            rows: int64 [n], where its values stand if they are in host memory together with those of others.
-            flags: whether they are flags.
+        `values` are float32, or bool [n] if they are `flags` of the function `name`; `rows`, int64 [n], is where they
+        stand if they are in host memory together with those of others.
         """
         at, shape = positions.astype(np.int32).tobytes(), [len(positions), *values.shape[1:]]
         told = messages.Told(request_id, name, site.hook, site.layer, at, shape, spoiled=flags)

@@ -35,19 +35,8 @@ class LiveRequests:
     """Takes in the requests that capture or are steered, and lets them go.
 
     Args:
-        planner: plans their steps.
-        active_taps: the taps that they need.
-        table: the programs and vectors of steered ones.
-        taps: numbers of this worker's taps.
-        vectors: fetches vectors from the callers' processes.
-        codecs: of their rows.
-        saes: the autoencoders on the device.
-        functions: that are called for them.
-        kept_rows: rows that stay in this worker.
-        buffer_server: offers readers the host buffer.
         switch: knows whether the taps are in the only set of CUDA graphs.
         module_path: notices that a tapped module was replaced.
-        failures: of requests that cannot join.
     """
 
     def __init__(

@@ -113,11 +113,7 @@ class OwnFunction:
         rows: torch.Tensor,
         weight: Callable[[str], WholeWeight],
     ) -> Given:
-        """Call the function for its request alone.
-
-        Raises:
-            WeirError: if it raises, or returns something else.
-        """
+        """Call the function for its request alone; raise WeirError if it raises, or returns something else."""
         name, own = self.call.function.name, part_of(self.call, rows)
         before = self.state_before(site, int(positions[0]), rows.device)
         context = HookContext(

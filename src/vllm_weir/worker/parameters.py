@@ -85,11 +85,7 @@ class Parameters:
         self._kept: WeakValueDictionary[str, WholeWeight] = WeakValueDictionary()
 
     def get(self, name: str, occasion: str) -> WholeWeight:
-        """Return a weight.
-
-        Args:
-            name: of the weight.
-            occasion: tells this call from all others, alike on all ranks.
+        """Return a weight; `occasion` tells this call from all others, alike on all ranks.
 
         Raises:
             WeirError: if it cannot be had.

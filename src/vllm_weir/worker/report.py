@@ -14,16 +14,7 @@ from vllm_weir.worker.model_info import ModelInfo
 def worker_report(
     model_info: ModelInfo, sites: SiteMap, settings: Settings, taps: Sequence[int], step_rows: int, no_lens: str
 ) -> dict[str, Any]:
-    """Return what a worker serves.
-
-    Args:
-        model_info: of its engine.
-        sites: the hook points that were found in the model.
-        settings: of Weir.
-        taps: numbers of the worker's taps.
-        step_rows: the most rows that it can send of a step.
-        no_lens: why no lens is served; "" if it is.
-    """
+    """Return what a worker serves; `step_rows` is the most rows of a step, `no_lens` why it serves no lens, or ""."""
     return {
         "ok": True,
         "runner": model_info.runner,

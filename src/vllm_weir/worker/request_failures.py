@@ -19,13 +19,7 @@ NO_MEMORY = (
 
 
 class RequestFailures:
-    """Fails requests; the engine and all other requests go on.
-
-    Args:
-        planner: knows the live requests.
-        notifier: tells readers.
-        uncertainty: see `EngineTraits.uncertainty`.
-    """
+    """Fails requests; the engine and all other requests go on."""
 
     def __init__(self, planner: Planner, notifier: Notifier, uncertainty: int) -> None:
         self._planner, self._notifier, self._uncertainty = planner, notifier, uncertainty
@@ -33,14 +27,10 @@ class RequestFailures:
         """Endpoint -> request -> reason, of requests that failed while a step was planned."""
 
     def fail(self, endpoint: str, request_id: str, reason: str, keys: SteeredKeys | None, known: int) -> None:
-        """Tell the reader of a request that it failed.
+        """Tell the reader of a request that it failed, and why.
 
-        Args:
-            endpoint: of its reader.
-            request_id: of the request.
-            reason: why.
-            keys: of a request that is steered.
-            known: positions from the first on whose KV is what the keys say.
+        `keys` are of a request that is steered, and `known` the positions from the first on whose KV is what
+        they say.
         """
         if keys is not None and keys.interventions:
             self._planner.steering_planner.unsteered_kv.add(keys, known)

@@ -68,22 +68,14 @@ class WorkerRuntime:
     Build it after the model is loaded and before it is compiled.
 
     Args:
-        model: gets the taps.
-        model_info: of the engine.
-        settings: of Weir.
-        sites: the hook points that were found in the model.
-        unembedding: of the model, for lenses.
         controllers: sync controllers by name, not opened yet.
-        parameters: gives users' functions the model's weights.
 
     Attributes:
         taps: numbers of this worker's taps.
         requests: is told which requests join and leave.
         writer: is told the batch of each step.
         sender: is told that a forward pass was issued, and that its tokens are sampled.
-        step_rows: the rows of each step.
         saes: the sparse autoencoders on the device.
-        functions: of live requests.
         kept_rows: rows that stay here.
         all_live: whether at least as many live requests capture or are steered as the coming step
             has; alike on all ranks.
@@ -295,11 +287,7 @@ class WorkerRuntime:
         return sum(1 << tap for tap in self.taps if is_boundary(tap))
 
     def begin_step(self, *groups: tuple[Sequence[str], Sequence[int]]) -> None:
-        """Turn on the taps that the coming step needs, alike on all ranks.
-
-        Args:
-            groups: as in `ActiveTaps.taps_in`.
-        """
+        """Turn on the taps that the coming step needs, alike on all ranks; groups as in `ActiveTaps.taps_in`."""
         self.switch.turn(self._active_taps.taps_in(*groups))
         self.all_live = len(self._active_taps) >= sum(len(request_ids) for request_ids, _ in groups)
 
@@ -318,7 +306,6 @@ class WorkerRuntime:
         self._scorer.silence()
 
     def report(self) -> dict[str, Any]:
-        """Return what this worker serves, for the caller's process."""
         no_lens = self._unembedding.refused
         return worker_report(self.model_info, self.sites, self._settings, self.taps, self._max_step_rows, no_lens)
 

@@ -25,7 +25,6 @@ class WorkerSAEs(Mapping[str, SAE]):
     request that holds it ends.
 
     Args:
-        device: where they go.
         limit: most bytes of all of them; None for what the device has free.
     """
 
@@ -46,7 +45,6 @@ class WorkerSAEs(Mapping[str, SAE]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that are on the device."""
         every = {id(sae): sae for held in (self._saes, *self._held.values()) for sae in held.values()}
         return sum(sae.nbytes for sae in every.values())
 
@@ -88,7 +86,6 @@ class WorkerSAEs(Mapping[str, SAE]):
         return next(held[key] for held in self._held.values() if key in held)
 
     def release(self, request_id: str) -> None:
-        """Let go of what a request holds."""
         self._held.pop(request_id, None)
 
     def _copied(self, mapped: SAE) -> SAE:

@@ -34,16 +34,8 @@ class StepSender:
     Args:
         switch: turns the taps off after the pass.
         plan_writer, scorer: silenced where a draft model runs after it.
-        planner: knows what the step drafted.
-        row_seqs: know what has changed in the layout of readers' rows.
-        arena: which parts of the host buffer are in use.
-        step_rows: sends the rows.
         reducer: forgets reductions whose row sequences are closed.
-        notifier: tells the readers.
-        failures: of requests, while the step was planned or by their controllers.
         speculative: see `EngineTraits.speculative`.
-        functions: whose values and what they saved are sent.
-        table: programs of the step.
 
     Attributes:
         step: first ring row and plan of the step being issued, and whether it is streamed; None if
@@ -122,8 +114,7 @@ class StepSender:
     def note_sampled(self, sampled: Callable[[], Mapping[str, int]] = _never_sampled) -> None:
         """Tell the readers of the last step, whose tokens are about to be sampled.
 
-        Args:
-            sampled: see `StepNotice.sampled`; left out if they never will be.
+        `sampled`: see `StepNotice.sampled`; left out if they never will be.
         """
         notice, self._unsampled = self._unsampled, None
         if notice is not None:

@@ -33,22 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepWriter:
-    """Tells the taps what each forward pass is to record and to change.
-
-    Args:
-        planner: plans the step.
-        step_rows: gives it its rows of the ring.
-        table_writer, plan_writer: write programs and plan to the device.
-        tensors: what the taps read.
-        switch: says how they are launched.
-        calls: calls autoencoders and functions in them.
-        in_graphs: calls compiled functions in those of steps that may be CUDA graphs.
-        scorer: prepares the step's scores.
-        reducer: prepares its reductions.
-        failures: of requests that cannot be planned.
-        sender: gets the step that is being issued.
-        runner: see `ModelInfo.runner`.
-    """
+    """Tells the taps what each forward pass is to record and to change."""
 
     def __init__(
         self,
@@ -86,15 +71,9 @@ class StepWriter:
 
         What cannot be served fails its own requests; the engine and all other requests go on.
 
-        Args:
-            request_ids: requests in batch order.
-            num_tokens: tokens each one has in this step.
-            num_computed: position of each one's first token in this step.
-            input_ids: tokens of the step on the device, [>= tokens].
-            graph: whether the pass may be replayed from a CUDA graph.
-            num_drafts: how many of each one's tokens are drafts; None if none are.
-            positions: int [>= tokens] on the device, of the step's tokens; needed where drafts are
-                verified.
+        Lists are by request, in batch order: its tokens, the position of the first of them, and how many
+        are drafts (None if none are). On the device, at least one for each token, are `input_ids`, and
+        `positions` where drafts are verified. `graph`: whether the pass may be replayed from a CUDA graph.
         """
         self._sender.step, self._switch.launch = None, None
         try:

@@ -20,6 +20,7 @@ from vllm_weir.extraction.engine import PIECES_AHEAD, VllmEngine
 from vllm_weir.extraction.run import extract
 from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage import LAYOUTS, Batch, load, open_writer
 from vllm_weir.storage.cli import parse_positions
@@ -59,6 +60,25 @@ def same_as_whole(out: Path, source: Path, tmp_path: Path) -> bool:
     """Whether a dataset equals that of a run that nothing stopped, whose engine reads a batch at a time."""
     run_fake(source, str(tmp_path / "whole"))
     return differences(load(out), load(tmp_path / "whole")) == []
+
+
+def test_a_capture_says_what_its_fields_say(source: Path, tmp_path: Path) -> None:
+    """A run that one began, the other goes on with."""
+    run_fake(source, str(tmp_path / "out"), limit=9, layers=[0, 1], positions="prompt", dtype="float32")
+    wanted = Capture(layers=[0, 1], positions="prompt", dtype="float32")
+    assert run_fake(source, str(tmp_path / "out"), capture=wanted).held == 9
+    for field, given in [
+        ("layers", {"capture": wanted, "layers": [0]}),
+        ("positions", {"capture": wanted, "positions": "prompt"}),
+        ("capture", {"capture": {"layers": [0]}}),
+        ("capture.before", {"capture": Capture(before=True)}),
+        ("capture.project", {"capture": Capture(project=[1.0, 0.0])}),
+        ("capture.sink", {"capture": Capture(sink="logging")}),
+    ]:
+        with pytest.raises(WeirError) as e:
+            run_fake(source, str(tmp_path / "refused"), **given)
+        assert e.value.field == field
+    assert not (tmp_path / "refused").exists()
 
 
 def test_limit_then_all(source: Path, tmp_path: Path) -> None:
@@ -426,4 +446,4 @@ def test_bytes_of_a_tokens_rows(hook: str, dtype: str, expected: int, monkeypatc
     monkeypatch.setattr("vllm.LLM", lambda **_: llm)
     engine = SimpleNamespace(capabilities=facts, model=llm.model_config, weights=lambda: "some")
     monkeypatch.setattr("vllm_weir.api.engine", lambda _: engine)
-    assert VllmEngine(RunSpec("m", hook, dtype=dtype)).row_bytes == expected
+    assert VllmEngine(RunSpec("m", Capture(hook, dtype=dtype))).row_bytes == expected

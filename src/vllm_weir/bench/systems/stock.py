@@ -53,11 +53,9 @@ class StockSystem:
         return None
 
     def version(self) -> str:
-        """Return the version of what is timed."""
         return vllm_version()
 
     def engine(self, choice: EngineChoice) -> dict[str, Any]:
-        """Return arguments of ``vllm.LLM``."""
         return self.plan.engine(choice.kind)
 
     def start(self, arguments: dict[str, Any]) -> Any:

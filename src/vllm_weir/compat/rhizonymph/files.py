@@ -117,10 +117,7 @@ def _add(
     builder: IndexBuilder, store: ObjectStore, names: dict[str, int], blocks: dict[tuple[str, int, str], int],
     request: int, site: Site, parts: list[_Part],
 ) -> None:  # fmt: skip
-    """Add the parts of one site of a request.
-
-    A recomputed position comes again; its last row is used.
-    """
+    """Add the parts of one site of a request. A recomputed position comes again; its last row is used."""
     positions, rows_before = [], 0
     for part in parts:
         numbered = range(rows_before, rows_before + part.rows)

@@ -40,7 +40,6 @@ class GivenIntervention(NamedTuple):
 
     @classmethod
     def of(cls, intervention: Intervention) -> GivenIntervention:
-        """Describe an intervention of a request."""
         op = SetFeature.op if isinstance(intervention, SetActivation) else intervention.op
         return cls(op, intervention.hook)
 
@@ -52,7 +51,6 @@ class AdmittedRequest:
     Attributes:
         spec: its captures, resolved.
         parts: its captures by where their rows go; the first is what comes back on the output.
-        dtype: the model's.
         moves: its interventions, resolved. None stands for one that changes nothing (a zero vector,
             a scale of 0); one with different vectors at different layers is several.
         rows: the vectors that these and the probes use, and the directions that captures project
@@ -62,7 +60,6 @@ class AdmittedRequest:
             positions of each request.
         asked: the request's own selectors that may select nothing, depending on its lengths.
         widths: of the parts in which its rows come.
-        num_layers: blocks of the model.
         probes: what scores its rows.
         gates: what decides on interventions.
         gate_of: for each intervention as it was given, the index of its gate, or -1.
@@ -98,7 +95,6 @@ class AdmittedRequest:
 
     @property
     def cells(self) -> CellLayout:
-        """Where its probes' scores, its gates' factors and its doses stand among the cells of a token."""
         return self.engine_spec.layout
 
     @functools.cached_property
@@ -121,7 +117,6 @@ class AdmittedRequest:
 
     @functools.cached_property
     def shard_widths(self) -> dict[Site | RowShard, int]:
-        """Part of a row -> its width, for the sites whose rows come in parts."""
         sites = {request.site for request in self.spec.site_requests if request.site in self.widths}
         return {part: width for site in sites for part, width in self.widths.shards(site)}
 
@@ -131,7 +126,6 @@ class AdmittedRequest:
         return {id(sites): tuple(map(self.columns.__getitem__, sites)) for sites in groups}
 
     def columns_of(self, sites: Sequence[Site | RowShard]) -> tuple[int, ...]:
-        """Return the columns of sites or parts; fast for the groups of a part's ``spec.by_positions``."""
         return self._grouped.get(id(sites)) or tuple(map(self.columns.__getitem__, sites))
 
     @functools.cached_property
@@ -147,17 +141,14 @@ class AdmittedRequest:
 
     @functools.cached_property
     def engine_spec(self) -> EngineSpec:
-        """What the engine does."""
         return EngineSpec(self.spec, tuple(self.effective), self.probes, self.gates, self.dose)
 
     @property
     def wire(self) -> bytes:
-        """The bytes of its `EngineSpec`."""
         return self.engine_spec.wire
 
     @property
     def steps(self) -> tuple[ResolvedIntervention, ...]:
-        """What has instructions in the device tables: interventions, and what scores."""
         return self.engine_spec.steps
 
     @functools.cached_property

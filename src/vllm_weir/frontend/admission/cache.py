@@ -18,7 +18,6 @@ class AdmissionKey(NamedTuple):
     """A key that is equal for requests that ask for the same.
 
     Attributes:
-        key: hashable.
         size: about how many bytes it takes.
         parts: the values of the request's ``weir`` object, with digests for vectors.
     """
@@ -42,11 +41,8 @@ def admission_key(
 ) -> AdmissionKey | None:
     """Return the key of what a request asks for; None if it cannot be compared.
 
-    Args:
-        extra_args: the request's.
-        has_token_ids: whether the prompt is given as token ids.
-        names: versions of the registries; until one changes, every name keeps its meaning.
-        content_of_prompt: what else of the prompt an admission depends on.
+    `names` are versions of the registries: until one changes, every name keeps its meaning.
+    `content_of_prompt` is what else of the prompt an admission depends on.
     """
     weir_object = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
@@ -83,10 +79,7 @@ _CONTAINERS = frozenset({dict, list, tuple})
 
 
 def _shortened(part: Any, size: list[int]) -> Any:
-    """Return a part with every vector that this process has encoded replaced by its digest.
-
-    `size[0]` grows by the bytes of these vectors.
-    """
+    """Return a part with vectors that this process encoded replaced by digests, and add their bytes to `size[0]`."""
     if type(part) is not list:
         return part
     return [
@@ -98,10 +91,7 @@ def _shortened(part: Any, size: list[int]) -> Any:
 
 
 def _digest(value: dict, size: list[int], by_layer: bool = True) -> Any:
-    """Return a vector's wire form with a digest for its text.
-
-    With `by_layer`, ``{layer: vector}`` is treated likewise.
-    """
+    """Return a vector's wire form with a digest for its text; if `by_layer`, ``{layer: vector}`` likewise."""
     text = value.get("b64")
     if text is None and by_layer:
         return {key: _digest(v, size, False) if type(v) is dict else v for key, v in value.items()}

@@ -68,7 +68,6 @@ class CaptureGroup:
 
     @property
     def has_rows(self) -> bool:
-        """Whether it asks for anything."""
         return bool(self.spec.site_requests or self.recipes or self.read_outs)
 
     @functools.cached_property
@@ -92,7 +91,6 @@ class CaptureGroup:
 
     @property
     def folds(self) -> bool:
-        """Whether workers reduce the prompt's rows."""
         return not self.late and self.spec.postprocess is not None and self.spec.postprocess.folds
 
     @functools.cached_property
@@ -190,13 +188,6 @@ def with_derived(
 ) -> tuple[CaptureGroup, ...]:
     """Return the groups, of which the first computes the derived sites.
 
-    Args:
-        groups: of the captures of other sites.
-        expansion: of the request's captures.
-        capabilities: what the engine serves.
-        has_token_ids: as for `make_groups`.
-        check: as for `make_groups`.
-
     Raises:
         WeirError: naming the field, if a source is asked for both before and after interventions.
     """
@@ -226,15 +217,7 @@ def with_read_outs(
     check: Callable[[Site, str], None],
     late: bool,
 ) -> tuple[CaptureGroup, ...]:
-    """Return the groups, of which the first returns a request's features and lens.
-
-    Args:
-        groups: of the request's captures.
-        asked: the read-outs.
-        capabilities: what the engine serves.
-        has_token_ids: as for `make_groups`.
-        check: as for `make_groups`.
-        late: whether this process reads them.
+    """Return the groups, of which the first returns what features and lens read; `late`: this process reads it.
 
     Raises:
         WeirError: naming the field, if rows that are read are captured before interventions.

@@ -67,17 +67,14 @@ class EngineCapabilities:
 
     @functools.cached_property
     def shard_widths(self) -> ShardWidths:
-        """The widths in which workers send rows that are not [d_model]."""
         return ShardWidths(self.shapes, self.shards, self.d_model)
 
     @functools.cached_property
     def itemsize(self) -> int:
-        """Bytes of a value of a row."""
         return getattr(torch, self.dtype).itemsize
 
     @functools.cached_property
     def largest(self) -> float:
-        """The largest finite value that a row can hold."""
         return torch.finfo(getattr(torch, self.dtype)).max
 
     @classmethod

@@ -31,21 +31,11 @@ def make_engine_request(
     step_tokens: int,
     sizes: TableSizes,
 ) -> EngineRequest | None:
-    """Return what travels with a request to the scheduler and workers.
+    """Return what travels with a request to the scheduler and workers; None if it asks nothing of them.
 
-    The result is None if the request asks nothing of them. The engine frontend adds the vectors
-    that travel along, and the cache salt.
-
-    Args:
-        admitted: the request, checked and resolved.
-        reader_endpoint: the address at which its reader listens.
-        prompt_ids: the prompt's token ids; None if (a part of) it is given as embeddings.
-        prompt_len: tokens of the prompt.
-        max_tokens: how many tokens it can generate.
-        capabilities: what the engine serves.
-        step_tokens: how many tokens of the prompt one step has to hold: 1 if the engine splits prompts
-            wherever it likes.
-        sizes: rows of the engine's device tables.
+    The engine frontend adds the vectors that travel along, and the cache salt. `prompt_ids` is None if (a
+    part of) the prompt is given as embeddings; `step_tokens` is how many of its tokens one step has to
+    hold: 1 if the engine splits prompts wherever it likes.
 
     Raises:
         WeirError: if the ring or the tables can never hold what the request needs.
@@ -70,11 +60,7 @@ def _bound_rows(
     capabilities: EngineCapabilities,
     step_tokens: int,
 ) -> None:
-    """Set how many rows the captures of a request can give.
-
-    Raises:
-        WeirError: if the ring can never hold them.
-    """
+    """Set how many rows the captures of a request can give; raise WeirError if the ring can never hold them."""
     spec = admitted.spec
     rows_per_group, rows_per_token = spec.cell(capabilities.d_model, capabilities.itemsize), spec.width
     last_reduced = spec.last(prompt_len, prompt_ids) if rows_per_group else None
@@ -115,11 +101,7 @@ def _table_needs(
     d_model: int,
     sizes: TableSizes,
 ) -> TableNeeds:
-    """Bound what the request can come to hold of the tables.
-
-    Raises:
-        WeirError: if it can never fit.
-    """
+    """Bound what the request can come to hold of the tables; raise WeirError if it can never fit."""
     counts = admitted.one_program_needs
     if counts is None:
         counts = _count_programs(admitted.steps, prompt_ids, prompt_len, max_tokens)

@@ -24,13 +24,11 @@ class HookRegistry:
         self._by_name: dict[str, Hook] = {}
 
     def put(self, name: str, hook: Hook) -> None:
-        """Register a hook, replacing any other of the name."""
         if len(self._by_name) >= MAX_NAMES and name not in self._by_name:
             raise WeirError(f"{MAX_NAMES} hooks are registered already; unregister some", "name")
         self._by_name[name] = hook
 
     def remove(self, name: str) -> None:
-        """Forget a name; raise WeirError if there is none."""
         self.find(name, "name")
         del self._by_name[name]
 
@@ -48,7 +46,6 @@ class HookRegistry:
         return use.resolve(self.find(use.name, f"{use.path}.name"), lookup)
 
     def infos(self) -> dict[str, dict[str, Any]]:
-        """Return name -> what is told of each hook, as JSON data without the tensors of its args."""
         return {name: _info(hook) for name, hook in sorted(self._by_name.items())}
 
 

@@ -46,12 +46,8 @@ def lower(
 ) -> LoweredInterventions:
     """Resolve interventions, in order, for the blocks and row shapes of an engine.
 
-    Args:
-        interventions: without `SetFeature`, whose autoencoders give them.
-        capabilities: what the engine serves.
-        lookup: (reference, field) -> array, or raises WeirError.
-        has_token_ids: False for prompts given as embeddings.
-        check: raises WeirError for a site that the request cannot have.
+    Autoencoders have replaced each `SetFeature`. `lookup` is (reference, field) -> array; `check` refuses
+    a site that the request cannot have.
 
     Raises:
         WeirError: naming the field, for what cannot be done exactly as asked.
@@ -90,10 +86,7 @@ def _moves(
     lookup: Callable[[str, str], np.ndarray],
     out: LoweredInterventions,
 ) -> list[ResolvedIntervention]:
-    """Resolve one intervention: one result for all layers at which it does the same.
-
-    Vectors are added to `out`.
-    """
+    """Resolve one intervention: one result for all layers at which it does the same; add vectors to `out`."""
     layers_by_effect: dict[tuple[tuple[Instruction, ...], int, Source | None], list[int]] = {}
     for one in intervention.by_layer(capabilities.num_layers, lookup):
         for shape, layers in _layers_by_shape(one, capabilities).items():

@@ -142,10 +142,7 @@ def _alike(captures: Sequence[Capture], each: Sequence[Postprocess | None], a: i
 
 
 def _mismatch(first: Capture, other: Capture, only_positions: bool) -> WeirError:
-    """Return the error for captures that differ where they must not.
-
-    `only_positions` says whether they differ in nothing else.
-    """
+    """Return the error for captures that differ where they must not, in nothing else if `only_positions`."""
     if only_positions:
         return WeirError(
             "captures for one sink must reduce over the same positions; send separate requests",

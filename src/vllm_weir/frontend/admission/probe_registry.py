@@ -34,7 +34,6 @@ class ProbeRegistry:
     A name is looked up when a request is admitted; changing it later does not change the request.
 
     Args:
-        probes: by name.
         controllers: name of a sync controller -> the probes that it reads, or their names.
 
     Attributes:
@@ -54,7 +53,6 @@ class ProbeRegistry:
         self.everyone = self._for_everyone()
 
     def with_probes(self, probes: Mapping[str, RegisteredProbe]) -> ProbeRegistry:
-        """Return a registry of other probes, and the same controllers."""
         return ProbeRegistry(probes, self.controllers)
 
     def __contains__(self, name: object) -> bool:
@@ -62,11 +60,9 @@ class ProbeRegistry:
 
     @property
     def registered(self) -> Mapping[str, RegisteredProbe]:
-        """All of them, by name."""
         return self._by_name
 
     def load(self, probes: Mapping[str, RegisteredProbe]) -> None:
-        """Replace everything that is registered."""
         self._by_name = dict(probes)
         self._changed()
 
@@ -112,7 +108,6 @@ class ProbeRegistry:
         return self.with_probes({name: one._replace(everyone=False) for name, one in self._by_name.items()})
 
     def infos(self) -> dict[str, dict[str, Any]]:
-        """Return name -> what is told of each probe, as JSON data without its vectors."""
         return {name: _info(one) for name, one in sorted(self._by_name.items())}
 
 

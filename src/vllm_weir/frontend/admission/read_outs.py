@@ -29,8 +29,6 @@ class AskedReadOut:
 
     Attributes:
         name: the autoencoder's, or the block of a lens.
-        read_out: what is read.
-        positions: at which positions.
         path: names it in errors.
         sae: its autoencoder in this process; None for a lens.
     """
@@ -56,11 +54,7 @@ def read_outs_of(
     find_lens: FindLens,
     vocabulary: Vocabulary,
 ) -> tuple[AskedReadOut, ...]:
-    """Return the read-outs of a request.
-
-    Raises:
-        WeirError: naming the field, for what cannot be read.
-    """
+    """Return the read-outs of a request; raise WeirError naming the field, for what cannot be read."""
     found = [_features(one, find, vocabulary) for one in features]
     if lens is not None:
         found += _lens(lens, capabilities, find_lens, vocabulary)
@@ -70,10 +64,7 @@ def read_outs_of(
 def on_device(asked: Sequence[AskedReadOut], capabilities: EngineCapabilities, alone: bool) -> bool:
     """Return whether workers read these off the rows; else this process does it.
 
-    Args:
-        asked: the read-outs of a request.
-        capabilities: what the engine serves.
-        alone: whether the request wants no rows.
+    `alone`: whether the request wants no rows.
 
     Raises:
         WeirError: naming the field, for a lens that would have to be read in this process, which

@@ -30,13 +30,6 @@ def check_rows(admitted: AdmittedRequest, prompt_len: int, generated: int, d_mod
     """Raise WeirError if the output can have more than `max_rows` rows, or too many other numbers for so many.
 
     A row of a derived point counts as as many rows of `d_model` values as it fills.
-
-    Args:
-        admitted: the request.
-        prompt_len: tokens of the prompt.
-        generated: most tokens that it can generate.
-        d_model: width of the model.
-        max_rows: the bound.
     """
     part, positions = admitted.parts[0], prompt_len + generated - 1
     numbers = [_Asked(probe.outputs, (probe.positions,), "probes") for probe in admitted.probes]

@@ -51,7 +51,6 @@ class LoadedSAE:
 
     @classmethod
     def new(cls, name: str, sae: SAE) -> LoadedSAE:
-        """Return an autoencoder under a new key."""
         return cls(name, f"{name}#{secrets.token_hex(8)}", sae)
 
     @functools.cached_property
@@ -89,17 +88,12 @@ class SAERegistry:
         self.version += 1
 
     def put(self, loaded: LoadedSAE) -> None:
-        """Enter an autoencoder that the workers have loaded."""
         self._by_name[loaded.name] = loaded
         self.version += 1
 
     @contextmanager
     def removed(self, name: str) -> Iterator[LoadedSAE]:
-        """Take out the autoencoder under a name, for good unless the block fails.
-
-        Raises:
-            WeirError: if there is none.
-        """
+        """Take out the autoencoder under a name, for good unless the block fails; raise WeirError if there is none."""
         loaded = self.find(name, "name")
         del self._by_name[name]
         self.version += 1
@@ -113,16 +107,11 @@ class SAERegistry:
             self._claimed.discard(name)
 
     def infos(self) -> list[SAEInfo]:
-        """Return what is told of each, in the order of their names."""
         return [loaded.info for _, loaded in sorted(self._by_name.items())]
 
     @contextmanager
     def claimed(self, name: object) -> Iterator[None]:
-        """Keep a name for an autoencoder that is being loaded.
-
-        Raises:
-            WeirError: if none can be loaded under it.
-        """
+        """Keep a name for an autoencoder that is being loaded; raise WeirError if none can be loaded under it."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
             raise WeirError(f"a name is a string of 1 to {MAX_NAME} characters", "name")
         if name in self._by_name or name in self._claimed:

@@ -41,7 +41,6 @@ class AdmittedScoring(NamedTuple):
             in rules; last those that score every request.
         gates: each once.
         gate_of: for each intervention as it was given, the index of its gate, or -1.
-        stops: what ends generation.
         rows: the vectors that the probes use, by digest.
         asked: selectors of the request's own probes that may select nothing.
         told: how many of `probes`, from the first, the request has named; their scores are its own.
@@ -60,12 +59,7 @@ class AdmittedScoring(NamedTuple):
     def gated(
         self, moves: Sequence[ResolvedIntervention | None], parted: Sequence[int]
     ) -> tuple[ResolvedIntervention | None, ...]:
-        """Return the interventions with the cells of their gates' factors.
-
-        Args:
-            moves: resolved.
-            parted: for each intervention as it was given, how many of `moves` it became.
-        """
+        """Return the interventions, of which each given one became `parted` resolved ones, with their gates' cells."""
         if not self.gates:
             return tuple(moves)
         factors = CellLayout.of(self.probes, self.gates).factors
@@ -77,12 +71,7 @@ class AdmittedScoring(NamedTuple):
 
 
 def by_move(gate_of: Sequence[int], parted: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of the gate of each resolved intervention, or -1.
-
-    Args:
-        gate_of: the same of each intervention as it was given.
-        parted: how many resolved ones each of these became.
-    """
+    """Return the index of the gate of each resolved intervention, or -1; each given one became `parted` of these."""
     return tuple(gate for gate, count in zip(gate_of, parted, strict=True) for _ in range(count))
 
 
@@ -91,16 +80,7 @@ def _with_cell(move: ResolvedIntervention, cell: int) -> ResolvedIntervention:
 
 
 class ProbeResolver:
-    """Resolves what requests to an engine score.
-
-    Args:
-        capabilities: what the engine serves.
-        lookup: (reference, field) -> array, or raises WeirError.
-        registry: the registered probes.
-        vocabulary: the engine's.
-        has_token_ids: False for prompts given as embeddings.
-        check: whether a request can have a site.
-    """
+    """Resolves what requests to an engine score."""
 
     def __init__(
         self,
@@ -125,15 +105,10 @@ class ProbeResolver:
         given: int,
         dose: bool = False,
     ) -> AdmittedScoring:
-        """Resolve what one request scores.
+        """Resolve what one request scores: its probes, its rules, and the gates of the interventions that it undergoes.
 
-        Args:
-            probes: its own.
-            stop_when: its rules.
-            interventions: what it undergoes, in order.
-            given: how many of these, from the first, are not its own; their gates mean registered
-                probes.
-            dose: whether the relative doses of the interventions are measured.
+        The first `given` of these are not its own; their gates mean registered probes. `dose`: whether
+        relative doses are measured.
 
         Raises:
             WeirError: naming the field, if the engine cannot do it exactly.
@@ -311,7 +286,7 @@ def _output(probe: ResolvedProbe, output: int | None, field: str, say: str) -> i
 def _check_order(probe: ResolvedProbe, intervention: Intervention, layers: Sequence[int], speculative: bool) -> None:
     """Raise WeirError unless a probe's score is known where an intervention acts.
 
-    In a `speculative` engine generated tokens, too, share a pass.
+    If `speculative`, generated tokens, too, share a pass.
     """
     acting = [Site(intervention.hook, layer) for layer in layers]
     early = [site for site in acting if not _reads_before(probe.site, site)]

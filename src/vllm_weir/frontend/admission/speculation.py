@@ -8,13 +8,7 @@ from vllm_weir.schema.engine_traits import EngineTraits
 
 
 def check_drafts_ahead(admitted: AdmittedRequest, prompt_len: int, traits: EngineTraits) -> None:
-    """Raise WeirError if what is done to a token needs both its position and its id, which only the device knows.
-
-    Args:
-        admitted: the request.
-        prompt_len: tokens of its prompt.
-        traits: of the engine.
-    """
+    """Raise WeirError if what is done to a token needs both its position and its id, which only the device knows."""
     if not traits.uncertainty:
         return
     selectors = {step.positions for step in admitted.steps}

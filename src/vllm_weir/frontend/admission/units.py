@@ -46,14 +46,7 @@ def _may_meet(first: Positions, second: Positions) -> bool:
 
 
 def check_source(one: SetActivation, source: Site, capabilities: EngineCapabilities, check: CheckSite) -> None:
-    """Raise WeirError unless the activation that an intervention replaces is known where it acts.
-
-    Args:
-        one: the intervention.
-        source: what it reads.
-        capabilities: what the engine serves.
-        check: whether a request can have a site.
-    """
+    """Raise WeirError unless the activation `source` that an intervention replaces is known where it acts."""
     field = f"{one.path}.name"
     check(source, one.path, field)
     acts = Site(one.hook, *one.resolve_layers(capabilities.num_layers))

@@ -43,12 +43,9 @@ class RegistryContents:
 
     Attributes:
         generation: grows with every change.
-        vectors: by name.
         modules: lists of interventions by name.
         always: interventions of every request, in order.
         tiers: how many of `always`, from the first, were given by tier, hook point and block.
-        saes: sparse autoencoders by name.
-        probes: by name.
     """
 
     generation: int = 0
@@ -86,7 +83,6 @@ class VectorRegistry:
         self.version = 0
 
     def load(self, contents: RegistryContents) -> None:
-        """Replace everything that is registered."""
         self._by_name, self._modules = dict(contents.vectors), contents.modules
         vectors = (v for named in self._by_name.values() for v in named.directions.values())
         self._by_digest = {v.digest: v for v in vectors}
@@ -94,7 +90,6 @@ class VectorRegistry:
 
     @property
     def named(self) -> Mapping[str, NamedVector]:
-        """All vectors, by name."""
         return self._by_name
 
     def parse(self, name: str, vector: Any) -> Vector:
@@ -107,10 +102,7 @@ class VectorRegistry:
         return Vector(array=self.find(parsed.ref, "vector")) if parsed.array is None else parsed
 
     def names(self) -> dict[str, dict[str, Any]]:
-        """Return name -> {digest, shape}.
-
-        A name with a direction per block appears as ``name[block]`` for each.
-        """
+        """Return name -> {digest, shape}. A name with a direction per block appears as ``name[block]`` for each."""
         names = {}
         for name, named in sorted(self._by_name.items()):
             for layer, v in named.directions.items():
@@ -118,11 +110,7 @@ class VectorRegistry:
         return names
 
     def find(self, ref: str, field: str) -> np.ndarray:
-        """Return the array under a name or digest.
-
-        Raises:
-            WeirError: naming `field`, if there is none.
-        """
+        """Return the array under a name or digest; raise WeirError naming `field`, if there is none."""
         vector = self._named(ref, field) or self._by_digest.get(ref)
         if vector is None or vector.array is None:
             raise WeirError(f"no vector is registered under {ref!r}; {_registered(self._by_name)}", field)
@@ -144,7 +132,6 @@ class VectorRegistry:
 
     @property
     def modules(self) -> Mapping[str, tuple[Kept, ...]]:
-        """The modules by name."""
         return self._modules
 
     def module(self, name: str, field: str) -> Sequence[Kept]:

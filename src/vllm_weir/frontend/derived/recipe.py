@@ -35,7 +35,6 @@ class Recipe(ABC):
     """How to compute one derived site.
 
     Attributes:
-        site: the derived one.
         positions: selectors of its rows; a row is wanted if any selects it.
         sources: the sites whose rows `compute` takes.
         before: whether those are the rows from before interventions.
@@ -77,7 +76,6 @@ class AttentionRecipe(Recipe):
     There are keys up to the last of the rows' positions.
 
     Attributes:
-        facts: of the layer.
         heads: which heads, in this order; None: all.
         dtype: of the values.
     """
@@ -180,12 +178,7 @@ def _joined(part: list[tuple[AttentionRecipe, Inputs]]) -> dict[Site, tuple[torc
 
 @dataclass(frozen=True)
 class RoutingRecipe(Recipe):
-    """The recipe of `expert_ids`, int64, and `expert_weights`, [rows, top_k].
-
-    Attributes:
-        facts: of the layer.
-        dtype: of the values.
-    """
+    """The recipe of `expert_ids`, int64, and `expert_weights`, [rows, top_k]."""
 
     facts: RoutingFacts
     dtype: torch.dtype

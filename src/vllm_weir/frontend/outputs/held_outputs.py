@@ -50,7 +50,6 @@ class HeldOutputs:
     ``stop_when`` holds for a token, that token is the sequence's last.
 
     Args:
-        pending: the sequence.
         stops: what ends generation; the scores are compared in float32.
 
     Attributes:

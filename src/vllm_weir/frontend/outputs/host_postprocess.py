@@ -26,12 +26,8 @@ def apply_postprocess(
 ) -> list[TakenRows]:
     """Compress, project or reduce rows that left the device as they are.
 
-    Args:
-        postprocess: what to do.
-        directions: by digest, those that it names.
-        positions: positions of the results.
-        row_count: rows that each site should have; some may be missing.
-        rows: the rows.
+    `directions` are, by digest, those that `postprocess` names; of the `row_count` rows that each
+    site should have some may be missing.
     """
     if postprocess.compression is not None:
         compression = postprocess.compression

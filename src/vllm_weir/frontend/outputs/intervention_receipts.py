@@ -37,13 +37,10 @@ def intervention_receipts(
     acted: Callable[[VerifiedIntervention], np.ndarray],
     doses: Callable[[int, int, np.ndarray], np.ndarray],
 ) -> tuple[InterventionReceipt, ...]:
-    """Return what became of each intervention that was asked for.
+    """Return what became of each intervention that was asked for; `verified` says it of each of its ``moves``.
 
-    Args:
-        admitted: the request.
-        verified: what became of each of its ``moves``.
-        acted: returns the positions that one of these has changed for this sequence, ascending.
-        doses: as `ScoredRows.doses`.
+    `acted` returns the positions that one of these has changed for this sequence, ascending; `doses` is as
+    `ScoredRows.doses`.
 
     Raises:
         WeirError: if what `acted` and `doses` wait for does not come.

@@ -20,7 +20,6 @@ class OutputHolder:
     Sequences are held weakly: whoever drops a sequence drops its outputs.
 
     Args:
-        store: where the scores arrive.
         timeout: seconds after which a sequence without its scores fails.
     """
 
@@ -39,12 +38,10 @@ class OutputHolder:
         return held
 
     def find(self, request_id: str) -> HeldOutputs | None:
-        """Return the sequence, by vLLM's internal id, if its outputs are held back."""
         return self._held.get(request_id)
 
     @property
     def behind(self) -> bool:
-        """Whether any outputs wait for scores that are on their way."""
         return bool(self._behind)
 
     @property
@@ -65,11 +62,9 @@ class OutputHolder:
             self._store.wait(done, self._timeout)
 
     def release(self, touched: Collection[HeldOutputs] = (), expired: bool = False) -> list[Release]:
-        """Return the outputs that may go on, of these sequences and of those that were behind.
+        """Return the outputs that may go on, of the sequences `touched` by outputs and of those that were behind.
 
-        Args:
-            touched: sequences that have got outputs.
-            expired: whether `touched` have waited long enough, see `wait`.
+        `expired`: whether they have waited long enough, see `wait`.
         """
         released: list[Release] = []
         now = monotonic()

@@ -33,10 +33,7 @@ def presliceable_kind(group: CaptureGroup) -> str:
 
 
 class Preslicer:
-    """The queue of sequences to slice, in the order of their first rows.
-
-    Only for the thread that receives rows.
-    """
+    """The queue of sequences to slice, in the order of their first rows. Only for the thread that receives rows."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[int, ref[PendingSequence]]] = deque()
@@ -46,11 +43,9 @@ class Preslicer:
         """Sequences that may still be sliced before the next message."""
 
     def add(self, pending: PendingSequence) -> None:
-        """Queue a sequence whose first rows have come."""
         self._queue.append((self._messages + DELAY, ref(pending)))
 
     def note_message(self) -> None:
-        """Count a message that brought rows."""
         self._messages, self._left = self._messages + 1, PER_MESSAGE
 
     def slice_due(self) -> None:

@@ -46,10 +46,7 @@ def _count(recipe: Recipe, prompt_len: int) -> int:
 
 
 class PromptSlicer:
-    """The sequences whose activations can be made early.
-
-    Only for the thread that receives rows, except `add`.
-    """
+    """The sequences whose activations can be made early. Only for the thread that receives rows, except `add`."""
 
     def __init__(self) -> None:
         self._waiting: WeakValueDictionary[str, PendingSequence] = WeakValueDictionary()
@@ -58,18 +55,15 @@ class PromptSlicer:
         self._d_model = 0
 
     def add(self, pending: PendingSequence, d_model: int) -> None:
-        """Make this sequence's activations once its rows are here."""
         self._d_model = d_model
         self._waiting[pending.request_id] = pending
 
     def note_arrivals(self, request_ids: Iterable[str]) -> None:
-        """Note that rows of these sequences have arrived."""
         if self._waiting:
             self._due.update((request_id, None) for request_id in request_ids if request_id in self._waiting)
 
     @property
     def has_due(self) -> bool:
-        """Whether there are sequences to look at."""
         return bool(self._due)
 
     def slice_due(self) -> None:

@@ -33,10 +33,8 @@ def from_records(
 ) -> dict[AskedReadOut, Values]:
     """Return what workers have read.
 
-    Args:
-        asked: all read-outs of the request, which determine the layout of its records.
-        wanted: returns the positions of a read-out.
-        take: (sites, positions) -> their records.
+    `asked` are all read-outs of the request, which determine the layout of its records; `wanted` returns
+    the positions of one; `take` is (sites, positions) -> their records.
     """
     layout = RecordLayout.of(one.read_out for one in asked)
     by_positions: dict[object, list[AskedReadOut]] = {}
@@ -58,13 +56,7 @@ def from_records(
 def from_rows(
     asked: Sequence[AskedReadOut], wanted: Callable[[AskedReadOut], np.ndarray], rows: Activations
 ) -> dict[AskedReadOut, Values]:
-    """Read features off rows in this process.
-
-    Args:
-        asked: the read-outs, all of them features.
-        wanted: returns the positions of a read-out.
-        rows: of their sites.
-    """
+    """Read features off rows in this process; `wanted` returns the positions of a read-out."""
     found: dict[AskedReadOut, Values] = {}
     for one in asked:
         site = one.read_out.site

@@ -22,8 +22,6 @@ class ScoredRows:
     """The scores and factors of a sequence at the positions from `start` to `end` (not included).
 
     Attributes:
-        pending: the sequence.
-        tokens: its tokens.
         start, end: of the positions whose scores are wanted.
         aborted: whether the sequence ended before its time; then there is what has arrived.
         timeout: seconds to wait for scores.
@@ -71,9 +69,7 @@ class ScoredRows:
     def acted(self, gate: int, positions: np.ndarray) -> np.ndarray:
         """Return those of `positions` at which a gate's factor is not 0, waiting for it where it is on its way.
 
-        Args:
-            gate: index of the gate.
-            positions: ascending, those at which its interventions were asked for.
+        `gate` is its index; `positions` ascend.
 
         Raises:
             WeirError: if the request has failed, or factors do not come in time.
@@ -89,12 +85,9 @@ class ScoredRows:
         return positions[factors != 0]
 
     def doses(self, first: int, count: int, positions: np.ndarray) -> np.ndarray:
-        """Return relative doses, float32 [n, count], of `positions` that have some, waiting for those on their way.
+        """Return relative doses in `count` cells from `first` on, float32 [n, count], of `positions` that have some.
 
-        Args:
-            first: cell of the first of them.
-            count: how many each position has.
-            positions: ascending, those at which the intervention acted.
+        Wait for those on their way; `positions` ascend.
 
         Raises:
             WeirError: if the request has failed, or doses do not come in time.

@@ -47,7 +47,6 @@ class Ticket:
     The sink's thread writes it, outputs read it.
 
     Attributes:
-        sink: the sink's name.
         required: whether the request fails with it.
         state: ``"queued"``, ``"held"``, ``"written"``, ``"dropped"``, ``"evicted"`` or
             ``"failed: <why>"``.

@@ -48,10 +48,7 @@ class MappedBuffer:
         return self._map is not None
 
     def piece(self, start: int, size: int) -> torch.Tensor:
-        """Return uint8 [size] from row `start` on.
-
-        The worker is told once no tensor shares this memory.
-        """
+        """Return uint8 [size] from row `start` on; the worker is told once no tensor shares this memory."""
         if self._map is None:
             return torch.empty(size, dtype=torch.uint8)
         memory = np.frombuffer(self._map, np.uint8, size, start * self._row_bytes)
@@ -59,9 +56,6 @@ class MappedBuffer:
         return torch.from_numpy(memory)
 
     def drop(self, start: int) -> None:
-        """Note that the piece at row `start` is not needed here.
-
-        Safe in any thread and during garbage collection.
-        """
+        """Note that the piece at row `start` is not needed here; safe in any thread and garbage collection."""
         self.dropped.append(start)
         self._wake()

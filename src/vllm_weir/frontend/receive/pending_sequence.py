@@ -71,8 +71,6 @@ class PendingSequence:
     """One sequence's rows as they arrive.
 
     Attributes:
-        admitted: what was asked for.
-        prompt: the prompt's tokens.
         row_views: rows that have arrived; where views overlap, the later one counts.
         groups: groups of interventions that the worker has named.
         steered: of each intervention, bool by position: whether it was applied there.
@@ -151,10 +149,7 @@ class PendingSequence:
     def await_steered(self, index: int, positions: np.ndarray | tuple[int, int], timeout: float) -> None:
         """Wait for word that an intervention was applied at all of `positions`.
 
-        Args:
-            index: which intervention.
-            positions: ascending; or (first, end) for all between them.
-            timeout: in seconds.
+        `index` says which; `positions` ascend, or are (first, end) for all between them; `timeout` is in seconds.
 
         Raises:
             WeirError: if the worker reported a failure, or the word does not come in time.
@@ -171,11 +166,7 @@ class PendingSequence:
         self.check()
 
     def confirmed(self, positions: Sequence[np.ndarray | tuple[int, int]]) -> bool:
-        """Return whether `await_steered` would return at once for every intervention.
-
-        Args:
-            positions: of each intervention.
-        """
+        """Return whether `await_steered` would return at once for the `positions` of every intervention."""
 
         def done() -> bool:
             return self.failure is not None or all(map(_covers, self.steered, positions))
@@ -201,7 +192,6 @@ class PendingSequence:
         self.check()
 
     def check(self) -> None:
-        """Raise WeirError if the worker reported a failure."""
         if self.failure is not None:
             raise WeirError(f"this request failed in the worker: {self.failure}")
 
@@ -217,14 +207,10 @@ class PendingSequence:
         kind: str = "rows",
         copy: bool = False,
     ) -> list[TakenRows]:
-        """Return rows, waiting for those on their way.
+        """Return rows of `sites` at `positions`, ascending, waiting up to `timeout` seconds for those on their way.
 
-        Args:
-            sites: of which sites.
-            positions: at which positions, ascending.
-            timeout: in seconds.
-            kind: what the worker has made of the rows, see `messages.SequenceOpened`.
-            copy: whether to return memory that nobody else has.
+        `kind` is what the worker has made of them, see `messages.SequenceOpened`; `copy`: whether to return
+        memory that nobody else has.
 
         Raises:
             WeirError: if the worker reported a failure, or the rows do not come in time.
@@ -265,14 +251,7 @@ class PendingSequence:
         return all(locations.all_resolved for _, locations in self._find(sites, positions, kind))
 
     def preslice(self, sites: Sequence[Site], kind: str, first: int, count: int) -> None:
-        """Make tensors of rows before the rows arrive, where that is possible.
-
-        Args:
-            sites: of which sites.
-            kind: see `take`.
-            first: the first position.
-            count: how many positions follow each other from there.
-        """
+        """Make tensors of rows at `count` positions from `first` on before they arrive, where that is possible."""
         if self.admitted.shard_widths:
             return  # parts are joined once they are here
         for some_sites, row_views in self._group_by_views(sites, kind):

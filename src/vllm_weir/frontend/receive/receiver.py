@@ -37,7 +37,6 @@ class Receiver:
     """The sockets and the thread that receive rows for a `RowStore`.
 
     Args:
-        store: where rows go.
         host: address of this machine if workers may run on others; None for local sockets only.
 
     Attributes:
@@ -71,10 +70,7 @@ class WorkerConnection(NamedTuple):
 
 
 class _ReceiverState:
-    """What the thread works with.
-
-    It must not refer to the `Receiver`, since the thread stops when that is garbage-collected.
-    """
+    """What the thread works with. It has no reference to the `Receiver`, with whose garbage collection it ends."""
 
     def __init__(self, store: RowStore, context: zmq.Context, folder: str, host: str | None) -> None:
         self.store, self.context = store, context
@@ -229,16 +225,12 @@ def answer_query(store: RowStore, token: str, query: bytes) -> list[bytes]:
 def deliver(
     store: RowStore, token: str, frames: Sequence[bytes | memoryview], mapped_of: Callable[[str], MappedBuffer]
 ) -> None:
-    """Hand one message to the store, which drops rows that nobody waits for.
+    """Hand one message, see `vllm_weir.messages`, to the store, which drops rows that nobody waits for.
 
-    Args:
-        store: where rows go.
-        token: what the message has to carry.
-        frames: see `vllm_weir.messages`.
-        mapped_of: the buffer of a worker, by its name.
+    `mapped_of` is the buffer of a worker, by its name.
 
     Raises:
-        ValueError: if the message is malformed.
+        ValueError: if the message is malformed or lacks the token.
     """
     if len(frames) < 3:
         raise ValueError(f"the message has {len(frames)} frames, expected at least 3")

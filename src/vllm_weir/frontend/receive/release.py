@@ -20,7 +20,6 @@ class HeldSequences:
         self._held: list[tuple[weakref.ref[RowStore], weakref.ref[PendingSequence]]] = []
 
     def add(self, store: RowStore, pending: PendingSequence) -> None:
-        """Add a sequence that was admitted."""
         self._held.append((weakref.ref(store), weakref.ref(pending)))
 
     def release(self) -> None:

@@ -155,14 +155,10 @@ class RowSequenceView:
         return memory.view(self._dtype).view(-1, self.rows, self._d_model)
 
     def gather(self, ranks: np.ndarray) -> torch.Tensor:
-        """Return the rows at `ranks`, not copied if they follow each other in memory.
+        """Return the rows at `ranks`, ascending, not copied if they follow each other in memory.
 
-        Args:
-            ranks: ascending, at least one.
-
-        Returns:
-            [n, columns, d_model]; for scores and reductions float32 [n, columns, values], for
-            compressed rows and read-outs uint8 [n, columns, values].
+        They are [n, columns, d_model]; for scores and reductions float32 [n, columns, values], for
+        compressed rows and read-outs uint8 [n, columns, values].
         """
         return self._without_padding(self._gather(ranks))
 
@@ -176,10 +172,7 @@ class RowSequenceView:
     def preslice(self, sites: Sequence[Site | RowShard], first: int, count: int) -> None:
         """Make tensors of the first `count` ranks, arrived or not, if they have a place.
 
-        Args:
-            sites: the sites of all columns, in order.
-            first: position of the first rank; the others follow it without gaps.
-            count: ranks.
+        `sites` are of all columns, in order; the first rank's position is `first`, and others follow without gaps.
         """
         if len(self.extents) == 1 and not self.extents[0].rank and 0 < count <= len(self.extents[0].rows):
             memory = self.extents[0].rows
@@ -241,13 +234,7 @@ def _column_index(columns: tuple[int, ...]) -> Mapping[int, int]:
 
 
 def expand_runs(first: np.ndarray, count: np.ndarray, stride: np.ndarray) -> np.ndarray:
-    """Return the positions of runs, int64, one run after the other.
-
-    Args:
-        first: int [n], position that each run starts with.
-        count: int [n], positions of each run.
-        stride: int [n], distance from one position of a run to the next.
-    """
+    """Return the positions of runs, int64, one run after the other; each argument is int [n]."""
     if len(first) == 1:
         start, n, step = int(first[0]), int(count[0]), int(stride[0])
         return np.arange(start, start + n * step, step)

@@ -79,7 +79,6 @@ class RowStore:
         self.salt = secrets.token_hex(8)
 
     def open(self, pending: PendingSequence) -> None:
-        """Accept rows for a request."""
         self._pending[pending.request_id] = pending
 
     def forget(self, pending: PendingSequence) -> None:
@@ -107,15 +106,10 @@ class RowStore:
                 yield pending
 
     def get(self, request_id: str) -> PendingSequence | None:
-        """Return the request, or None if nobody waits for it."""
         return self._pending.get(request_id)
 
     def wait(self, done: Callable[[], bool], timeout: float) -> bool:
-        """Wait until `done` returns True, asking after each arrival.
-
-        Returns:
-            False if it has not within `timeout` seconds.
-        """
+        """Return whether `done` returns True within `timeout` seconds, asking after each arrival."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while True:
@@ -137,12 +131,8 @@ class RowStore:
     ) -> None:
         """Take in one message of a worker.
 
-        Args:
-            header: the message's first frame.
-            mapped: the worker's buffer.
-            arrivals: int32 [n, 5], see `messages.MARK_FIELDS`.
-            steered: int32 [n, 4], see `messages.STEER_FIELDS`.
-            payload: the rows' bytes if the buffer is not mapped in this process, else empty.
+        `arrivals` is int32 [n, 5], see `messages.MARK_FIELDS`; `steered` int32 [n, 4], see
+        `messages.STEER_FIELDS`; `payload` the rows' bytes if the buffer is not mapped in this process.
         """
         worker = header.worker
         mapped.pressure = header.pressure
@@ -292,11 +282,7 @@ def merge_arrivals(batches: Sequence[np.ndarray]) -> np.ndarray:
     """Return the arrivals of several messages, as few as possible.
 
     In steady decoding each message repeats the one before it, one position on: such messages become
-    one, with larger counts.
-
-    Args:
-        batches: each message's arrivals, int32 [n, 5] with `MARK_FIELDS`, or [n, 4] with
-            `STEER_FIELDS`.
+    one, with larger counts. Each is int32 [n, 5] with `MARK_FIELDS`, or [n, 4] with `STEER_FIELDS`.
     """
     merged: list[tuple[np.ndarray, int]] = []
     """Arrivals, and how many messages they stand for; 0 for arrivals that others cannot be merged

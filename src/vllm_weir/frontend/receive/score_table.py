@@ -17,9 +17,6 @@ class ScoreTable:
 
     One thread records, any thread reads; neither waits for the other. An entry that is sent again, because the
     request was preempted and computed anew, replaces the older one.
-
-    Args:
-        cells: how many numbers each token has.
     """
 
     def __init__(self, cells: int) -> None:

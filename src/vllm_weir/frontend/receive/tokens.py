@@ -26,7 +26,6 @@ class PromptTokens:
 
     @functools.cached_property
     def array(self) -> np.ndarray:
-        """int64 [P]."""
         return np.asarray(self._ids, np.int64)
 
 

@@ -32,9 +32,6 @@ class Delivery:
     """The rows of one sequence for one sink.
 
     Args:
-        view: the view that has the rows.
-        request: the sequence.
-        ticket: gets the outcome.
         release: called once, when the rows are no longer needed in memory.
         scored: whether the consumer gets scores, too.
 
@@ -57,7 +54,6 @@ class Delivery:
         self._lock = threading.RLock()
 
     def set_mark(self, metadata: dict[str, Any]) -> None:
-        """Set what the caller gave to `weir.mark`."""
         self.request = replace(self.request, metadata=metadata)
 
     def rows(self) -> Iterator[Rows]:
@@ -114,7 +110,6 @@ class Delivery:
                     )
 
     def evict(self) -> None:
-        """Discard rows that were not marked in time."""
         self.discard()
         self.ticket.close("evicted")
 

@@ -102,11 +102,7 @@ class SinkManager:
     def add_controller(self, name: str, definition: SinkDefinition, controller: AsyncController, path: str) -> None:
         """Send finished sequences with scores to a controller from now on, and rows that it captures.
 
-        Args:
-            name: among the sinks.
-            definition: says what becomes of its queue.
-            controller: not opened yet; its `actions` are set.
-            path: the field that set it up, for errors.
+        It is not opened yet; its `actions` are set. Errors name the field `path`.
 
         Raises:
             WeirError: if the controller cannot be opened.
@@ -131,21 +127,17 @@ class SinkManager:
             runner.close()
 
     def controller(self, name: str) -> AsyncController | None:
-        """Return the controller of a name, if there is one."""
         found = self._controllers.get(name)
         return None if found is None else found[1]
 
     @property
     def takes_scores(self) -> bool:
-        """Whether a controller gets the scores of finished sequences."""
         return bool(self._controllers)
 
     def scored_parts(self, memory: CaptureGroup, others: Sequence[CaptureGroup]) -> list[CaptureGroup]:
         """Return empty groups for controllers that get scores of a sequence, and none of its rows.
 
-        Args:
-            memory: what comes back on the sequence's output.
-            others: its groups for sinks.
+        `memory` is what comes back on its output, `others` are its groups for sinks.
         """
         served = {part.sink.name for part in others}
         return [
@@ -155,11 +147,7 @@ class SinkManager:
         ]
 
     def prepare(self, parts: Sequence[CaptureGroup], request_id: str = "") -> None:
-        """Set up the sinks of a request.
-
-        Raises:
-            WeirError: naming the field, if a consumer cannot be opened.
-        """
+        """Set up the sinks of a request; raise WeirError naming the field, if a consumer cannot be opened."""
         for part in parts:
             if not part.sink.memory:
                 _check_name(request_id)
@@ -168,17 +156,10 @@ class SinkManager:
     def deliver(
         self, request_id: str, views: Sequence[OutputView], request: Finished, release: Callable[[], None], hold: bool
     ) -> list[Ticket]:
-        """Send a finished sequence's rows to its sinks, or keep those that wait to be marked.
+        """Send a finished sequence's rows to its sinks, or keep those that wait to be marked; return their tickets.
 
-        Args:
-            request_id: the engine's id.
-            views: one for each capture group that has a sink.
-            request: the sequence.
-            release: called once for each view, when its rows are no longer needed in memory.
-            hold: whether this call may block while a sink has no room.
-
-        Returns:
-            A ticket for each view.
+        There is a view for each capture group that has a sink; `release` is called once for each, when its
+        rows are no longer needed in memory. `hold`: whether this call may block while a sink has no room.
         """
         patience = self._patience if hold else 0.0
         tickets: list[Ticket] = []
@@ -223,11 +204,7 @@ class SinkManager:
         return tickets
 
     def flush(self, timeout: float) -> None:
-        """Wait until every sink has made durable what was sent to it.
-
-        Raises:
-            WeirError: naming those that could not.
-        """
+        """Wait until every sink has made durable what was sent to it; raise WeirError naming those that could not."""
         failures = []
         for runner in self._all():
             try:
@@ -299,18 +276,15 @@ class _UnmarkedDelivery:
 
     @property
     def size(self) -> int:
-        """Bytes of the rows."""
         return self.delivery.size
 
     def send(self, metadata: dict[str, Any], patience: float) -> None:
-        """Hand the rows to the sink, marked."""
         self.delivery.set_mark(metadata)
         self.delivery.ticket.state = "queued"
         self._runner.offer(self.delivery, patience)
         self._runner.expect(-1)
 
     def evict(self) -> None:
-        """Discard the rows."""
         self.delivery.evict()
         self._runner.expect(-1)
 
@@ -322,7 +296,6 @@ def check_sinks(definitions: Mapping[str, SinkDefinition]) -> None:
 
 
 def _path(name: str) -> str:
-    """Return the setting that names a sink."""
     return f"settings.sinks.{name}"
 
 
@@ -348,14 +321,11 @@ def captures_for(
 ) -> list[Capture]:
     """Return the captures of every request for a sink or a controller.
 
-    Args:
-        name: of the sink.
-        definition: may say what it gets.
-        consumer: declares what it gets otherwise. Its class alone does not know what ``__init__`` adds.
-        path: the field that set it up, for errors.
+    `definition` may say what it gets; otherwise the object `consumer` declares it, as its class alone does
+    not know what ``__init__`` adds.
 
     Raises:
-        WeirError: if one is invalid.
+        WeirError: naming a field under `path`, if one is invalid.
     """
     given: Any = consumer.captures
     if definition.captures is not None:

@@ -160,13 +160,11 @@ class MarkBuffer:
 
     @property
     def due(self) -> float | None:
-        """When the oldest rows are to be evicted; None if there are none."""
         with self._locked():
             return next((when for when, _, _ in self._held.values()), None)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the kept rows."""
         return self._bytes
 
     def __len__(self) -> int:

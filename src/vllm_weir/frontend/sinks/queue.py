@@ -41,14 +41,8 @@ class BoundedQueue(Generic[ItemType]):
     def put(self, item: ItemType, patience: float) -> str:
         """Put an item in, if the policy allows, and return what happened.
 
-        Args:
-            item: the item.
-            patience: seconds to wait for room with the policy ``"block"``; after that the item is
-                put in all the same.
-
-        Returns:
-            ``"in"``; ``"spill"``: it is in, and the caller must move it out of memory; ``"drop"``:
-            it is not in.
+        That is ``"in"``; ``"spill"``: it is in, and the caller must move it out of memory; ``"drop"``: it is
+        not in. With the policy ``"block"``, it is put in all the same after `patience` seconds.
         """
         deadline = time.monotonic() + patience
         with self._changed:
@@ -100,7 +94,6 @@ class BoundedQueue(Generic[ItemType]):
                     return
 
     def done(self) -> None:
-        """Record that the item last taken is finished."""
         with self._changed:
             self._done += 1
             self._changed.notify_all()
@@ -112,10 +105,7 @@ class BoundedQueue(Generic[ItemType]):
             self._changed.notify_all()
 
     def wait_done(self, timeout: float) -> bool:
-        """Wait until every item put in so far is finished.
-
-        Return False if that takes longer than `timeout` seconds.
-        """
+        """Return whether every item put in so far was finished within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         with self._changed:
             target = self._put
@@ -128,12 +118,10 @@ class BoundedQueue(Generic[ItemType]):
 
     @property
     def idle(self) -> bool:
-        """Whether every item is finished."""
         return self._put == self._done
 
     @property
     def bytes(self) -> int:
-        """Bytes of memory that waiting items hold."""
         return self._bytes
 
     def __len__(self) -> int:

@@ -130,19 +130,14 @@ class SinkRunner:
         }
 
     def stop(self) -> None:
-        """Refuse further deliveries.
-
-        The thread hands the consumer what is queued, closes it, and ends.
-        """
+        """Refuse further deliveries; the thread hands the consumer what is queued, closes it, and ends."""
         self._queue.stop()
 
     @property
     def ended(self) -> bool:
-        """Whether the thread has ended."""
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop, and wait until the thread has ended."""
         self.stop()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=CLOSE_TIMEOUT)

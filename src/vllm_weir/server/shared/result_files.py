@@ -35,7 +35,6 @@ class ResultFiles:
     of the files: at every `sweep`, and when there seems to be no room.
 
     Args:
-        directory: The directory of the files; nothing else is in it.
         budget: The most bytes of all files.
         lifetime: Seconds for which a file is kept.
     """

@@ -73,7 +73,6 @@ class RecordFeatures:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
         arrays = (self.positions, self.token_ids, self.generated, self.offsets, self.ids, self.values)
         return sum(array.nbytes for array in arrays)
 
@@ -202,11 +201,7 @@ def run_starts(records: np.ndarray) -> list[int]:
 
 @contextlib.contextmanager
 def open_part(store: ObjectStore, name: str) -> Iterator[pq.ParquetFile]:
-    """Open a part.
-
-    Raises:
-        WeirError: naming the file, also for what is read from it in the block: if it is damaged.
-    """
+    """Open a part; raise WeirError that names the file if it, or what is read from it in the block, is damaged."""
     with store_errors("read", store.describe(name)):
         try:
             with store.open(name) as stream, pq.ParquetFile(stream, page_checksum_verification=True) as part:

@@ -40,13 +40,7 @@ class SiteRows:
 
 
 class BufferedWriter(Writer):
-    """A writer that publishes whole requests, by `_publish_request`.
-
-    Args:
-        store: Where the files go.
-        compress: Compression of rows that come without a header.
-        buffer_bytes: Bytes that unfinished and unpublished requests may take in memory together.
-    """
+    """A writer that publishes whole requests, by `_publish_request`."""
 
     def __init__(self, store: ObjectStore, compress: object = None, buffer_bytes: int = 4 << 30) -> None:
         if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int) or buffer_bytes < 1:

@@ -76,7 +76,6 @@ class ShardRuns:
         return len(self.positions)
 
     def add(self, batch: CheckedBatch, offset: int) -> None:
-        """Add a run whose first record begins at byte `offset` of the file."""
         self._add_entry(batch.request_id, batch.site.hook, batch.site.layer, len(batch.positions), offset, False, "")
         self.positions.append(batch.positions)
         self.token_ids.append(batch.token_ids)
@@ -88,7 +87,6 @@ class ShardRuns:
         self.token_ids.append(np.zeros(0, np.int64))
 
     def cut(self, n: int) -> None:
-        """Keep only the first `n` entries."""
         for column in (*self.columns.values(), self.positions, self.token_ids):
             del column[n:]
 
@@ -183,12 +181,9 @@ def is_shard(name: str) -> bool:
 
 
 def read_manifest(store: ObjectStore, names: dict[str, int], known: Mapping[str, pa.Table] | None = None) -> pa.Table:
-    """Read the manifest of everything published.
+    """Read the manifest of everything published, but for the `known` manifests of shards.
 
-    Args:
-        store: Store of the dataset.
-        names: Its files, and their sizes in bytes; files that appeared meanwhile are added.
-        known: Manifests of shards, which are not read again.
+    Files that appeared meanwhile are added to `names`.
     """
     known = known or {}
     tables = []

@@ -72,10 +72,7 @@ class NpzWriter(BufferedWriter):
                 raise self.store.error(name, "is another program's, or damaged; choose another id, or another place")
 
     def _remove_written(self, folder: str, sites: list[SiteRows], written: list[str]) -> None:
-        """Remove the files of a request that could not be completed.
-
-        Programs that do not look at manifests would take its folder for a request.
-        """
+        """Remove the files of an incomplete request: programs that look at no manifests would take them for one."""
         try:
             self.store.size(f"{folder}/{MANIFEST}")
         except MissingFile:

@@ -34,18 +34,9 @@ def read_npz_layout(store: ObjectStore, names: dict[str, int]) -> Index:
 def add_request(
     builder: IndexBuilder, store: ObjectStore, manifest: str, names: dict[str, int], id_prefix: str = ""
 ) -> bool:
-    """Add the request that a manifest describes.
+    """Add the request that a manifest describes; return False, and add nothing, if it is another program's.
 
-    Args:
-        builder: The index to add to.
-        store: Store of the manifest.
-        manifest: Its name.
-        names: Files of the store.
-        id_prefix: Folder to put before the request's id, where several have a request of the same
-            id.
-
-    Returns:
-        False if the manifest is another program's; then nothing is added.
+    `id_prefix` is put before the request's id, where several folders have a request of the same id.
     """
     folder = posixpath.dirname(manifest)
     data = store.read(manifest)

@@ -36,10 +36,7 @@ class PackedWriter(BufferedWriter):
     """The writer of the layout ``packed``.
 
     Args:
-        store: Where the files go.
-        compress: Compression of rows that come without a header.
         pack_bytes: A file is published once its requests have this many bytes.
-        buffer_bytes: As for `BufferedWriter`.
     """
 
     layout = "packed"

@@ -39,8 +39,6 @@ class ShardedWriter(Writer):
     """The writer of the layout ``sharded``. It has one open shard for each kind of records.
 
     Args:
-        store: Where the files go.
-        compress: Compression of rows that come without a header.
         shard_bytes: A shard is published once it has this many bytes.
     """
 

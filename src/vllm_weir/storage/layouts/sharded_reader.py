@@ -29,13 +29,7 @@ from vllm_weir.storage.safetensors_io import read_container
 
 
 def index_of(store: ObjectStore, table: pa.Table, names: dict[str, int], *, incomplete: bool = False) -> Index:
-    """Return the index that a manifest describes.
-
-    Args:
-        store: Store of the dataset.
-        table: The manifest.
-        names: Files of the store, and their sizes in bytes.
-        incomplete: Include requests that were not finished.
+    """Return the index that a manifest describes; `incomplete`: with requests that were not finished.
 
     Raises:
         WeirError: Naming the file, if the manifest is damaged or a shard is missing.
@@ -195,10 +189,6 @@ def _blocks(
 
 def damaged_shards(store: ObjectStore, files: list[str]) -> Iterator[tuple[str, WeirError]]:
     """Yield the shards whose own manifest is damaged or differs from the joined one, and the error.
-
-    Args:
-        store: Store of the dataset.
-        files: `Index.files`.
 
     Raises:
         StoreError: If a file cannot be read.

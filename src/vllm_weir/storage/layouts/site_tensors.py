@@ -58,15 +58,7 @@ def publish_tensors(
     metadata: dict[str, str],
     file: AtomicFile | None = None,
 ) -> None:
-    """Publish a safetensors file; after an error nothing of it is left.
-
-    Args:
-        store: Where the file goes.
-        name: Its name.
-        tensors: From `site_tensors`.
-        metadata: For the header.
-        file: An empty new file of that name, if one was begun.
-    """
+    """Publish a safetensors file, into the empty new `file` if one was begun; after an error nothing is left."""
     crc: dict[str, int] = {}
     for key, (_, data) in tensors.items():
         site, _, kind = key.rpartition(".")
@@ -143,7 +135,6 @@ class StoredSite:
     checksums: np.ndarray | None
 
     def add_to(self, builder: IndexBuilder, request: int, block: int) -> None:
-        """Add the rows to an index, as a run of a request in a block, by their codes."""
         builder.add_run(
             request, self.site, block, self.records.start, self.positions, self.token_ids, checksums=self.checksums
         )
@@ -152,15 +143,7 @@ class StoredSite:
 def read_site(
     store: ObjectStore, file: str, container: SafetensorsHeader, name: str, header: dict[str, Any], read: RangeReader
 ) -> StoredSite:
-    """Read and check the tensors of one site, all but the records.
-
-    Args:
-        store: Store of the file.
-        file: The file.
-        container: Its header.
-        name: Name of the tensor with the records.
-        header: Header of the records.
-        read: From `list_reader`.
+    """Read and check the tensors of one site, all but the records; `read` is from `list_reader`.
 
     Raises:
         WeirError: Naming the file, if it is damaged.

@@ -92,7 +92,6 @@ class Anchor:
 
     @property
     def other_scale(self) -> float:
-        """Factor of the other term."""
         return self.scale if self.added_term is None else self.added_term.scale
 
     @property
@@ -103,14 +102,7 @@ class Anchor:
     def tensors(
         self, args: Sequence, kwargs: Mapping, output: Any, added: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return views of `hidden` and `other` in one call, [tokens, width] each.
-
-        Args:
-            args: positional arguments of the call.
-            kwargs: keyword arguments of the call.
-            output: what the call returned; unused for an anchor before the call.
-            added: the tensor of `added_term`, from the earlier call.
-        """
+        """Return views of `hidden` and `other` in one call, [tokens, width] each; `added` is from the earlier call."""
         hidden = pick(self.hidden, args, kwargs, output)
         if self.per_head:
             return hidden.flatten(1), None

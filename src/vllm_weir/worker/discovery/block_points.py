@@ -17,7 +17,6 @@ class Identity:
 
     @property
     def hooks(self) -> tuple[str, ...]:
-        """All hook points of the identity."""
         return (self.whole, *self.parts)
 
 
@@ -51,7 +50,6 @@ class BlockPoints:
 
     @classmethod
     def none(cls, reason: str) -> BlockPoints:
-        """Return the result for a block in which no point was found."""
         return cls(refused=dict.fromkeys(INNER_HOOKS, reason))
 
     @property

@@ -95,10 +95,7 @@ def _without_aliases(stacks: dict[str, torch.nn.ModuleList]) -> dict[str, torch.
 
 
 def _entrance(model: torch.nn.Module, stack: str, compiled_whole: Callable[[torch.nn.Module], bool]) -> str:
-    """Return the path of the outermost module above the blocks whose call can be tapped.
-
-    If there is none, return "", which is the model itself.
-    """
+    """Return the path of the outermost module above the blocks whose call can be tapped; "" is the model."""
     names = stack.split(".")
     above = (".".join(names[:n]) for n in range(len(names)))
     return next((path for path in above if not compiled_whole(model.get_submodule(path))), "")

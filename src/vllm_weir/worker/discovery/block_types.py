@@ -30,10 +30,7 @@ class BlockTypes:
     """The solutions by type of block, for one recorded pass and one choice of ports.
 
     Args:
-        ports: what carries the stream.
-        mixers: paths of modules that mix tokens.
         only_scales: whether a module, by path, has no matrix.
-        matcher: compares tensors.
     """
 
     def __init__(
@@ -110,10 +107,7 @@ class BlockTypes:
 
 
 def _moved(anchor: Anchor, block: str, other_block: str) -> Anchor | None:
-    """Return the same place in another block; blocks are given by path.
-
-    Return None for a sum with an earlier call, and for a place outside the block.
-    """
+    """Return the same place in another block; None for a sum with an earlier call, or outside the block."""
     if anchor.added_term is not None or not f"{anchor.module}.".startswith(f"{block}."):
         return None
     return replace(anchor, module=other_block + anchor.module.removeprefix(block))

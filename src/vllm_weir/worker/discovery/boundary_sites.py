@@ -46,9 +46,7 @@ class BoundarySites:
     """Finds and verifies the sites outside the blocks; the verdicts go to `sites`.
 
     Args:
-        recorded: the model, and the baseline.
         noise_pass: a pass with noise in the embedding, the blocks and the final norm.
-        sites: the verdicts so far, with the stream of the blocks.
     """
 
     def __init__(self, recorded: RecordedModel, noise_pass: Trace, sites: SiteMap) -> None:
@@ -85,12 +83,7 @@ class BoundarySites:
         self._sites.anchors[EMBED] = Anchor(call.path, "after" if key.kind == "out" else "before", key, None, scale)
 
     def check_embed(self, trace: Trace, added: torch.Tensor) -> None:
-        """Verify `embed`.
-
-        Args:
-            trace: the baseline once more, with a vector added at the embedding.
-            added: what was added, [tokens, d].
-        """
+        """Verify `embed`, given the baseline once more with `added` [tokens, d] added at the embedding."""
         anchor, entry = self._sites.anchors.get(EMBED), self._sites.anchors.get(Site("resid_pre", 0))
         if anchor is None or entry is None:
             return
@@ -205,12 +198,10 @@ class BoundarySites:
         return not passed_on and given_times(call, stream, self._matcher) is not None
 
     def _is_given(self, call: ModuleCall, tensors: list[torch.Tensor]) -> bool:
-        """Return whether one of a call's arguments, of any width, equals one of `tensors`."""
         given = [*call.args.values(), *(v for k, v in call.other_widths.items() if k.kind == "arg")]
         return any(self._matcher.same(argument, tensor) for argument in given for tensor in tensors)
 
     def _num_calls(self, path: str) -> int:
-        """Return how often a module is called in the baseline."""
         return sum(c.path == path for calls in (self._baseline.outside, *self._baseline.blocks) for c in calls)
 
     def _refuse_if_repeated(self, site: Site, path: str) -> bool:

@@ -39,7 +39,6 @@ class CandidateTensor:
         return self.call.local_path.split(".")[0]
 
     def anchor(self, scale: float = 1.0) -> Anchor:
-        """Return the anchor of `scale` times this tensor."""
         return Anchor(self.call.path, self.when, self.key, None, scale, None, self.offset)
 
 
@@ -51,7 +50,6 @@ class Match:
     scale: float
 
     def anchor(self) -> Anchor:
-        """Return the anchor of the scaled candidate."""
         return self.candidate.anchor(self.scale)
 
     @property
@@ -72,12 +70,10 @@ class MatchPair:
 
     @property
     def in_order(self) -> tuple[Match, Match]:
-        """The earlier and the later of the two."""
         first, last = sorted((self.one, self.other), key=lambda match: match.candidate.time)
         return first, last
 
     def anchor(self) -> Anchor:
-        """Return the anchor of the sum, at the later of the two."""
         first, last = self.in_order
         term = AddedTerm(first.candidate.call.path, first.candidate.key, first.scale)
         return Anchor(last.candidate.call.path, "after", last.candidate.key, None, last.scale, term)
@@ -106,7 +102,6 @@ class StreamInput:
     value: torch.Tensor
 
     def anchor(self) -> Anchor:
-        """Return the anchor of this value."""
         return Anchor(self.call.path, "before", self.hidden, self.residual)
 
 

@@ -43,15 +43,7 @@ class ModelDescription:
 
     @classmethod
     def parse(cls, data: object, field_path: str) -> ModelDescription:
-        """Parse a description.
-
-        Args:
-            data: the description, as a JSON-like object.
-            field_path: where it is in the settings, for errors.
-
-        Raises:
-            WeirError: names the bad part.
-        """
+        """Parse a JSON-like object; raise WeirError that names the bad part, below `field_path` of the settings."""
         if not isinstance(data, Mapping):
             raise WeirError(f"a description is an object with 'stack' and 'points', got {brief(data)}", field_path)
         for key in data:
@@ -68,10 +60,7 @@ class ModelDescription:
         return cls(stack, dict(points))
 
     def anchor(self, hook: str, calls: Sequence[ModuleCall]) -> Anchor | None:
-        """Return where `hook` is in a block; None if the description or the block does not have it.
-
-        `calls` are the block's own (first) and those inside it.
-        """
+        """Return where `hook` is in a block, whose own call is the first of `calls`; None if it is not there."""
         if hook not in self.points:
             return None
         module, when, names = _split(self.points[hook], f"points.{hook}")
@@ -90,10 +79,7 @@ class ModelDescription:
 
 
 def description_of(model_class: str, setting: Mapping[str, Any] | None) -> ModelDescription:
-    """Return a model class's description, from the setting or else from an installed package.
-
-    Return an empty one if neither describes the class.
-    """
+    """Return a model class's description, from the setting or an installed package, else an empty one."""
     if setting:
         return ModelDescription.parse(setting, "settings.describe")
     for entry in importlib.metadata.entry_points(group=GROUP):

@@ -21,7 +21,6 @@ class ModuleTree:
     """A model, where its blocks are, and which modules mix tokens or look them up.
 
     Attributes:
-        model: the whole model.
         stack: path of the list of blocks.
         blocks: index -> block, for the blocks that live in this process.
         num_layers: blocks of the whole model.

@@ -30,10 +30,7 @@ LEVELS: tuple[NoiseLevel, ...] = ("children", "leaves")
 
 
 def noise(name: str, like: torch.Tensor) -> torch.Tensor:
-    """Return standard normal float32 of `like`'s shape.
-
-    A name gives the same noise on every rank and in every pass.
-    """
+    """Return standard normal float32 of `like`'s shape, for a name the same on every rank and in every pass."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(like.shape, generator=generator).to(like.device)
 

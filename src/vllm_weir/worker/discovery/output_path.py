@@ -53,11 +53,7 @@ def find_links(
 ) -> tuple[tuple[Link, ...], float] | None:
     """Return the links from a tensor to what the model returned, and the last factor; None if they are not found.
 
-    Args:
-        trace: a pass with noise.
-        matcher: compares its tensors.
-        tensor: where to start, [tokens, width].
-        time: of the trace, since when there is the tensor.
+    `tensor` is [tokens, width], and is there since `time` of the noise pass `trace`.
     """
     if trace.model_output is None:
         return None
@@ -78,7 +74,6 @@ def find_links(
 
 
 def _results(call: ModuleCall) -> dict[TensorKey, torch.Tensor]:
-    """Return a call's outputs of any width."""
     return call.outputs | {key: value for key, value in call.other_widths.items() if key.kind == "out"}
 
 

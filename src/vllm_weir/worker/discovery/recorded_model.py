@@ -24,9 +24,7 @@ class RecordedModel:
     """A model to be run and recorded.
 
     Attributes:
-        tree: the modules of the model.
         run: runs the model once, uncompiled, over a few tokens.
-        matcher: compares recorded tensors.
         mixers: paths of the modules that mix tokens.
         baseline: the pass with the model's own weights.
     """
@@ -39,13 +37,7 @@ class RecordedModel:
 
     @classmethod
     def start(cls, tree: ModuleTree, run: Run, dtype: torch.dtype) -> RecordedModel:
-        """Find the token mixers and record the baseline.
-
-        Args:
-            tree: the modules of the model.
-            run: runs the model once.
-            dtype: of the model's activations.
-        """
+        """Find the token mixers and record the baseline."""
         mixers = {path for block, path, _, module in tree.members() if block != OUTSIDE and tree.is_mixer(module)}
         baseline = _record(tree, run, leave=mixer_noise(tree, mixers))
         not_called = mixers - {call.path for calls in baseline.blocks for call in calls}
@@ -64,7 +56,6 @@ class RecordedModel:
         writes: Mapping[Anchor, torch.Tensor] | None = None,
         offset_noise: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     ) -> Trace:
-        """Run the model once and return the record; the arguments are those of `Recorder`."""
         return _record(self.tree, self.run, enter, leave, writes, offset_noise)
 
     def with_mixer_noise(

@@ -56,7 +56,6 @@ class Recorder:
     """Records one forward pass.
 
     Args:
-        tree: the modules to watch.
         enter: overwrites a block's arguments.
         leave: overwrites what a module produced.
         writes: vectors to add at anchors, float32 [tokens, d] each.
@@ -271,7 +270,6 @@ class Recorder:
         return {k: v for k, v in tensors.items() if _is_activation(v) and v.shape[-1:] == (self._tree.width,)}
 
     def _of_other_widths(self, tensors: Mapping[TensorKey, Any]) -> dict[TensorKey, torch.Tensor]:
-        """Return copies of the activations of another width."""
         return {k: _copy(v) for k, v in tensors.items() if _is_activation(v) and v.shape[-1] != self._tree.width}
 
 

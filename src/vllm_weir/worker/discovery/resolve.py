@@ -46,15 +46,7 @@ def resolve_block(
     only_scales: Callable[[str], bool],
     matcher: Matcher,
 ) -> BlockPoints:
-    """Find the points of one block.
-
-    Args:
-        calls: of the block (first) and of everything in it.
-        ports: what carries the stream.
-        mixers: paths of modules that mix tokens.
-        only_scales: whether a module, by path, has no matrix (a norm, a dropout, an activation).
-        matcher: compares tensors.
-    """
+    """Find the points of one block; its own call is the first of `calls`."""
     pre, post = ports.stream_through(calls[0])
     if pre is None or post is None or pre.shape != post.shape:
         return BlockPoints.none("the block's stream could not be followed")
@@ -79,8 +71,6 @@ class _Block:
     """A block's recorded calls, and what the equations are about.
 
     Attributes:
-        inside: calls of the modules in the block.
-        mixer_calls: those of token mixers.
         pre: the stream that enters the block, [tokens, d].
         post: the stream that leaves it, [tokens, d].
         candidates: what may be attn_out or mlp_out.

@@ -16,7 +16,7 @@ Before a model is compiled, it runs a few times over a handful of tokens, and ea
    with the most points.
 6. Verify: check the points' identities in the baseline, and add vectors at every point in another
    pass to see that they arrive (`verification`, `boundary_sites`).
-7. Parts: find and verify the points inside attention and MLP in two passes more (`part_points`).
+7. Parts: find and verify the points inside attention and MLP in two passes more (`parts.points`).
 
 What remains are `anchors`, one per site; `worker.tap.install` puts taps there.
 """
@@ -33,8 +33,8 @@ from vllm_weir.worker.discovery.block_types import BlockTypes
 from vllm_weir.worker.discovery.descriptions import ModelDescription, resolve_described_block
 from vllm_weir.worker.discovery.module_tree import ModuleTree, Run
 from vllm_weir.worker.discovery.noise import NoiseLevel, enter_noise, leave_noise, noise
-from vllm_weir.worker.discovery.part_modules import PartModules
-from vllm_weir.worker.discovery.part_points import map_parts
+from vllm_weir.worker.discovery.parts.modules import PartModules
+from vllm_weir.worker.discovery.parts.points import map_parts
 from vllm_weir.worker.discovery.recorded_model import RecordedModel
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.stream_check import StreamCheck
@@ -46,16 +46,7 @@ from vllm_weir.worker.discovery.verification import Verification
 def map_sites(
     tree: ModuleTree, run: Run, dtype: torch.dtype, description: ModelDescription, parts: PartModules | None = None
 ) -> SiteMap:
-    """Find and verify every site of a model.
-
-    Args:
-        tree: the model.
-        run: runs it once, uncompiled, over a few tokens.
-        dtype: of its activations.
-        description: of what its structure does not tell.
-        parts: recognises the modules inside attention and MLP; without it, the points there are not
-            looked for.
-    """
+    """Find and verify every site of a model; without `parts`, none inside attention and MLP."""
     sites = SiteMap(tree.num_layers)
     if not tree.blocks:
         return sites
@@ -83,7 +74,6 @@ class _Solution:
     """What was found with one choice of what carries the stream.
 
     Attributes:
-        ports: the choice.
         points: block -> its points.
         noise_levels: block -> level of the noise pass in which they were found.
     """
@@ -107,9 +97,7 @@ class _Search:
     """Steps 3 to 5: the points for each choice of what carries the stream, and the best choice.
 
     Args:
-        recorded: the model, and the baseline.
         candidates: what may carry the stream, likeliest first.
-        description: may name the points.
 
     Attributes:
         noise_passes: the recorded passes with noise, by level.

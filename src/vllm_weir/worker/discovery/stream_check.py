@@ -29,12 +29,7 @@ ROUNDINGS = 2
 
 
 class StreamCheck:
-    """The check for one choice of what carries the stream.
-
-    Args:
-        recorded: the model, and the baseline.
-        ports: the choice.
-    """
+    """The check for one choice of what carries the stream."""
 
     def __init__(self, recorded: RecordedModel, ports: StreamPorts) -> None:
         self._recorded, self._ports = recorded, ports
@@ -152,10 +147,7 @@ class StreamCheck:
     def _agree(
         self, tensor: torch.Tensor, expected: torch.Tensor, added: torch.Tensor, magnitude: torch.Tensor
     ) -> bool:
-        """Return whether most rows are equal up to rounding.
-
-        Some may differ: rounding can tip a router's choice.
-        """
+        """Return whether most rows are equal up to rounding, which can tip a router's choice in some."""
         if tensor.shape != expected.shape:
             return False
         bound = self._growth * _row_rms(added) + ROUNDINGS * self._recorded.matcher.eps * _row_rms(magnitude)

@@ -47,7 +47,6 @@ class StreamPorts:
         return Anchor(block_call.path, "before", ports.hidden_in, residual)
 
     def exit(self, block_call: ModuleCall) -> Anchor:
-        """Return where the stream leaves a block."""
         ports = self.of(block_call)
         residual = ports.residual_out if ports.residual_out in block_call.visible_after else None
         return Anchor(block_call.path, "after", ports.hidden_out, residual)

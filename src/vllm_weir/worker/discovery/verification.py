@@ -41,12 +41,8 @@ class Verification:
     """Turns what was found into verdicts.
 
     Args:
-        recorded: the model, and the baseline.
-        ports: what carries the stream.
         points: block -> what was found in it.
         noise_levels: block -> level of the noise pass in which it was found.
-        noise_passes: the noise passes by level.
-        sites: takes the verdicts.
     """
 
     def __init__(

@@ -55,7 +55,6 @@ class CapturingRequest:
 
     @property
     def reduces_prompt(self) -> bool:
-        """Whether the prompt's rows are reduced."""
         return self.postprocess is not None and self.postprocess.folds
 
 
@@ -63,8 +62,6 @@ class CapturePlanner:
     """Plans captures, one request at a time.
 
     Args:
-        site_sets: where columns get their ranks.
-        row_seqs: where rows get their places.
         d_model: width of a row in ring and arena.
         ring_rows: column -> rows of the ring that one of its rows takes; left out where that is 1.
 
@@ -241,9 +238,9 @@ class CapturePlanner:
     def _plan_reduction(
         self, builder: PlanBuilder, request: CapturingRequest, endpoint: int, offset: int, start: int, end: int
     ) -> None:
-        """Reduce rows of the prompt at the wanted positions from `start` to `end` (not included).
+        """Reduce rows of the prompt at the wanted positions in [start, end), tokens ``offset + ...`` of the step.
 
-        They are tokens ``offset + ...`` of the step, and all have the same columns.
+        All have the same columns.
         """
         assert request.postprocess is not None
         positions = _wanted_positions(request.selectors, start, end)

@@ -22,7 +22,6 @@ class DraftedStep:
     """The requests with Weir's keys in a step, in batch order; arrays are int64 [n].
 
     Attributes:
-        request_ids: of the requests.
         first_tokens: each one's first token in the step.
         counts: how many it has.
         drafts: how many of these, the last ones, are drafts.

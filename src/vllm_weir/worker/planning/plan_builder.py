@@ -53,12 +53,8 @@ class PlanBuilder:
     Add requests in the steady state all at once, and the others one by one. Endpoints are given as
     their numbers in `SteadyState.endpoints`.
 
-    Args:
-        size: tokens of the step.
-
     Attributes:
         site_sets, programs, programs_by_token, programs_by_position, failures: as in `StepPlan`.
-        scores: what probes read.
     """
 
     def __init__(self, size: int) -> None:
@@ -184,18 +180,10 @@ class PlanBuilder:
         maximum: bool,
         arena_row: int | None,
     ) -> None:
-        """Reduce the rows of `tokens` at `positions` [n] (ascending).
+        """Reduce the rows of `tokens` at `positions` (ascending), both int64 [n], into `row_seq`.
 
-        Args:
-            endpoint: number of the reader.
-            row_seq: holds the result.
-            site_set: what is reduced.
-            tokens: int64 [n], of the step.
-            positions: int64 [n], of the tokens.
-            resumed: as in `REDUCTION`.
-            count: as in `REDUCTION`.
-            maximum: as in `REDUCTION`.
-            arena_row: where the result goes, None if there is more to come.
+        `resumed`, `count` and `maximum` are as in `REDUCTION`; the result goes to `arena_row`, None if
+        there is more to come.
         """
         groups = positions // GROUP
         heads = np.concatenate([[0], np.flatnonzero(groups[1:] != groups[:-1]) + 1])
@@ -258,11 +246,7 @@ class PlanBuilder:
         self.programs_by_position = [c for c in self.programs_by_position if not first <= c.tokens[0] < end]
 
     def finish(self, endpoints: Sequence[str]) -> StepPlan | None:
-        """Return the plan, None if nothing happens in the step.
-
-        Args:
-            endpoints: addresses of the readers, by number.
-        """
+        """Return the plan, None if nothing happens in the step; `endpoints` are the readers' addresses, by number."""
         self._expand_token_runs()
         self._expand_steered_runs()
         if self._is_empty():
@@ -342,8 +326,7 @@ class PlanBuilder:
     def _place_reductions(self, slots: np.ndarray, spans: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
         """Place the groups of reductions in the first ring rows, and set `slots` and `spans`.
 
-        Returns:
-            `group_rows`, `reductions` and `reduced` of the plan.
+        Return `group_rows`, `reductions` and `reduced` of the plan.
         """
         if not self._reductions:
             return 0, np.empty(0, REDUCTION), np.empty(0, ROW_COPY)

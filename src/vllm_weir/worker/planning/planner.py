@@ -55,11 +55,9 @@ class Planner:
         columns: columns (see `column_of`) that this worker fills.
         num_columns: width of the rank table.
         max_site_sets: height of the rank table.
-        table: where programs are held.
         row_seqs: where rows go; None for an unbounded arena of its own.
         ring_rows: column -> rows of the ring that one of its rows takes; left out where that is 1.
         probes: where probes and gates are held; None if no request has any.
-        traits: of the engine.
 
     Attributes:
         capturing, steered: the live requests that capture or are steered, by id.
@@ -112,16 +110,9 @@ class Planner:
     ) -> None:
         """Start capturing for a request, if it wants anything of this worker.
 
-        Args:
-            request_id: of the request.
-            endpoint: of its reader.
-            spec: what it captures.
-            prompt_len: tokens of the prompt.
-            prompt_ids: their ids, None if only the device knows them.
-            max_generated: tokens that it can generate.
-            codec: number of the codec that makes records of its rows, -1 for none.
-            read_out_codec: as in `CapturingRequest`.
-            keeper: where its rows go, if not to its reader.
+        `prompt_ids` is None if only the device knows them; `max_generated` are the most tokens that it
+        generates. `codec` is the number of the codec that makes records of its rows, -1 for none;
+        `read_out_codec` is as in `CapturingRequest`. Rows go to `keeper` instead of the reader if it is given.
         """
         self._end_repetition()
         selected = self._selected[spec]
@@ -222,11 +213,8 @@ class Planner:
     ) -> StepPlan | None:
         """Return the plan for a batch, None if nothing is captured or steered in it.
 
-        Args:
-            request_ids: requests in batch order.
-            num_tokens: tokens each one has in this step.
-            num_computed: position of each one's first token in this step.
-            num_drafts: how many of its tokens are drafts; None if none are.
+        Lists are by request, in batch order: its tokens in this step, the position of the first of them,
+        and how many, the last ones, are drafts; None if none are.
         """
         self.drafted = None
         if not self.capturing and not self.steered:
@@ -264,14 +252,7 @@ class Planner:
     def _note_drafts(
         self, builder: PlanBuilder, request_ids: Sequence[str], slots: np.ndarray, batch: np.ndarray
     ) -> None:
-        """Set `drafted`.
-
-        Args:
-            builder: of the finished plan.
-            request_ids: the batch.
-            slots: int64 [n], of the requests.
-            batch: int64 [n, 4]: first token, tokens, drafts and position of each.
-        """
+        """Set `drafted`; `batch` is int64 [n, 4]: first token, tokens, drafts and position of each request."""
         restarted, self._restarted = self._restarted, []
         followed = slots.nonzero()[0]
         if not len(followed) or not (self._traits.drafts_ahead or batch[followed, 2].any()):

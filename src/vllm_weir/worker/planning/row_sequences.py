@@ -246,10 +246,7 @@ class RowSequences:
         return layout_update
 
     def _extend(self, row_seq: RowSequence, ranks: int) -> bool:
-        """Give a row sequence, whose extent is full, another; return whether there was room.
-
-        Make room for `ranks` ranks if possible; the extent may have less.
-        """
+        """Give a row sequence, whose extent is full, another, of up to `ranks` ranks; return whether there was room."""
         index = row_seq.index
         rank, units_per_row = int(self.next_rank[index]), int(self.units_per_row[index])
         wanted = self._wanted_capacity(row_seq, rank, ranks, units_per_row)
@@ -284,10 +281,9 @@ class RowSequences:
         return min(max(1, largest), max(ranks, expected))
 
     def _allocate(self, wanted: int, least: int, rank_size: int, units_per_row: int) -> tuple[int, int, int] | None:
-        """Allocate room for `wanted` ranks, or fewer, down to `least`; wait only for `least`.
+        """Return start and rows of a piece for `wanted` ranks or fewer, and for how many; None without room.
 
-        Returns:
-            Start and rows of the piece, and how many ranks it is for; None if there is no room.
+        Wait only for `least` ranks.
         """
 
         def arena_rows(capacity: int) -> int:

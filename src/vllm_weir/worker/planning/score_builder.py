@@ -60,9 +60,7 @@ class ScoreBuilder:
     ) -> tuple[np.ndarray, dict[str, np.ndarray], ScoreReads | None]:
         """Return `runs`, `scored` and `score_reads` of the plan.
 
-        Args:
-            endpoints: addresses of the readers, by number.
-            cancelled: (first token, token after the last one) of requests that failed.
+        `cancelled` has (first token, token after the last one) of requests that failed.
         """
         runs, reads = concatenate(self._runs, RUN), concatenate(self._reads, SCORE_READ)
         for first, end in cancelled:

@@ -49,11 +49,6 @@ class ScoredRequest:
 class ScorePlanner:
     """Plans what the probes of requests read.
 
-    Args:
-        probes: the table of probes.
-        table: where the programs are that write raw numbers.
-        row_seqs: where readers are told of series.
-
     Attributes:
         reports: whether this worker reports scores; one per tensor-parallel group does.
     """
@@ -91,7 +86,6 @@ class ScorePlanner:
         return ScoredRequest(request_id, endpoint, recipe, held, np.array(recipe.taps), np.array(held.probes))
 
     def leave(self, request: ScoredRequest) -> None:
-        """Release what a request holds."""
         if request.held is not None:
             self.table.release(request.held)
 
@@ -169,10 +163,7 @@ def _refuse_together(recipe: ScoringRecipe, selectors: Selectors, start: int, co
 
 
 def _spans(selectors: Selectors, bits: int, start: int, end: int, behind: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of the runs of positions between `start` and `end` that have any of `bits`.
-
-    Positions may be up to `behind` less than these.
-    """
+    """Yield (first, end) of the runs of positions in [start, end), or up to `behind` less, that have any of `bits`."""
     runs = None if behind else selectors.runs(start, end)
     if runs is not None:
         yield from ((first, last) for code, first, last in runs if code & bits)

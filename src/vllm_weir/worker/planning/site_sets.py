@@ -10,10 +10,6 @@ from vllm_weir.errors import WeirError
 class SiteSets:
     """Site sets by content, counted by the requests that use them.
 
-    Args:
-        capacity: how many there can be.
-        num_columns: width of the rank table.
-
     Attributes:
         ranks: int32 [capacity, num_columns], a column's place in a site set, or -1.
         changed: whether `ranks` has changed since this was last set to False.

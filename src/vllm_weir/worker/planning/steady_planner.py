@@ -11,13 +11,7 @@ from vllm_weir.worker.planning.steady_state import SteadyState
 
 
 class SteadyPlanner:
-    """Plans requests in the steady state.
-
-    Args:
-        steady: what stays the same for each.
-        row_seqs: where rows go.
-        scores: plans what probes read.
-    """
+    """Plans requests in the steady state."""
 
     def __init__(self, steady: SteadyState, row_seqs: RowSequences, scores: ScorePlanner) -> None:
         self._steady, self._row_seqs, self._scores = steady, row_seqs, scores

@@ -78,7 +78,6 @@ class SteadyState:
             self._free.append(slot)
 
     def slot_of(self, request_id: str) -> int:
-        """Return the slot of a live request."""
         return self._slot_of[request_id]
 
     def slots_of(self, request_ids: Sequence[str]) -> np.ndarray:

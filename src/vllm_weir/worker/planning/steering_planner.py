@@ -122,11 +122,6 @@ class SteeredRequest:
 class SteeringPlanner:
     """Plans what steered requests change.
 
-    Args:
-        table: where programs are held.
-        row_seqs: where readers are told of groups.
-        scores: plans what probes read.
-
     Attributes:
         reports: whether this worker reports what was steered; one per tensor-parallel group does.
         unsteered_kv: blocks in the prefix cache that were not steered as their keys say.
@@ -156,17 +151,9 @@ class SteeringPlanner:
     ) -> SteeredRequest:
         """Return a request's steering, which holds its vectors until it leaves.
 
-        Args:
-            request_id: of the request.
-            endpoint: of its reader.
-            interventions: in the order in which they apply.
-            prompt_len: tokens of the prompt.
-            prompt_ids: their ids, None if only the device knows them.
-            fetch: returns missing vectors by digest.
-            salt: of the request's keys in the prefix cache.
-            scoring: its probes and gates.
-            own_from: see `cache_keys.own_from`.
-            steps: what is done, see `EngineSpec.steps`; default: that of `scoring`, or the interventions.
+        `prompt_ids` is None if only the device knows them; `fetch` returns missing vectors by digest;
+        `salt` is of its keys in the prefix cache; `own_from`: see `cache_keys.own_from`; `steps`: see
+        `EngineSpec.steps`, by default those of `scoring`, or the interventions.
 
         Raises:
             WeirError: if the tables cannot hold it.
@@ -307,10 +294,7 @@ class SteeringPlanner:
                     builder.programs_by_token.append(choice)
 
     def group_and_program(self, request: SteeredRequest, code: int) -> tuple[int, int]:
-        """Return group and program of all tokens with `code`, -1 for none.
-
-        Neither may depend on the position, see `SteeringRecipe.varies`.
-        """
+        """Return group and program, -1 for none, of all tokens with `code`, which do not depend on the position."""
         found = request.by_code.get(code)
         if found is None:
             found = request.by_code[code] = self._group(request, code), self.program(request, code)
@@ -333,12 +317,9 @@ class SteeringPlanner:
         return group
 
     def program(self, request: SteeredRequest, code: int, position: int = -1) -> int:
-        """Return the program of tokens with `code`, -1 for none.
+        """Return the program of tokens with `code`, the bits of their selectors; -1 for none.
 
-        Args:
-            request: whose tokens.
-            code: selectors that select them, as bits.
-            position: needed if it has interventions with an instruction for each position.
+        `position` is needed if it has interventions with an instruction for each position.
 
         Raises:
             WeirError: if the tables are full.

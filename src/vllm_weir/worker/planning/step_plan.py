@@ -142,9 +142,7 @@ class StepPlan:
     def in_lanes(self, stride: int, first_group_row: int = 0) -> StepPlan:
         """Return the plan with the n-th captured token in slot ``n * stride``.
 
-        Args:
-            stride: ring rows of a lane.
-            first_group_row: ring row at which groups of reduced rows begin.
+        Groups of reduced rows begin at ring row `first_group_row`.
         """
         slots = self.slots.copy()
         slots[self.spans != 0] += first_group_row

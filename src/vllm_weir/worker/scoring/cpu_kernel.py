@@ -43,12 +43,7 @@ ALIKE.append(fields.PROBE_FIELDS.index("window"))
 
 
 def launch(tap: int, tensors: ScoreTensors) -> None:
-    """Compute scores and factors of the tokens of the step's runs at a tap.
-
-    Args:
-        tap: where the probes read; it has written their raw numbers.
-        tensors: what the kernels read and write.
-    """
+    """Compute scores and factors of the tokens of the step's runs at a tap, which has written their raw numbers."""
     offsets = tensors.offsets.numpy()
     runs = tensors.runs.numpy()[offsets[tap] : offsets[tap + 1]]
     if not len(runs):
@@ -62,8 +57,6 @@ class _Runs:
     """Runs whose probes are computed alike.
 
     Args:
-        tap: where the probes read.
-        tensors: as of `launch`.
         runs: int32 [n, 4], see RUN_FIELDS.
     """
 
@@ -93,13 +86,9 @@ class _Runs:
             self._w_out = tensors.vectors.view(-1)[first[:, :, None] + torch.arange(self._units)]
 
     def _kept(self, live: np.ndarray, places: np.ndarray, step: int, later: int = 0) -> torch.Tensor:
-        """Return where numbers of runs [n] stand in the copy kept after one of their tokens.
+        """Return where numbers of runs stand in the copy kept after token `step`, or `later` positions on.
 
-        Args:
-            live: int64 [n], which runs.
-            places: int64 [n] or [n, m], where they stand in the first copy.
-            step: the number of the token.
-            later: how many positions later the copy is.
+        `live` is int64 [n], which runs; `places`, int64 [n] or [n, m], are those in the first copy.
         """
         copies = self._t.copies
         if copies == 1:
@@ -222,8 +211,7 @@ class _Runs:
     def _gates(self, live: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the first gates of the runs' probes, then the second ones, and so on.
 
-        Yields:
-            Indices into `live`, and int64 [n, 6]: the gates' fields, and their rows.
+        Each as indices into `live`, and int64 [n, 6]: the gates' fields, and their rows.
         """
         rows, of_run = self._probes[live, fields.GATE], np.arange(len(live))
         while (has := rows >= 0).any():

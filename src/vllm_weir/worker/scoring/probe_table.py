@@ -90,7 +90,6 @@ class ProbeTable(HostTables):
     """The host's copy of the tables.
 
     Args:
-        sizes: rows of each table.
         programs: holds the vectors of MLP probes' output layers.
         copies: of what is kept of a request.
 
@@ -165,7 +164,6 @@ class ProbeTable(HostTables):
             self._extents.release(held.start - 1)
 
     def usage(self) -> dict[str, int]:
-        """Return how many rows are in use."""
         probes, gates = len(self.probes) - len(self._free_probes), len(self.gates) - len(self._free_gates)
         return {"probes": probes, "gates": gates, "states": self._extents.used // self.copies}
 

@@ -16,10 +16,6 @@ from vllm_weir.worker.steering.programs import ProgramTable
 class ScoringRecipe:
     """Probes and gates of requests with the same steps.
 
-    Args:
-        scoring: the probes, gates and steps.
-        table: knows this worker's taps.
-
     Attributes:
         probes: those with a tap on this worker: all of them, or none.
         gates: likewise.
@@ -69,7 +65,6 @@ class ScoringRecipe:
             self.gates, self.bits, self.early_bits, self.early = (), 0, 0, frozenset()
 
     def _gates_of(self, step: ResolvedIntervention) -> set[int]:
-        """Return the indices of the gates that decide on a step."""
         return {self.layout.gate_of(one) for one in step.instructions if one.cell and one.kind not in WRITES}
 
     def _is_early(self, gate: int, step: ResolvedIntervention) -> bool:

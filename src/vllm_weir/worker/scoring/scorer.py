@@ -11,24 +11,67 @@ import torch
 
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.util.h2d import upload
+from vllm_weir.worker.planning.columns import RUN, as_integers
 from vllm_weir.worker.planning.step_plan import ScoreReads, StepPlan
 from vllm_weir.worker.scoring import cpu_kernel
 from vllm_weir.worker.scoring.probe_table import EARLY, FACTOR, FLAGS, GATE, GATE_STATE, NEXT_GATE, ZERO, ProbeTable
-from vllm_weir.worker.scoring.run_writer import RunWriter
 from vllm_weir.worker.scoring.step_controllers import StepControllers
 from vllm_weir.worker.scoring.sync_controller import SyncController
-from vllm_weir.worker.scoring.tensors import ScoreTensors
-from vllm_weir.worker.tap.device_tables import TableWriter
+from vllm_weir.worker.scoring.tensors import RUN_FIELDS, ScoreTensors
+from vllm_weir.worker.tap.device_tables import STAGING, TableWriter
 from vllm_weir.worker.tap.op import TapTensors
+
+NO_RUNS = np.empty(0, RUN)
+
+
+class RunWriter:
+    """Keeps the runs of the coming step on the device, which it writes without waiting for it.
+
+    Attributes:
+        offsets, runs: see `ScoreTensors`; they are parts of one tensor, written by one copy.
+    """
+
+    def __init__(self, num_taps: int, most_runs: int, device: torch.device) -> None:
+        width = len(RUN_FIELDS)
+        head = (num_taps + width) // width * width  # the runs are aligned, and there is an offset more than taps
+        cuda = device.type == "cuda"
+        self._memory = torch.zeros(head + most_runs * width, dtype=torch.int32, device=device)
+        self.offsets, self.runs = self._memory[:head], self._memory[head:].view(-1, width)
+        self._taps = np.arange(head)
+        self._turn = 0
+        self._last: np.ndarray | None = None
+        self._is_empty = True
+        count = STAGING if cuda else 1
+        self._staging = [torch.zeros(self._memory.shape, dtype=torch.int32, pin_memory=cuda) for _ in range(count)]
+        self._copied = [torch.cuda.Event() for _ in range(count)] if cuda else []
+
+    def write(self, runs: np.ndarray) -> bool:
+        """Write RUN [n], by tap; return whether the device did not have them yet."""
+        if runs is self._last or (self._is_empty and not len(runs)):
+            return False
+        self._last, self._is_empty = runs, not len(runs)
+        self._turn = (self._turn + 1) % len(self._staging)
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        staging = self._staging[self._turn]
+        host, head = staging.numpy(), len(self._taps)
+        host[:head] = np.searchsorted(runs["tap"], self._taps)
+        end = head + len(runs) * len(RUN_FIELDS)
+        if len(runs):
+            host[head:end] = as_integers(runs)[:, -len(RUN_FIELDS) :].reshape(-1)
+        self._memory[:end].copy_(staging[:end], non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()
+        return True
+
+    def silence(self) -> None:
+        self.write(NO_RUNS)
 
 
 class Scorer:
     """Scores the tokens of each step; all that it does on a GPU is ordered on the current stream.
 
     Args:
-        table: the probes and gates of live requests.
-        tap_tensors: what the taps write and read.
-        sizes: rows of the tables.
         controllers: opened, by name.
 
     Attributes:
@@ -62,13 +105,7 @@ class Scorer:
         """Places in `cells` of factors that are needed before the pass reaches their probe, and in `states`."""
 
     def begin(self, plan: StepPlan, positions: torch.Tensor | None = None) -> None:
-        """Prepare the coming forward pass.
-
-        Args:
-            plan: of the step.
-            positions: int [>= tokens] on the device, of its tokens; needed where drafts are
-                verified.
-        """
+        """Prepare the coming forward pass; `positions`, int [>= tokens], are needed where drafts are verified."""
         while self._table.moves:  # one that fails for want of memory is made before the next step
             move = self._table.moves[0]
             self.tensors.states[: len(move)] = self.tensors.states[upload(move, self._device)]

@@ -53,13 +53,7 @@ class _Call:
 
 
 class StepControllers:
-    """The sync controllers of a worker.
-
-    Args:
-        controllers: opened, by name.
-        table: the probes and gates of live requests.
-        states: what is kept from step to step, see `ScoreTensors`.
-    """
+    """The sync controllers of a worker."""
 
     def __init__(self, controllers: Mapping[str, SyncController], table: ProbeTable, states: torch.Tensor) -> None:
         self._controllers, self._table, self._states = controllers, table, states

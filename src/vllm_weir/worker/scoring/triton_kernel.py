@@ -307,12 +307,7 @@ def _score(
 
 
 def launch(tap: int, tensors: ScoreTensors) -> None:
-    """Compute scores and factors of the tokens of the step's runs at a tap.
-
-    Args:
-        tap: where the probes read; it has written their raw numbers.
-        tensors: what the kernels read and write.
-    """
+    """Compute scores and factors of the tokens of the step's runs at a tap, which has written their raw numbers."""
     t = tensors
     _score[(PROGRAMS,)](
         tap,

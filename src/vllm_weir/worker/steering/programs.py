@@ -73,10 +73,6 @@ class ProgramTable(HostTables):
     A vector wider than `d_model` takes several rows of its table, one after the other.
 
     Args:
-        sizes: rows of each table.
-        num_taps: taps of the model.
-        local_taps: those of this worker.
-        d_model: width of the table of vectors.
         widths: tap -> width of the model's row there; `d_model` where it has none.
         shards: tap -> the part of that row that the tap has; all of it where it has none.
         place_of: key of a HOOK -> the slot of its args, and the number of its function, -1 if the host calls it.
@@ -125,15 +121,10 @@ class ProgramTable(HostTables):
         return bool(self._taps_of(intervention.hook, intervention.layers))
 
     def missing_vectors(self, digests: Iterable[str]) -> list[str]:
-        """Return the digests of vectors that the table does not have."""
         return [digest for digest in digests if digest not in self._vector_slots.slot_of]
 
     def hold_vectors(self, digests: Iterable[str], fetch: Callable[[list[str]], dict[str, np.ndarray]]) -> None:
-        """Hold a request's vectors, each once; all or nothing.
-
-        Args:
-            digests: of the vectors.
-            fetch: returns missing ones by digest, float32 [width].
+        """Hold a request's vectors, each once, all or none; `fetch` returns missing ones by digest, float32 [width].
 
         Raises:
             WeirError: if the table is full or a vector cannot be had.
@@ -198,11 +189,9 @@ class ProgramTable(HostTables):
         return slot
 
     def row_at(self, tap: int) -> TapRow | None:
-        """Return the row of a tap, None if this worker does not have the tap."""
         return self._row_of.get(tap)
 
     def release_vectors(self, digests: Iterable[str]) -> None:
-        """Release a request's vectors."""
         for digest in digests:
             self._vector_slots.release(digest)
 
@@ -239,7 +228,6 @@ class ProgramTable(HostTables):
                 del self.called[node]
 
     def usage(self) -> dict[str, int]:
-        """Return how many rows are in use."""
         nodes = sum(len(n) for n in self._nodes_of.values())
         return {"vectors": self._vector_slots.in_use, "programs": self._program_slots.in_use, "nodes": nodes}
 
@@ -297,11 +285,7 @@ class ProgramTable(HostTables):
         return [(sum((chains[k] for k in parts), ()), taps) for parts, taps in taps_of.items()]
 
     def _chains_of(self, intervention: ResolvedIntervention, rank: int) -> Iterator[tuple[tuple[Node, ...], list[int]]]:
-        """Yield what an intervention does at this worker's taps, each chain with those that have it.
-
-        Raises:
-            WeirError: as for `_chain_of`.
-        """
+        """Yield what an intervention does at this worker's taps, each chain with those that have it."""
         for row, taps in self._taps_of(intervention.hook, intervention.layers).items():
             if not (chain := self._chain_of(intervention, rank, row)):
                 continue
@@ -355,13 +339,7 @@ class ProgramTable(HostTables):
 
 
 def _measured(chain: tuple[Node, ...], row: TapRow, cell: int) -> tuple[Node, ...]:
-    """Return an intervention's chain with a node at its end that writes its relative dose into a cell.
-
-    Args:
-        chain: of one intervention.
-        row: of the tap.
-        cell: one more than the cell's number.
-    """
+    """Return an intervention's chain with a node at its end, which writes its relative dose into ``cell - 1``."""
     *others, last = chain
     flags = last.flags & ((1 << CELL_BIT) - 1) | cell << CELL_BIT
     dose = Node(Instruction(DOSE, ""), flags, 0, row.stop - row.start, 0)

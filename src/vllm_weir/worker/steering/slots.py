@@ -22,7 +22,6 @@ class Slots:
     The rows of an idle key keep their content until they are needed for another.
 
     Args:
-        capacity: rows of the table.
         on_move: called when keys have been moved together to make room for several rows side by
             side; has to move their content, one after the other. Needed only if a key has several
             rows.
@@ -42,11 +41,7 @@ class Slots:
         self._free = list(range(capacity - 1, -1, -1))
 
     def hold(self, key: Hashable, rows: int = 1) -> tuple[int, bool]:
-        """Return the key's slot for one user more, and whether its content must be written.
-
-        Args:
-            key: of the rows.
-            rows: how many a new key gets.
+        """Return the key's slot for one user more, and whether its content must be written; a new key gets `rows`.
 
         Raises:
             IndexError: if too many slots are in use.

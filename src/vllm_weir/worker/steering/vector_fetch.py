@@ -61,11 +61,7 @@ class VectorFetcher:
         self._errors.clear()
 
     def fetch(self, endpoint: str, digests: list[str]) -> dict[str, np.ndarray]:
-        """Return vectors, float32 [width], by digest, possibly with others.
-
-        Raises:
-            ValueError: if one cannot be had.
-        """
+        """Return vectors, float32 [width], by digest, possibly with others; raise ValueError if one cannot be had."""
         received = self._received.get(endpoint, {})
         missing = [digest for digest in digests if digest not in received]
         if not missing:

@@ -40,13 +40,10 @@ class TapCalls:
     """Calls what the nodes of chains name.
 
     Args:
-        table: the programs.
         taps: address of a tap's number tensor -> number of the tap.
         find: key -> the autoencoder, which a live request holds.
-        functions: of the live requests.
         sites: tap -> the hook point inside a block that it serves, or `resid_post`.
         fail: called with a request and the reason if its function fails.
-        device: of the tensors.
     """
 
     def __init__(
@@ -65,12 +62,7 @@ class TapCalls:
         self._launch: Launch = cpu_kernel.launch
 
     def around(self, launch: Launch | None, batch: Batch) -> Launch:
-        """Return what the taps call in the coming forward pass in place of `launch`.
-
-        Args:
-            launch: as `TapSwitch.launch`; None for the kernel.
-            batch: the step's tokens.
-        """
+        """Return what the taps call in the coming forward pass in place of `launch`, which is None for the kernel."""
         self._batch, self._launch = batch, launch or self._kernel()
         return self._call_and_launch
 
@@ -147,7 +139,6 @@ class TapCalls:
         yield from map(np.array, groups.values())
 
     def _owner(self, one: _Round, k: int) -> str:
-        """Return the request of a member of a round."""
         return self._batch.request_ids[self._batch.owners[one.tokens[k]]]
 
     def _encode(self, one: _Round, at: np.ndarray, rows: torch.Tensor, cells: torch.Tensor) -> None:

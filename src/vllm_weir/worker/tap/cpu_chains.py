@@ -97,13 +97,6 @@ class Cells:
 class Chains:
     """Follows the chains of rows from stage to stage.
 
-    Args:
-        ints: table of the nodes' integers.
-        floats: table of the nodes' coefficients.
-        vectors: table of vectors.
-        cells: of the rows' tokens.
-        n: how many rows there are.
-
     Attributes:
         changed: bool [n], rows to which something was added.
     """
@@ -113,15 +106,10 @@ class Chains:
         self.changed = np.zeros(n, bool)
 
     def follow(self, nodes: np.ndarray, rows: torch.Tensor, past_post: bool) -> tuple[np.ndarray, torch.Tensor]:
-        """Follow each row's chain of nodes as far as the stage goes.
+        """Return the nodes where the rows' chains stop, and the new rows.
 
-        Args:
-            nodes: int [n], the node that each row is at, -1 for none.
-            rows: float32 [n, width].
-            past_post: whether nodes that come after the stream was recorded are followed too.
-
-        Returns:
-            The nodes where the chains stopped, and the new rows.
+        `nodes` is int [n], the node that each row is at, -1 for none; `rows` float32 [n, width];
+        `past_post`: whether nodes that come after the stream was recorded are followed too.
         """
         nodes, rows = nodes.copy(), rows.clone()
         starts = np.unique(nodes[nodes >= 0]).tolist()
@@ -268,11 +256,7 @@ def _columns(rows: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
 
 
 def _alike(fields: np.ndarray) -> Iterator[tuple[np.ndarray, int, int, int, int]]:
-    """Divide nodes, int32 [n, 8], into those with equal kind and columns.
-
-    Yields:
-        A mask [n], and their kind, lo, hi and shift.
-    """
+    """Divide nodes, int32 [n, 8], into those of equal kind and columns: yield a mask [n], kind, lo, hi and shift."""
     kinds, columns = fields[:, 0], fields[:, 5:]
     if (columns == columns[:1]).all():
         for kind in np.unique(kinds).tolist():
@@ -295,15 +279,8 @@ def _term(
 ) -> torch.Tensor:
     """Return what one instruction adds to rows [n, d].
 
-    Args:
-        kind: of the instruction.
-        rows: [n, d].
-        u: vector [d], or [n, d], that is added.
-        w: vector [d], or [n, d], along which rows are measured.
-        a: coefficient, a float or [n, 1], like the following.
-        b: second coefficient.
-        low: lower bound of a clamp, bias of a feature.
-        high: upper bound of a clamp, threshold of a feature.
+    `u` is added, and rows are measured along `w`, each [d] or [n, d]. The coefficients `a` and `b`, and
+    `low` and `high`, the bounds of a clamp or bias and threshold of a feature, are floats or [n, 1].
     """
     if kind == BLEND:
         return a * (u - rows)

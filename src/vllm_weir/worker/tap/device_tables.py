@@ -33,14 +33,9 @@ class PlanWriter:
         self._copied = [torch.cuda.Event() for _ in range(count)] if self._cuda else []
 
     def write(self, plan: StepPlan, start: int, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> None:
-        """Write a step's plan; tokens after the step's do nothing.
+        """Write a step's plan, whose ring rows begin at `start`; tokens after the step's do nothing.
 
-        Args:
-            plan: of the step.
-            start: ring row where the step's rows begin; slots are shifted by it.
-            input_ids: int [tokens] on the device, for programs that depend on the token.
-            positions: int [tokens] on the device, for programs that depend on a position that only
-                the device knows.
+        `input_ids` and `positions`, int [tokens] on the device, are for programs that depend on them.
         """
         if self._last is None or not self._last.same(plan):
             self._last = _WrittenPlan(plan)
@@ -124,10 +119,6 @@ class _WrittenPlan:
 
 class TableWriter:
     """Mirrors tables of the host on the device.
-
-    Args:
-        table: the tables on the host.
-        device: of the mirror.
 
     Attributes:
         tensors: the mirrored arrays by name.

@@ -29,16 +29,10 @@ Layer = Callable[[Forward], Forward]
 
 
 def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: TapSwitch, head_size: int | None = None) -> None:
-    """Install a tap; taps at one place act in the order in which they are placed.
+    """Install tap number `tap`; taps at one place act in the order in which they are placed.
 
-    In a pass that is not compiled, a tap that does not act costs one look at its switch.
-
-    Args:
-        model: the whole model.
-        anchor: where the tap is.
-        tap: number of the tap.
-        switch: the engine's taps.
-        head_size: of the heads that make up a row, where attention's output is tapped.
+    In a pass that is not compiled, a tap that does not act costs one look at its switch. `head_size` is
+    of the heads that make up a row, where attention's output is tapped.
     """
     module, buffer = model.get_submodule(anchor.module), f"{_BUFFER}{tap}"
     device = switch.tensors.plan.device

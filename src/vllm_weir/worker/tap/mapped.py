@@ -83,8 +83,6 @@ class MappedTaps:
 
     Args:
         sites: tap -> the hook point inside a block that it serves, or `resid_post`.
-        max_tokens: of a step.
-        device: of the model.
     """
 
     def __init__(self, sites: Mapping[int, Site], max_tokens: int, device: torch.device) -> None:
@@ -146,12 +144,7 @@ class MappedTaps:
         return (0, -1) if held is None else held[1:]
 
     def begin(self, batch: Batch, positions: torch.Tensor | None) -> None:
-        """Note the positions of the coming step's tokens.
-
-        Args:
-            batch: the step's tokens.
-            positions: int [>= tokens] on the device, where drafts are verified.
-        """
+        """Note the positions of the coming step's tokens; `positions`, on the device, where drafts are verified."""
         n = len(batch.positions)
         known = upload(batch.positions, self._device) if positions is None else positions[:n]
         self._positions[:n].copy_(known)

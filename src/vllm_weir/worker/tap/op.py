@@ -115,13 +115,10 @@ class TapSwitch:
         columns: tuple[int, int] | None = None,
         head_size: int | None = None,
     ) -> None:
-        """Make a tap one of this engine's.
+        """Make the tap with a number tensor of `numbered` one of this engine's.
 
-        Args:
-            number: its number tensor, from `numbered`.
-            tap: its number.
-            columns: (start, stop) of the columns that are its row; None for all.
-            head_size: of a tap that may be given [tokens, heads, head_size], with several heads.
+        `columns` are (start, stop) of those that are its row, None for all; `head_size` is of a tap that may
+        be given [tokens, heads, head_size], with several heads.
         """
         self._kept.append(number)  # while it lives, no other tensor has its address
         self.numbers[number.data_ptr()] = tap
@@ -133,7 +130,6 @@ class TapSwitch:
 
     @property
     def live(self) -> bool:
-        """Whether any tap acts."""
         return self.mask != 0
 
     def turn(self, mask: int) -> None:
@@ -241,12 +237,8 @@ def numbered(
 ) -> torch.Tensor:
     """Return a tap's number tensor, int32 [4]: tap, bits of the two scales, `keep_other`.
 
-    Args:
-        tap: number of the tap.
-        scale: factor of the tensor that is written.
-        other_scale: factor of the other tensor, if there is one.
-        keep_other: whether the other tensor is not written, because the model adds it again.
-        device: of the tensor.
+    The scales are of the tensor that is written and of the other one, if there is one; `keep_other`:
+    the other is not written, because the model adds it again.
     """
     scale_bits = torch.tensor([scale, other_scale], dtype=torch.float32).view(torch.int32).tolist()
     return torch.tensor([tap, *scale_bits, int(keep_other)], dtype=torch.int32, device=device)

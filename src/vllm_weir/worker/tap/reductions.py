@@ -66,12 +66,7 @@ class TapReducer:
         self._cells[upload(cells, device)] = last_groups
 
     def settle(self, reductions: np.ndarray, start: int) -> None:
-        """Join the groups after the taps ran; results are left in the first groups' cells.
-
-        Args:
-            reductions: as in `seed`.
-            start: as in `seed`.
-        """
+        """Join the groups after the taps ran; results are left in the first groups' cells. Arguments as in `seed`."""
         if not len(reductions):
             return
         numbers, done = reductions["row_seq"].tolist(), reductions["done"] != 0

@@ -22,9 +22,6 @@ class TapWarmup:
     """Compiles the kernels that live steps launch; on a CPU there is nothing to do.
 
     Args:
-        d_model: of the model.
-        dtype: of its activations.
-        device: of the model.
         widths: of the rows of its hook points, besides `d_model`.
         cells: of each token, for the kernel that computes scores; 0 if probes are not served.
         copies: see `vllm_weir.worker.scoring.probe_table`.
@@ -53,10 +50,7 @@ class TapWarmup:
             thread.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Return once the kernels are compiled.
-
-        No kernel may be loaded while a CUDA graph is captured.
-        """
+        """Return once the kernels are compiled. No kernel may be loaded while a CUDA graph is captured."""
         for done in self._done:
             done.result()
 

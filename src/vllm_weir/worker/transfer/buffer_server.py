@@ -24,11 +24,6 @@ class BufferServer:
 
     A socket carries the buffer's file descriptor to the reader, and back the starts of pieces that
     the reader has released. A reader whose socket closes has released everything.
-
-    Args:
-        host: the buffer.
-        arena: which pieces of it are in use.
-        worker: this worker's name.
     """
 
     def __init__(self, host: HostBuffer, arena: Arena, worker: str) -> None:

@@ -47,12 +47,7 @@ class Codec:
         return bool(self._kernel_width())
 
     def encode(self, rows: torch.Tensor, spread: bool | None = None) -> torch.Tensor:
-        """Return the records of rows, uint8 [n, record_bytes].
-
-        Args:
-            rows: [n, d_model].
-            spread: see `codec_kernels.project`.
-        """
+        """Return the records of rows [n, d_model], uint8 [n, record_bytes]; `spread`: see `codec_kernels.project`."""
         if rows.is_cuda and (width := self._kernel_width()):
             from vllm_weir.worker.transfer.codec_kernels import PROJECTED, pack, project
 
@@ -114,15 +109,7 @@ def _decode_affine(records: torch.Tensor) -> torch.Tensor:
 
 
 class Codecs:
-    """The codecs in use, by number.
-
-    Those of compressions are made once for all requests that use them.
-
-    Args:
-        d_model: values of a row.
-        device: the worker's.
-        dtype: dtype of the rows.
-    """
+    """The codecs in use, by number. Those of compressions are made once for all requests that use them."""
 
     def __init__(self, d_model: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self._d_model, self._device, self._dtype = d_model, device, dtype
@@ -142,7 +129,6 @@ class Codecs:
         return number
 
     def remove(self, number: int) -> None:
-        """Remove what `add` has added."""
         del self._codecs[number]
 
     def hold(self, request_id: str, compression: Compression) -> int:

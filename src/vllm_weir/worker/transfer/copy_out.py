@@ -98,7 +98,6 @@ class CudaCopyOut:
         )
 
     def send_packet(self, packet: CompressedRecords) -> None:
-        """Copy compressed records."""
         parts = self._host.split_bytes(packet.pieces)
         source = packet.records.data_ptr()
         copy_pieces(self._target + parts[:, 1], source + parts[:, 0], parts[:, 2], self.stream.cuda_stream)

@@ -33,12 +33,7 @@ def _products_of_row(rows, matrix, out, m, d_model, BLOCK: tl.constexpr):
 
 
 def products(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return the products of rows with directions, float32 [n, m].
-
-    Args:
-        rows: [n, d], contiguous, any float dtype.
-        matrix: the directions, float32 [m, d], contiguous.
-    """
+    """Return the products of contiguous rows [n, d], of any float dtype, with float32 [m, d]: float32 [n, m]."""
     count, d_model = rows.shape
     m = len(matrix)
     out = torch.empty(count, m, dtype=torch.float32, device=rows.device)

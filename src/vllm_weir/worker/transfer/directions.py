@@ -25,7 +25,6 @@ class Products:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a row's products."""
         return 4 * len(self.matrix)
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -43,14 +42,7 @@ class Products:
 
 
 class Directions:
-    """The sets of directions in use, each on the device once.
-
-    Args:
-        fetcher: gets vectors from the caller's process.
-        device: the worker's.
-        codecs: where the codecs of their products are added.
-        d_model: values of a direction.
-    """
+    """The sets of directions in use, each on the device once."""
 
     def __init__(self, fetcher: VectorFetcher, device: torch.device, codecs: Codecs, d_model: int) -> None:
         self._fetcher, self._device, self._codecs, self._d_model = fetcher, device, codecs, d_model

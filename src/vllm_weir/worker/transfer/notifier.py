@@ -91,11 +91,7 @@ class Notifier:
 
     Args:
         rows: the host buffer, [rows, d_model].
-        arena: which parts of it are in use.
         buffer_server: knows which readers map the buffer.
-        worker: this worker's name.
-        engine: its data-parallel engine.
-        uncertainty: see `EngineTraits.uncertainty`.
 
     Attributes:
         waiting: requests of the engine that wait for table space, which readers are told along with

@@ -17,12 +17,8 @@ class PackGroup:
     """The tokens of a step that share codec and site set, and their records.
 
     Args:
-        codec: how their rows are compressed.
-        site_set: what is captured of them.
-        columns: rows of a token.
         lanes: int64 [n], ascending, each token's lane.
         places: int64 [n], byte of the arena at which each token's records start.
-        device: the ring's.
     """
 
     def __init__(
@@ -43,12 +39,7 @@ class PackGroup:
             self._lanes = upload(lanes, device)
 
     def encode(self, band_rows: torch.Tensor, place: int) -> None:
-        """Compress the tokens' rows of a band.
-
-        Args:
-            band_rows: [lanes, columns, d_model], of all lanes.
-            place: place of the band's first column among the tokens' columns.
-        """
+        """Compress the tokens' rows of a band, [lanes, columns, d_model]; `place` is of its first column."""
         rows = band_rows[self._lanes]
         tokens, columns, width = rows.shape
         if self._codec.by_column:

@@ -29,8 +29,6 @@ class HostBuffer:
     and stay so.
 
     Args:
-        rows: how many rows.
-        row_bytes: bytes of a row.
         pin: whether a CUDA device writes them.
 
     Attributes:
@@ -76,10 +74,9 @@ class HostBuffer:
             self._used_blocks.put(last)
 
     def split(self, segments: np.ndarray) -> np.ndarray:
-        """Cut segments at the edges of blocks, since the driver takes no copy that touches two.
+        """Cut segments, int64 [n, 3] of source row, row here and number of rows, at the edges of blocks.
 
-        Args:
-            segments: int64 [n, 3] of source row, row of this buffer, number of rows.
+        The driver takes no copy that touches two.
         """
         return _split(segments, self._block_rows)
 
@@ -90,13 +87,9 @@ class HostBuffer:
     def split_runs(self, runs: np.ndarray) -> np.ndarray:
         """Cut runs, see `split`.
 
-        Args:
-            runs: int64 [n, 5] of first lane, row of this buffer, rows of this buffer from one lane
-                to the next, lanes, and rows that are copied of each lane.
-
-        Returns:
-            int64 [m, 6] of first lane, the first row that is copied of each lane, and the rest as
-            in `runs`.
+        `runs` is int64 [n, 5] of first lane, row here, rows here from one lane to the next, lanes, and rows
+        that are copied of each lane; the result int64 [m, 6] of first lane, the first row that is copied of
+        each lane, and the rest.
         """
         _, places, steps, counts, widths = runs.T
         size = self._block_rows

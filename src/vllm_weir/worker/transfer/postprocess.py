@@ -36,13 +36,9 @@ class Postprocessor:
         self._ring = ring
 
     def pack(self, plan: StepPlan, start: int, codecs: Codecs, quick: bool) -> list[CompressedRecords]:
-        """Return the records that a plan asks for, one packet for each codec.
+        """Return the records of a plan whose rows begin at `start` of the ring, one packet for each codec.
 
-        Args:
-            plan: the step's plan.
-            start: the ring row from which on the step has written.
-            codecs: by number.
-            quick: whether to use the codecs that are quick, or the others.
+        `quick`: of the codecs that are quick, else of the others.
         """
         packets = []
         for number in np.unique(plan.records["codec"]).tolist():
@@ -67,10 +63,8 @@ class Postprocessor:
 def pieces_of(places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Return the pieces of `CompressedRecords`; records that follow each other are one piece.
 
-    Args:
-        places: int64 [n], byte of the arena where each token's records go, in the order of the
-            records.
-        sizes: int64 [n], bytes of each token's records.
+    `places` are int64 [n], byte of the arena where each token's records go, in their order; `sizes` their
+    bytes, int64 [n].
     """
     ends = sizes.cumsum()
     first = np.concatenate([[0], np.flatnonzero(places[1:] != places[:-1] + sizes[:-1]) + 1])

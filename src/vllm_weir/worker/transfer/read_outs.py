@@ -99,21 +99,15 @@ class ReadOutCodec:
         self._places, self._columns, self.record_bytes = places, columns, record_bytes
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the records of all columns' rows of tokens, uint8 [n, record_bytes].
-
-        Args:
-            rows: [n, d_model], the rows of each token side by side.
-        """
+        """Return the records of tokens' rows [n, d_model], those of a token side by side: uint8 [n, record_bytes]."""
         records = self.encode_columns(rows.unflatten(0, (-1, self._columns)), 0)
         return records.view(-1, self.record_bytes)
 
     @torch.inference_mode()
     def encode_columns(self, rows: torch.Tensor, place: int) -> torch.Tensor:
-        """Return the records of some columns' rows, uint8 [tokens, columns, record_bytes].
+        """Return the records of rows [tokens, columns, d_model], the first at `place` among a token's columns.
 
-        Args:
-            rows: [tokens, columns, d_model].
-            place: of the first column among those of a token.
+        They are uint8 [tokens, columns, record_bytes].
         """
         tokens, columns, _ = rows.shape
         out = torch.zeros(tokens, columns, self.record_bytes // 4, dtype=torch.int32, device=rows.device)
@@ -137,13 +131,10 @@ class ReadOuts:
     """The codecs of read-outs in use; requests that read the same share one.
 
     Args:
-        codecs: where they are added.
         hold_sae: (request, key) -> the autoencoder, which stays until the request is released, or
             raises WeirError.
         shapes: site -> shape of a row, where that is not (d_model,).
         d_model: values of a row of the ring.
-        device: the worker's.
-        lenses: make the readers of lenses.
     """
 
     def __init__(

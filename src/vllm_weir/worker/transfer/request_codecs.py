@@ -10,13 +10,7 @@ from vllm_weir.worker.transfer.read_outs import ReadOuts
 
 
 class RequestCodecs:
-    """Holds the codec of each request's rows until the request is released.
-
-    Args:
-        directions: rows are projected onto.
-        compressions: codecs of compressions, and all others by number.
-        read_outs: are read off rows.
-    """
+    """Holds the codec of each request's rows until the request is released."""
 
     def __init__(self, directions: Directions, compressions: Codecs, read_outs: ReadOuts) -> None:
         self._directions, self._compressions, self._read_outs = directions, compressions, read_outs
@@ -45,7 +39,6 @@ class RequestCodecs:
         return -1, None
 
     def release(self, request_id: str) -> None:
-        """Release what a request holds, if anything."""
         self._directions.release(request_id)
         self._compressions.release(request_id)
         self._read_outs.release(request_id)

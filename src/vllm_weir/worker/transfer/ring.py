@@ -23,10 +23,6 @@ class Ring:
 
     The host never waits for room: before a piece is written again, the device's main stream waits
     for the copy that takes its rows out.
-
-    Attributes:
-        buffer: the rows.
-        capacity: how many they are.
     """
 
     def __init__(self, capacity: int, d_model: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -40,11 +36,7 @@ class Ring:
         copies."""
 
     def take(self, rows: int) -> int:
-        """Return the first row of the next piece of `rows` contiguous rows.
-
-        Raises:
-            ValueError: if the ring is too small.
-        """
+        """Return the first row of the next piece of `rows` contiguous rows; raise ValueError if they do not fit."""
         if rows > self.capacity - self._base:
             raise ValueError(f"{rows} rows do not fit a ring of {self.capacity - self._base}")
         start = -(-self._cursor // self._alignment) * self._alignment

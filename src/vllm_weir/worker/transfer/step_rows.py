@@ -24,11 +24,7 @@ class StepRows:
     """Gives each step its rows of the ring, and sends what the taps have written there.
 
     Args:
-        ring: where taps write rows.
-        copy_out: copies them to the host.
         streamed_copy: does so while a step runs; None if no step is streamed.
-        reducer: reduces rows of prompts.
-        codecs: how rows are compressed, by number.
     """
 
     def __init__(
@@ -49,11 +45,7 @@ class StepRows:
         return self._streamed_copy if plan.rows and plan.rows - plan.group_rows > most else None
 
     def claim(self, rows: int) -> int:
-        """Return the first of the next `rows` ring rows; the device waits until they are free.
-
-        Raises:
-            ValueError: if the ring is too small.
-        """
+        """Return the first of the next `rows` ring rows, once they are free; raise ValueError if they do not fit."""
         if not rows:
             return 0
         first_row = self._ring.take(rows)

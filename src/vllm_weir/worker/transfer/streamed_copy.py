@@ -70,11 +70,8 @@ class StreamedCopy:
     """Runs the taps of streamed steps, and sends each band once its last tap has written.
 
     Args:
-        ring: where rows are written.
-        copy_out: how they leave.
         ranks: int32 [site sets, columns] on the device; only its shape is used.
         taps: address of each tap's number on the device -> the number.
-        codecs: how rows are compressed, by number.
 
     Attributes:
         stride: ring rows from one lane of the step to the next.
@@ -105,13 +102,7 @@ class StreamedCopy:
     def begin(
         self, plan: StepPlan, columns_of: Mapping[int, tuple[int, ...]], listed: torch.Tensor | None = None
     ) -> None:
-        """Lay out the coming step in the ring.
-
-        Args:
-            plan: the step's plan.
-            columns_of: site set -> its columns.
-            listed: tokens that the taps do something to, see `triton_kernel.launch`.
-        """
+        """Lay out the coming step in the ring; `listed`: see `triton_kernel.launch`."""
         self._listed = listed
         self._lanes, self._open, self._reached, self._fault = len(plan.captured_tokens), [], [], ""
         captured = plan.site_sets[plan.captured_tokens]
@@ -295,12 +286,7 @@ class StripCopies:
         return -(-ROWS_PER_COPY * copies // tokens) if tokens else 1
 
     def of_strip(self, places: Mapping[int, int], width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the `runs` and `single_tokens` of a `SentStrip`.
-
-        Args:
-            places: site set -> the place of the strip's first column in it.
-            width: rows of the strip.
-        """
+        """Return `runs` and `single_tokens` of a strip of `width` rows, at these places in site sets."""
         place = np.full(len(self._copies), -1, np.int64)
         for site_set, k in places.items():
             place[self._site_sets == site_set] = k

@@ -13,7 +13,7 @@ from vllm_weir.schema.taps import num_taps, tap_of
 from vllm_weir.worker.planning.columns import as_integers
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.scoring.probe_table import CONTROLLED, DELAYED, EARLY, FACTOR, FLAGS, STATE, STRIDE, ProbeTable
-from vllm_weir.worker.scoring.run_writer import RunWriter
+from vllm_weir.worker.scoring.scorer import RunWriter
 from vllm_weir.worker.scoring.tensors import ScoreTensors
 from vllm_weir.worker.steering.programs import ProgramTable
 

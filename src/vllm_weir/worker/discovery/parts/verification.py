@@ -1,6 +1,6 @@
 """The check of the points inside one block's attention and MLP: what is added there arrives, and nowhere else.
 
-Two passes are compared, as `part_recorder` records them: one as it is, one with vectors added at
+Two passes are compared, as `parts.recorder` records them: one as it is, one with vectors added at
 the points. Every linear module, mixer and layer of experts returns the same noise in both. So only
 what is added since the last of these can move a tensor:
 
@@ -25,9 +25,9 @@ from vllm_weir.schema.hooks import MLP_HOOKS
 from vllm_weir.worker.discovery.anchors import Anchor
 from vllm_weir.worker.discovery.matcher import rms
 from vllm_weir.worker.discovery.noise import noise
-from vllm_weir.worker.discovery.part_findings import BlockView, PartFindings, row_at
-from vllm_weir.worker.discovery.part_recorder import BlockRecord
-from vllm_weir.worker.discovery.projection_points import ROTATED
+from vllm_weir.worker.discovery.parts.findings import BlockView, PartFindings, row_at
+from vllm_weir.worker.discovery.parts.projections import ROTATED
+from vllm_weir.worker.discovery.parts.recorder import BlockRecord
 from vllm_weir.worker.discovery.stream_ports import StreamPorts
 from vllm_weir.worker.discovery.trace import value_at
 
@@ -47,10 +47,8 @@ class BlockCheck:
     """The check of one block.
 
     Args:
-        view: the block, in the pass without writes.
         attention, mlp: what was found in it; what fails is refused there.
         resid_mid: where the stream between the two is; None if that was refused.
-        ports: what carries the stream.
 
     Attributes:
         writes: anchor -> what is to be added in the second pass, float32 [tokens, width].

@@ -1,10 +1,10 @@
-"""The search for the points inside the attention of one block, in a pass as `part_recorder` records it.
+"""The search for the points inside the attention of one block, in a pass as `parts.recorder` records it.
 
 The attention layer is called with queries, keys and values, and the linear modules before it leave
 noise. So what equals some columns of a linear module's result is those columns:
 
 1. `q_rot` and `k_rot` are the first two arguments of the call.
-2. `q`, `k` and `v` are the columns that the three arguments are made of (`projection_points`).
+2. `q`, `k` and `v` are the columns that the three arguments are made of (`parts.projections`).
 3. `attn_in` is the input of the modules that return these.
 4. `z` is the input of the linear module after the call whose result is attn_out, or is scaled or
    normalised to be attn_out.
@@ -20,24 +20,18 @@ import torch
 
 from vllm_weir.schema.hooks import ATTENTION_HOOKS
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
-from vllm_weir.worker.discovery.part_findings import BlockView, Linear, PartFindings
-from vllm_weir.worker.discovery.part_modules import AttentionShape
-from vllm_weir.worker.discovery.projection_points import PROJECTED, ROTATED, Projections
+from vllm_weir.worker.discovery.parts.findings import BlockView, Linear, PartFindings
+from vllm_weir.worker.discovery.parts.modules import AttentionShape
+from vllm_weir.worker.discovery.parts.projections import PROJECTED, ROTATED, Projections
 from vllm_weir.worker.discovery.trace import ModuleCall
 
 LATENT = "latent attention never computes keys and values of heads, nor queries that could be compared with them"
 
 
 def find_attention(view: BlockView, attn_out: Anchor | None, why_none: str) -> tuple[PartFindings, set[str]]:
-    """Find the points of a block's attention.
+    """Return the points of a block's attention, and the paths of the linear modules that belong to it.
 
-    Args:
-        view: the block.
-        attn_out: where attn_out is; None if that was refused.
-        why_none: why it was.
-
-    Returns:
-        The points, and the paths of the linear modules that belong to attention.
+    `attn_out` is None if that was refused, for the reason `why_none`.
     """
     findings = PartFindings()
     layers = _attention_layers(view)

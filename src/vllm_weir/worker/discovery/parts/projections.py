@@ -1,4 +1,4 @@
-"""The search for queries, keys and values of an attention layer: part of the search in `attention_points`.
+"""The search for queries, keys and values of an attention layer: part of the search in `parts.attention`.
 
 The layer is called with `q_rot`, `k_rot` and what is made of `v`. Each of `q`, `k` and `v` is looked
 for among what the linear modules before it returned, most certain first:
@@ -7,7 +7,7 @@ for among what the linear modules before it returned, most certain first:
 2. Adjacent columns that a module before it (a norm, a rotary embedding) is given as they are.
 3. Columns that the layer or such a module is given in one tensor, though they do not lie side by
    side. The point is that tensor.
-4. The columns where vLLM's layout has them: queries, keys, values. `part_verification` sees whether
+4. The columns where vLLM's layout has them: queries, keys, values. `parts.verification` sees whether
    each head of what the layer is given is made of one head there.
 
 Where a linear module leaves its bias to its caller, the point is where a module is given the sum.
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
-from vllm_weir.worker.discovery.part_findings import BlockView, Columns, Linear, PartFindings
-from vllm_weir.worker.discovery.part_modules import AttentionShape, Features
+from vllm_weir.worker.discovery.parts.findings import BlockView, Columns, Linear, PartFindings
+from vllm_weir.worker.discovery.parts.modules import AttentionShape, Features
 from vllm_weir.worker.discovery.trace import ModuleCall
 
 PROJECTED = ("q", "k", "v")
@@ -54,14 +54,7 @@ class _Source:
 
 
 class Projections:
-    """Places q_rot, k_rot, q, k and v of one attention layer.
-
-    Args:
-        view: the block.
-        layer: the call of the attention layer.
-        shape: of the layer.
-        found: takes the points.
-    """
+    """Places q_rot, k_rot, q, k and v of one attention layer."""
 
     def __init__(self, view: BlockView, layer: ModuleCall, shape: AttentionShape, found: PartFindings) -> None:
         self._view, self._layer, self._shape, self._found = view, layer, shape, found

@@ -25,7 +25,7 @@ import torch
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey, arguments, outputs, parameters_of, pick
 from vllm_weir.worker.discovery.module_tree import OUTSIDE, ModuleTree
 from vllm_weir.worker.discovery.noise import enter_noise, noise
-from vllm_weir.worker.discovery.part_modules import PartModules
+from vllm_weir.worker.discovery.parts.modules import PartModules
 from vllm_weir.worker.discovery.recorder import RESULT_PARAMETER, wrapped
 from vllm_weir.worker.discovery.stream_ports import StreamPorts, alike
 from vllm_weir.worker.discovery.trace import ModuleCall
@@ -36,8 +36,6 @@ class BlockRecord:
     """The calls of one block in one pass.
 
     Attributes:
-        block: its number.
-        tokens: rows of the pass.
         calls: of the block (first) and of everything in it, by start. Their tensors are float32 on
             the CPU, [tokens, values]; shapes and pointers are those of the live tensors.
         computed: path of a layer of experts -> what it computed before noise replaced it.
@@ -55,7 +53,6 @@ class _Watched:
 
     Attributes:
         replaced: whether what it returns is replaced by noise.
-        names: of its parameters.
     """
 
     block: int
@@ -69,9 +66,6 @@ class PartRecorder:
     """Records one pass.
 
     Args:
-        tree: the modules of the model.
-        parts: recognises the modules whose results are replaced.
-        ports: what carries the stream.
         on_block: takes the record of every block.
         writes: anchor -> what is added there, float32 [tokens, width].
 

@@ -1,4 +1,4 @@
-"""The search for the points inside the MLP of one block, in a pass as `part_recorder` records it.
+"""The search for the points inside the MLP of one block, in a pass as `parts.recorder` records it.
 
 1. `mlp_post` is the input of the linear module whose result is mlp_out, or is scaled or normalised
    to be mlp_out: the down projection.
@@ -19,8 +19,8 @@ import torch
 
 from vllm_weir.schema.hooks import MLP_HOOKS, NEURON_HOOKS
 from vllm_weir.worker.discovery.anchors import Anchor
-from vllm_weir.worker.discovery.attention_points import common_module, place_input
-from vllm_weir.worker.discovery.part_findings import BlockView, Columns, Linear, PartFindings
+from vllm_weir.worker.discovery.parts.attention import common_module, place_input
+from vllm_weir.worker.discovery.parts.findings import BlockView, Columns, Linear, PartFindings
 from vllm_weir.worker.discovery.trace import ModuleCall
 
 NO_EXPERTS = "this block has no experts to choose from"
@@ -31,14 +31,7 @@ NO_GATE = "its MLP has no gate, so mlp_pre is all that its activation is given"
 
 
 def find_mlp(view: BlockView, mlp_out: Anchor | None, why_none: str, of_attention: set[str]) -> PartFindings:
-    """Find the points of a block's MLP.
-
-    Args:
-        view: the block.
-        mlp_out: where mlp_out is; None if that was refused.
-        why_none: why it was.
-        of_attention: paths of the linear modules that belong to attention.
-    """
+    """Find the points of a block's MLP; `mlp_out` is None if that was refused, for the reason `why_none`."""
     findings = PartFindings()
     linears = [linear for linear in view.linears if linear.call.path not in of_attention]
     experts = _experts_calls(view)

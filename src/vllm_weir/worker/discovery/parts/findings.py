@@ -13,8 +13,8 @@ from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.matcher import Matcher
 from vllm_weir.worker.discovery.module_tree import ModuleTree
-from vllm_weir.worker.discovery.part_modules import Features, LinearShape, PartModules
-from vllm_weir.worker.discovery.part_recorder import BlockRecord
+from vllm_weir.worker.discovery.parts.modules import Features, LinearShape, PartModules
+from vllm_weir.worker.discovery.parts.recorder import BlockRecord
 from vllm_weir.worker.discovery.trace import ModuleCall, value_at
 
 
@@ -67,8 +67,6 @@ class Linear:
     """A call of a linear module.
 
     Attributes:
-        call: its record.
-        shape: of the module.
         given, returned: keys of its input and its result.
     """
 
@@ -109,7 +107,6 @@ class Columns:
         return self.linear.value_out[:, self.start : self.stop]
 
     def overlaps(self, other: Columns) -> bool:
-        """Return whether two have a column in common."""
         return self.linear.call is other.linear.call and self.start < other.stop and other.start < self.stop
 
     def features(self, ranks: int) -> Features | None:
@@ -129,8 +126,6 @@ class BlockView:
     """A block's record, and what is known of its modules.
 
     Attributes:
-        record: of the pass.
-        tree, parts, matcher: of the model.
         linears: the calls of linear modules, by start.
     """
 
@@ -147,7 +142,6 @@ class BlockView:
 
     @property
     def calls(self) -> list[ModuleCall]:
-        """The calls of everything in the block."""
         return self.record.calls[1:]
 
     def anchor_of(self, call: ModuleCall, key: TensorKey, when: Literal["before", "after"]) -> Anchor | None:

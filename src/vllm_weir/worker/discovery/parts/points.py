@@ -1,18 +1,18 @@
 """The points inside attention and MLP: found and verified in two more passes, by structure.
 
 Which tensors a part of a block computes with shows in a pass in which every block is entered by
-noise, and every linear module, token mixer and layer of experts returns noise (`part_recorder`):
+noise, and every linear module, token mixer and layer of experts returns noise (`parts.recorder`):
 
 1. Find. What is given to such a module and equals some columns of what another returned *is* those
-   columns: projections of queries, keys and values (`attention_points`), of gate and neurons, of a
-   router (`mlp_points`). The two projections out of attention and MLP are the linear modules whose
+   columns: projections of queries, keys and values (`parts.attention`), of gate and neurons, of a
+   router (`parts.mlp`). The two projections out of attention and MLP are the linear modules whose
    results are the block's `attn_out` and `mlp_out`, up to a factor or a norm.
 2. Verify. Run the pass again with something added at every point that can be steered
-   (`part_verification`). What is given to the next modules must move by exactly that, a head of
+   (`parts.verification`). What is given to the next modules must move by exactly that, a head of
    `q_rot` by its head of `q` alone, and neither the stream nor the other part may move. A point
    that passes but for the last is served to be read, and not to be written.
 3. Fill in. A row of the whole model may be divided among tensor-parallel workers. Which part is
-   here is what the linear modules say of themselves (`part_modules`).
+   here is what the linear modules say of themselves (`parts.modules`).
 
 Which modules are linear, attention or experts is told by `patches.discovery`; no model is known by
 name.
@@ -26,12 +26,12 @@ import torch
 
 from vllm_weir.schema.hooks import ATTENTION_HOOKS, PART_HOOKS, Site
 from vllm_weir.worker.discovery.anchors import Anchor
-from vllm_weir.worker.discovery.attention_points import find_attention
-from vllm_weir.worker.discovery.mlp_points import find_mlp
-from vllm_weir.worker.discovery.part_findings import BlockView
-from vllm_weir.worker.discovery.part_modules import PartModules
-from vllm_weir.worker.discovery.part_recorder import BlockRecord, PartRecorder
-from vllm_weir.worker.discovery.part_verification import BlockCheck
+from vllm_weir.worker.discovery.parts.attention import find_attention
+from vllm_weir.worker.discovery.parts.findings import BlockView
+from vllm_weir.worker.discovery.parts.mlp import find_mlp
+from vllm_weir.worker.discovery.parts.modules import PartModules
+from vllm_weir.worker.discovery.parts.recorder import BlockRecord, PartRecorder
+from vllm_weir.worker.discovery.parts.verification import BlockCheck
 from vllm_weir.worker.discovery.recorded_model import RecordedModel
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.stream_ports import StreamPorts
@@ -39,14 +39,7 @@ from vllm_weir.worker.discovery.verification import why_acts_again
 
 
 def map_parts(recorded: RecordedModel, ports: StreamPorts, parts: PartModules, sites: SiteMap) -> None:
-    """Find and verify the points inside attention and MLP of every block.
-
-    Args:
-        recorded: the model.
-        ports: what carries the stream.
-        parts: recognises the modules inside attention and MLP.
-        sites: has the verdicts on all other points; takes those on these.
-    """
+    """Find and verify the points inside attention and MLP of every block."""
     try:
         _PartSearch(recorded, ports, parts, sites).fill()
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as e:
@@ -75,7 +68,6 @@ class _PartSearch:
     def _record(
         self, on_block: Callable[[BlockRecord], None], writes: Mapping[Anchor, torch.Tensor] | None = None
     ) -> PartRecorder:
-        """Run one pass and return its recorder."""
         recorder = PartRecorder(self._tree, self._parts, self._ports, on_block, writes)
         with recorder.recording():
             self._recorded.run()
