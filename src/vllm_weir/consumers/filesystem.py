@@ -1,5 +1,10 @@
 """`Filesystem` and `Npz` of `vllm_weir.storage.consumer` under the name of earlier versions."""
 
-from vllm_weir.util.lazy import lazy_names
+import importlib
+from typing import Any
 
-__getattr__, _ = lazy_names(__name__, dict.fromkeys(("Filesystem", "Npz"), "vllm_weir.storage.consumer"))
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Filesystem", "Npz"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("vllm_weir.storage.consumer"), name)  # of a floor above
