@@ -82,7 +82,7 @@ SAYS = {
         "rows, changed ({Site(hook='resid_post', layer=2): 7},): ...",
         "embedding of ",
     ),
-    "jacobian_lens.py": ("after block 0: [", "+0: sad over happy", "it says "),
+    "jacobian_lens.py": ("after block 0: [", "+0: sad over happy", "it says' "),
     "features_and_lens.py": ("\n0 [(", "after block 0: [", "after block 5: ["),
     "lens.py": ("residual_stream: [2, ", "layer=2): 31}", "layer=3): 31}"),
     "scores.py": ("scores, mean +", "scores, mean -", "scores.html | 'sad' is in it: True", "highest score [["),

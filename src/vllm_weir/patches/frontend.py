@@ -100,6 +100,7 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
     wire = extras.get(WIRE_KEY)
     if request.lora_request is not None and isinstance(wire, dict) and wire.get("lens") is not None:
         refuse_adapter(request.lora_request, "lens")
+    frontend.engine.require_capabilities()  # why nothing is served comes before what is wrong in the request
     tracker, engine_request = frontend.admit(
         request.request_id,
         to_weir(extras, frontend.served),

@@ -90,13 +90,13 @@ def test_a_figure_without_a_path() -> None:
     """It is none of pyplot's, so that a notebook shows it once and other plots keep their backend."""
     from matplotlib import pyplot
 
-    backend = pyplot.get_backend()
+    before, backend = pyplot.get_fignums(), pyplot.get_backend()
     figure = made().plot(normalised=False)
     shown = [axis.get_title(loc="left") for axis in figure.axes if axis.get_title(loc="left")]
     assert shown == ["resid_post: denoise", "mlp_out: denoise"]
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert len([axis for axis in made().plot(hook="mlp_out").axes if axis.images]) == 1
-    assert not pyplot.get_fignums() and pyplot.get_backend() == backend
+    assert (pyplot.get_fignums(), pyplot.get_backend()) == (before, backend)
     with refused("hook"):
         made().plot(hook="z")
 
