@@ -100,10 +100,14 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
     wire = extras.get(WIRE_KEY)
     if request.lora_request is not None and isinstance(wire, dict) and wire.get("lens") is not None:
         refuse_adapter(request.lora_request, "lens")
-    frontend.engine.require_capabilities()  # why nothing is served comes before what is wrong in the request
+    try:
+        asked = to_weir(extras, frontend.served)
+    except WeirError:
+        frontend.engine.require_capabilities()  # why nothing is served comes before what is wrong in the request
+        raise
     tracker, engine_request = frontend.admit(
         request.request_id,
-        to_weir(extras, frontend.served),
+        asked,
         ids,
         length,
         max_tokens,
