@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from vllm_weir.errors import WeirError
+from vllm_weir.experiments.attribute.run import load_tokenizer
 from vllm_weir.experiments.attribute.twin import Twin
 from vllm_weir.experiments.prompts import Prompt, check_tokens, encode, named, parse_prompts
 from vllm_weir.lenses.fitted import FittedLens
@@ -184,16 +185,8 @@ def _save(state: dict[str, Any], path: Path) -> None:
 def _open(model: Any, tokenizer: Any, device: Any) -> tuple[Twin, Any]:
     """Return the twin, and the tokenizer, if there is one."""
     if isinstance(model, (str, os.PathLike)):
-        from transformers import AutoTokenizer
-
         path = model_path(os.fspath(model))
-        twin = Twin.load(path, device)
-        if tokenizer is None:
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(path)
-            except (OSError, ValueError, KeyError, ImportError):
-                logger.info("%s has no tokenizer; texts are to be token ids", path)
-        return twin, tokenizer
+        return Twin.load(path, device), load_tokenizer(path) if tokenizer is None else tokenizer
     if not isinstance(model, torch.nn.Module):
         raise WeirError(f"expected a checkpoint or a transformers model, got {type(model).__name__}", "model")
     if device is not None:

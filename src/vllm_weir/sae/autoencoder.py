@@ -76,8 +76,7 @@ class SAE:
         Args:
             path: a directory with ``cfg.json`` and ``sae_weights.safetensors`` (SAELens 5 and 6,
                 and earlier ones), or with ``params.npz``, or that file; or the file or directory of
-                another format, under the name with which it was published.
-                Beside ``cfg.json``,
+                another format, under the name with which it was published. Beside ``cfg.json``,
                 ``labels.json`` may say what features stand for, ``{"100": "happy"}``.
             site: hook point and layer, for files that do not say them or say them ambiguously, e.g.
                 ``("resid_post", 20)``.

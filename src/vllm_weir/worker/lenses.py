@@ -68,8 +68,10 @@ class LensReader:
     def _records(self, rows: torch.Tensor) -> torch.Tensor:
         if self.translator is not None:
             if rows.is_cuda:
-                # The request may leave, and the matrix be freed, before the device has used it.
-                self.translator.matrix.record_stream(torch.cuda.current_stream())
+                # The request may leave, and the weights be freed, before the device has used them.
+                for tensor in self.translator:
+                    if tensor is not None:
+                        tensor.record_stream(torch.cuda.current_stream())
             rows = self.translator(rows)
         assert self.unembedding.logits is not None
         logits = self.unembedding.logits(rows)

@@ -137,13 +137,13 @@ def _open(model: Any, llm: Any, device: Any) -> tuple[EngineRuns | None, Twin, A
         return own, own.load_twin(device), own.tokenizer
     engine = None if llm is None else EngineRuns(llm)
     if is_checkpoint:
-        return engine, Twin.load(model, device), _load_tokenizer(model) if engine is None else engine.tokenizer
+        return engine, Twin.load(model, device), load_tokenizer(model) if engine is None else engine.tokenizer
     if device is not None:
         raise WeirError("a loaded model stays where it is; leave device out", "device")
     return engine, Twin(model), None if engine is None else engine.tokenizer
 
 
-def _load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str) -> Any:
     """Return a checkpoint's tokenizer, or None if it has none."""
     from transformers import AutoTokenizer
 

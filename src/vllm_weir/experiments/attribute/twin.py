@@ -246,8 +246,8 @@ class Twin:
         Args:
             ids: the prompt.
             layers: blocks before the last.
-            first: source and target positions are those from this one
-            last: to this one.
+            first: the first source and target position.
+            last: the last one.
             batch: rows that are computed at a time.
 
         Returns:
