@@ -17,15 +17,18 @@ from pathlib import Path
 
 import torch
 
-from vllm_weir.schema.instructions import CONST
+from vllm_weir.schema.instructions import AFFINE, CONST
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.steering.programs import LAST
 from vllm_weir.worker.tap import triton_kernel
 from vllm_weir.worker.tap.op import numbered
 
 LAYERS, WIDTH, REPLAYS, REPEATS = 32, 4096, 200, 5
-CASES = ("silent", "elsewhere", "capture", "steer")
-"""No token wants anything; all do, at other taps only; each token's row is recorded; each has a vector added."""
+CASES = ("silent", "elsewhere", "capture", "steer", "ablate")
+"""No token wants anything; all do, at other taps only; each token's row is recorded; each has a vector added, or one
+direction ablated, which is another one for each token."""
+WEIGHTS = (8192, WIDTH)
+"""A matrix that is read ahead of each launch: 64 MB, which is more than stays in an H100's L2 cache."""
 
 
 def tensors(case: str, tokens: int) -> dict[str, torch.Tensor]:
@@ -37,19 +40,27 @@ def tensors(case: str, tokens: int) -> dict[str, torch.Tensor]:
         ranks[0, STAGES - 1 :: STAGES] = torch.arange(LAYERS, dtype=torch.int32)
     if case in ("capture", "elsewhere"):
         plan[:, 0], plan[:, 1] = torch.arange(tokens) * LAYERS, 0
-    if case == "steer":
+    if case in ("steer", "ablate"):
         plan[:, 2] = torch.arange(tokens)
         heads[:] = torch.arange(tokens)[:, None]
-    ints = torch.tensor([[CONST, i, -1, -1, LAST, 0, WIDTH, 0] for i in range(tokens)], dtype=torch.int32)
-    floats = torch.tensor([[0.5, 0.0, 0.0, 0.0]] * tokens)
+    kind, factor = (AFFINE, -1.0) if case == "ablate" else (CONST, 0.5)
+    w = torch.arange(tokens) if case == "ablate" else torch.full((tokens,), -1)
+    ints = torch.tensor([[kind, i, int(w[i]), -1, LAST, 0, WIDTH, 0] for i in range(tokens)], dtype=torch.int32)
+    floats = torch.tensor([[factor, 0.0, 0.0, 0.0]] * tokens)
     on_host = {"plan": plan, "ranks": ranks, "heads": heads, "ints": ints, "floats": floats}
     ring = torch.zeros(tokens * LAYERS if case == "capture" else 1, WIDTH, dtype=torch.bfloat16)
-    on_host |= {"ring": ring, "vectors": torch.randn(tokens, WIDTH), "cells": torch.zeros(tokens, 1)}
+    on_host |= {
+        "ring": ring,
+        "vectors": torch.nn.functional.normalize(torch.randn(tokens, WIDTH)),
+        "cells": torch.zeros(tokens, 1),
+    }
     return {name: tensor.cuda() for name, tensor in on_host.items()}
 
 
-def measure(launch, case: str, tokens: int, behind: bool) -> list[float]:
+def measure(launch, case: str, tokens: int, behind: str) -> list[float]:
     """Microseconds a launch, REPEATS times; `behind`: each behind another kernel, whose time is taken off."""
+    cold = behind == "weights"
+    weights = torch.zeros(LAYERS, *WEIGHTS, device="cuda", dtype=torch.bfloat16) if cold else None
     given = tensors(case, tokens)
     order = [given[name] for name in ("plan", "ranks", "ring", "heads", "ints", "floats", "vectors", "cells")]
     hidden, residual = torch.randn(2, LAYERS, tokens, WIDTH, device="cuda").bfloat16()
@@ -57,7 +68,9 @@ def measure(launch, case: str, tokens: int, behind: bool) -> list[float]:
 
     def step(taps: bool) -> None:
         for i in range(LAYERS):
-            if behind:
+            if weights is not None:
+                torch.mv(weights[i], hidden[i, 0])
+            elif behind:
                 hidden[i].mul_(1.0)
             if taps:
                 launch(hidden[i], residual[i], numbers[i], *order)
@@ -91,7 +104,11 @@ def main() -> None:
         "--against", type=Path, nargs="*", default=[], help="other versions of worker/tap/triton_kernel.py"
     )
     parser.add_argument("--tokens", default="1,32,256,1024")
-    parser.add_argument("--behind", action="store_true", help="each launch behind another kernel, as in a model")
+    parser.add_argument(
+        "--behind", choices=("", "rows", "weights"), default="",
+        help="each launch behind another kernel, as in a model: one that writes rows, or reads 64 MB as layers do",
+    )  # fmt: skip
+    parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     launches = {"this": triton_kernel.launch}
@@ -103,7 +120,7 @@ def main() -> None:
         launches[path.stem] = module.launch
     found = []
     for tokens in map(int, given.tokens.split(",")):
-        for case in CASES:
+        for case in given.cases.split(","):
             for name, launch in launches.items():
                 times = measure(launch, case, tokens, given.behind)
                 found.append(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_weir.schema.taps import NO_GRAPH, SCORES, function_bits
+from vllm_weir.schema.taps import CELLS, GROUPS, NO_GRAPH, SCORES, TAPS, function_bits
 from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.tap.op import ALL, EVERYTHING
 
@@ -123,7 +123,7 @@ class GraphSets:
             # All in one call: only graphs captured on the same stream can use memory that earlier
             # ones have left in the pool.
             some = {mode: _sizes_at_start(descs) for mode, descs in descs_by_mode.items()}
-            self._try_capture(self._runtime.boundary_taps, some)
+            self._try_capture(self._runtime.boundary_taps | 1 << CELLS | 1 << GROUPS, some)
 
     def _dispatch_step(self, *args: Any, **kwargs: Any) -> Any:
         """Replace vLLM's `dispatch`, once per step: swap in the graphs that it needs, until `restore`."""
@@ -150,7 +150,7 @@ class GraphSets:
     def _mask_for(self, needed: int) -> int | None:
         """Return the set to replay from, alike on all ranks; None if there is none, and no room for one."""
         called = function_bits(needed)
-        widest = EVERYTHING if needed >> SCORES & ALL else ALL  # launches for probes that nobody has would cost time
+        widest = EVERYTHING if needed >> SCORES & TAPS else ALL  # launches for probes that nobody has would cost time
         if not self.lazy:
             return None if called else widest
         room = MAX_SETS * (1 + bool(called))
@@ -179,7 +179,10 @@ class GraphSets:
         return graph.desc.num_tokens, self._count_taps(graph.mask)
 
     def _count_taps(self, mask: int) -> int:
-        return len(self._runtime.taps) if mask in _WIDEST else mask.bit_count()
+        """Return the taps of a set; where their kernel serves cells or groups, each counts for half a tap more."""
+        launched = mask & ~(1 << CELLS | 1 << GROUPS)
+        taps = len(self._runtime.taps) if mask in _WIDEST else launched.bit_count()
+        return taps * (2 + (mask >> CELLS & 1) + (mask >> GROUPS & 1)) // 2
 
     def _capture_share(self, wanted: LiveGraph, substitute: LiveGraph | None) -> float:
         """Return what one step adds to the demand for `wanted`: its part of a capture's cost."""

@@ -14,10 +14,17 @@ of two blocks also after those at the next block's `resid_pre`."""
 SCORES = 4096
 """In a mask of taps, bit t stands for tap t, and bit SCORES + t for the probes that read there."""
 
+TAPS = (1 << SCORES) - 1
+"""The bits of a mask that stand for taps."""
+
 NO_GRAPH = 2 * SCORES
 """Bit of a mask of taps which says that the step cannot be replayed from a CUDA graph."""
 
-FUNCTIONS = NO_GRAPH + 1
+CELLS, GROUPS = NO_GRAPH + 1, NO_GRAPH + 2
+"""Bits of a mask of taps which say that nodes may write or read cells of their tokens, or what a
+function returned, and that rows may be reduced. Without them the taps launch a smaller kernel."""
+
+FUNCTIONS = NO_GRAPH + 3
 """Bit of a mask of taps from which on each stands for a `Place`."""
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.taps import NO_GRAPH, function_bits
+from vllm_weir.schema.taps import GROUPS, NO_GRAPH, function_bits
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.step_plan import StepPlan
@@ -157,6 +157,8 @@ class StepWriter:
         plan = self._planner.plan(request_ids, num_tokens, num_computed, num_drafts)
         if plan is not None and not self._switch.live and (plan.rows or len(plan.runs) or (plan.programs >= 0).any()):
             raise WeirError("a step that was planned without taps has something for them to do")
+        if plan is not None and plan.spans.any() and not self._switch.wants(GROUPS):
+            raise WeirError("a step whose taps cannot reduce rows has rows to reduce")
         return plan
 
     def _write_ranks(self) -> None:

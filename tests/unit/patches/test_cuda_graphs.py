@@ -17,10 +17,20 @@ from vllm_weir.patches import cuda_graph_sets
 from vllm_weir.patches.cuda_graph_sets import MAX_SETS, GraphSets, LiveGraph
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import ENCODE, HELD, HOOK, Instruction, ResolvedIntervention, Source
+from vllm_weir.schema.instructions import (
+    AFFINE,
+    CONST,
+    ENCODE,
+    FEATURE,
+    HELD,
+    HOOK,
+    Instruction,
+    ResolvedIntervention,
+    Source,
+)
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.request import ResolvedSpec, SiteRequest
-from vllm_weir.schema.taps import FUNCTIONS, NO_GRAPH, SCORES, Place, places_in, tap_of
+from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
+from vllm_weir.schema.taps import CELLS, FUNCTIONS, GROUPS, NO_GRAPH, SCORES, Place, places_in, tap_of
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.tap.op import ALL, EVERYTHING, TapSwitch, TapTensors, numbered
@@ -290,13 +300,13 @@ def test_capturing_again_starts_over_and_closing_lets_go_of_everything(none_at_s
     assert engine.step(True, 1)[1] is None and engine.step(False, 1)[1] is False
 
 
-def wire(*positions, moves=(), captured=("resid_post", [0]), moved=("resid_post", [0])):
+def wire(*positions, moves=(), captured=("resid_post", [0]), moved=("resid_post", [0]), reduce=None):
     """As a worker reads it."""
     site_requests = [
         SiteRequest(Site(captured[0], k), Positions.parse(p), False) for p in positions for k in captured[1]
     ]
     made = tuple(ResolvedIntervention(moved[0], tuple(moved[1]), Positions.parse(p), False, ()) for p in moves)
-    return EngineSpec.from_wire(EngineSpec(ResolvedSpec(tuple(site_requests)), made).wire)
+    return EngineSpec.from_wire(EngineSpec(ResolvedSpec(tuple(site_requests), Postprocess(reduce)), made).wire)
 
 
 @pytest.mark.parametrize(
@@ -418,6 +428,33 @@ def test_a_set_is_for_the_functions_that_it_was_captured_with(none_at_start):
     assert sets._mask_for(function | 1) is None and sets._mask_for(1) == ALL
 
 
+@pytest.mark.parametrize(
+    ("instruction", "cells"),
+    [
+        (Instruction(CONST, "u"), False),
+        (Instruction(AFFINE, "u", "w"), False),
+        (Instruction(FEATURE, "u", "w"), False),
+        (Instruction(CONST, "u", cell=1), True),
+        (Instruction(HELD, "u"), True),
+        (Instruction(HOOK, "", key="f:a"), True),
+    ],
+)
+def test_bits_of_what_the_kernel_has_to_do(instruction, cells):
+    """A gate's factor, a number from elsewhere, a function's row, a dose: the larger kernel; also what is reduced."""
+
+    def bits(spec):
+        live = ActiveTaps(lambda _: 0)
+        live.join("a", spec, 10)
+        mask = live.taps_in((["a"], [0]))
+        return bool(mask >> CELLS & 1), bool(mask >> GROUPS & 1)
+
+    move = ResolvedIntervention("resid_pre", (0,), Positions.parse("all"), 0, (instruction,))
+    for captures, groups in ((ResolvedSpec(()), False), (wire("prompt", reduce="mean").captures, True)):
+        assert bits(EngineSpec(captures, (move,))) == (cells, groups)
+        assert bits(EngineSpec(captures, (move,), dose=True)) == (True, groups)
+    assert bits(wire("prompt", reduce="last")) == (False, True) and bits(wire("prompt")) == (False, False)
+
+
 @pytest.mark.parametrize("keys", [("f:a",), ("f:a", "g:b"), ("f:a", "f:b"), ("a",), ("f:a", "a")])
 def test_bits_of_functions(keys):
     """A function that is called twice at a tap, and one that only the host calls, take a step without a graph."""
@@ -456,7 +493,7 @@ def test_a_request_that_encodes_rows_says_so_while_it_acts(source):
     live = ActiveTaps()
     live.join("a", EngineSpec(ResolvedSpec(()), (move,)), 10)
     mask = live.taps_in((["a"], [0]))
-    assert mask >> NO_GRAPH == 1 and mask >> tap_of(Site("mlp_out", 1)) & 1
+    assert mask >> NO_GRAPH == 1 | 1 << CELLS - NO_GRAPH and mask >> tap_of(Site("mlp_out", 1)) & 1
     assert mask >> tap_of(Site("mlp_in", 1)) & 1 == source
     assert not live.taps_in((["a"], [10])), "past its prompt"
 

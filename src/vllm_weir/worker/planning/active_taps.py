@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import IN_GRAPHS
-from vllm_weir.schema.taps import NO_GRAPH, SCORES, Place, tap_of
+from vllm_weir.schema.instructions import ACTIVATE, DOSE, ENCODE, HELD, HOOK, IN_GRAPHS, SCORE
+from vllm_weir.schema.taps import CELLS, GROUPS, NO_GRAPH, SCORES, Place, tap_of
 from vllm_weir.util.identity_cache import IdentityCache
 
 
@@ -22,7 +22,7 @@ class ActiveTaps:
 
     Taps are bit masks: bit t stands for tap t, and bit SCORES + t for the probes that read there. Bit
     NO_GRAPH is set where rows are encoded whole or given to a function by the host; bits from FUNCTIONS on are of
-    functions that are called inside graphs.
+    functions that are called inside graphs. CELLS and GROUPS say what a tap's kernel has to be able to do.
 
     Args:
         number_of: identity of a compiled function -> its number, None for one that only the host calls.
@@ -100,7 +100,15 @@ def _remove_one(counter: Counter[int], key: int) -> bool:
 def _mask_of_spec(number_of: Callable[[str], int | None], spec: EngineSpec) -> int:
     taps = functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
     probes = functools.reduce(operator.or_, (_mask(probe.hook, (probe.layer,)) for probe in spec.probes), 0)
-    return taps | probes << SCORES | bool(spec.encoders) << NO_GRAPH | _functions_of(number_of, spec)
+    postprocess = spec.captures.postprocess
+    kernel = _uses_cells(spec) << CELLS | (postprocess is not None and postprocess.folds) << GROUPS
+    return taps | probes << SCORES | bool(spec.encoders) << NO_GRAPH | kernel | _functions_of(number_of, spec)
+
+
+def _uses_cells(spec: EngineSpec) -> bool:
+    """Return whether an instruction of a request writes or reads a cell, or what a function returned."""
+    kinds = SCORE, ACTIVATE, ENCODE, HELD, HOOK, DOSE
+    return any(one.cell or one.kind in kinds for step in spec.steps for one in step.instructions)
 
 
 def _functions_of(number_of: Callable[[str], int | None], spec: EngineSpec) -> int:

@@ -9,7 +9,7 @@ of which a later one sees what an earlier one has led to; so its first nodes com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class TapCalls:
         return launch
 
     def _call_and_launch(
-        self, hidden: torch.Tensor, other: torch.Tensor | None, number: torch.Tensor, *tables: torch.Tensor
+        self, hidden: torch.Tensor, other: torch.Tensor | None, number: torch.Tensor, *tables: torch.Tensor, **_: Any
     ) -> None:
         tap = self._taps[number.data_ptr()]
         rounds = self._rounds(tap)

@@ -36,6 +36,7 @@ def launch(
     cells: torch.Tensor | None = None,
     *,
     held: torch.Tensor | None = None,
+    groups: bool = True,
 ) -> None:
     """Record and steer rows of the stream at one tap, as the plan says.
 
@@ -43,8 +44,9 @@ def launch(
     tap's number tensor (`vllm_weir.worker.tap.op.numbered`). The other tensors are those of
     `vllm_weir.worker.tap.op.TapTensors`; `cells` may be left out if no node has one. The width of
     the row need not be the ring's. `held` is float32 [tokens, hooks, width], the rows that functions returned for
-    HOOK nodes.
+    HOOK nodes. `groups` is for the CUDA kernel.
     """
+    del groups
     fields = number.numpy()  # in small tables numpy looks things up faster than torch
     tap, keep_other = int(fields[0]), bool(fields[3])
     scale, other_scale = fields[1:3].view(np.float32).tolist()

@@ -18,10 +18,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
-from vllm_weir.schema.taps import FUNCTIONS, SCORES
+from vllm_weir.schema.taps import CELLS, FUNCTIONS, GROUPS, SCORES, TAPS
 from vllm_weir.worker.tap import cpu_kernel
 
 _LIBRARY = torch.library.Library("weir", "DEF")
@@ -60,7 +61,7 @@ class TapTensors:
     cells: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
 
-ALL = (1 << SCORES) - 1
+ALL = TAPS | 1 << CELLS | 1 << GROUPS
 """Mask of every tap; bit t of a mask stands for tap t, and bit SCORES + t for the probes there."""
 EVERYTHING = -1
 """Mask of every tap and all probes."""
@@ -75,7 +76,8 @@ class TapSwitch:
 
     Attributes:
         tensors: what the taps share.
-        tables: the same tensors in the order of a kernel's arguments.
+        tables: the same tensors in the order of a kernel's arguments; `cells`, the last one, is left out
+            in passes that use none.
         mask: the taps that act, as bits; 0 for none.
         pinned: whether all taps act for good.
         numbers: address of a tap's number tensor -> number of the tap.
@@ -149,7 +151,7 @@ _switches: weakref.WeakValueDictionary[int, TapSwitch] = weakref.WeakValueDictio
 """Address of a tap's number tensor -> the engine's switch."""
 
 
-def _tap_cuda(hidden: torch.Tensor, other: torch.Tensor | None, *tables: torch.Tensor, **more: torch.Tensor) -> None:
+def _tap_cuda(hidden: torch.Tensor, other: torch.Tensor | None, *tables: torch.Tensor, **more: Any) -> None:
     from vllm_weir.worker.tap.triton_kernel import launch
 
     launch(hidden, other, *tables, **more)
@@ -183,10 +185,9 @@ def _act(kernel: Callable[..., None], hidden: torch.Tensor, other: torch.Tensor 
     held = None
     if switch.mapped is not None and switch.mask >> FUNCTIONS > 0:  # a mask of all taps is negative
         held = switch.mapped(switch.mask, tap, hidden, other, number, *switch.tables)
-    if held is None:
-        launch(hidden, other, number, *switch.tables)
-    else:
-        launch(hidden, other, number, *switch.tables, held=held)
+    groups = switch.wants(GROUPS)
+    tables = switch.tables if groups or switch.wants(CELLS) else switch.tables[:-1]
+    launch(hidden, other, number, *tables, held=held, groups=groups)
     if switch.score is not None and switch.wants(SCORES + tap):
         switch.score(tap)
 

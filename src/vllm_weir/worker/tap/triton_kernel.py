@@ -12,7 +12,8 @@ The first token of a group that is reduced (`reductions`) does all this for the 
 
 # Triton takes annotations of a kernel's parameters for device types, so kernels have none.
 # mypy: disallow-untyped-defs=False
-# ruff: noqa: ANN001, ANN202
+# An `if` of a constexpr stands alone: what it leaves out is never compiled.
+# ruff: noqa: ANN001, ANN202, SIM102
 
 from __future__ import annotations
 
@@ -62,21 +63,31 @@ def _elements(vectors, u, d_model, offsets, inside, shift, acts, whole):
     """Return the elements of vector `u` for the columns on which an instruction acts."""
     # Only the first form is known to be aligned, so that a thread loads several elements at once.
     if whole:
-        elements = tl.load(vectors + u * d_model + offsets, mask=inside, other=0.0)
+        elements = tl.load(vectors + u * d_model + offsets, mask=inside, other=0.0, eviction_policy="evict_last")
     else:
-        elements = tl.load(vectors + u * d_model + shift + offsets, mask=acts, other=0.0)
+        elements = tl.load(vectors + u * d_model + shift + offsets, mask=acts, other=0.0, eviction_policy="evict_last")
     return elements
 
 
 @triton.jit
-def _term(node, row, cells, held, ints, floats, vectors, width, d_model, offsets, inside):
+def _table(table, mask=None, other=None):
+    """Return a number of the step's tables.
+
+    Between two taps a layer reads more weights than the L2 cache holds; what the next tap reads of the
+    tables is to stay there nevertheless, because each of its loads waits for the one before.
+    """
+    return tl.load(table, mask=mask, other=other, eviction_policy="evict_last")
+
+
+@triton.jit
+def _term(node, row, cells, held, ints, floats, vectors, width, d_model, offsets, inside, CELLS: tl.constexpr):
     """Return what the instruction at `node` adds to the row; `cells` and `held` point to the token's."""
-    kind = tl.load(ints + node * _INTS)
-    u = tl.maximum(tl.load(ints + node * _INTS + 1), 0).to(tl.int64)  # a HOOK has none
-    w = tl.load(ints + node * _INTS + 2).to(tl.int64)
-    lo, hi = tl.load(ints + node * _INTS + 5), tl.load(ints + node * _INTS + 6)
-    shift = tl.load(ints + node * _INTS + 7)
-    a = tl.load(floats + node * _FLOATS)
+    kind = _table(ints + node * _INTS)
+    u = tl.maximum(_table(ints + node * _INTS + 1), 0).to(tl.int64)  # a HOOK has none
+    w = _table(ints + node * _INTS + 2).to(tl.int64)
+    lo, hi = _table(ints + node * _INTS + 5), _table(ints + node * _INTS + 6)
+    shift = _table(ints + node * _INTS + 7)
+    a = _table(floats + node * _FLOATS)
     whole = (lo == 0) & (hi == width) & (shift == 0)
     acts = inside & (offsets >= lo) & (offsets < hi)
     h = tl.where(acts, row, 0.0)
@@ -84,30 +95,32 @@ def _term(node, row, cells, held, ints, floats, vectors, width, d_model, offsets
     factor = a
     if kind == _NORM:
         factor = a * tl.sqrt(tl.sum(h * h, axis=0))
-    if kind == _HELD:
-        number = tl.load(cells + tl.load(floats + node * _FLOATS + 2).to(tl.int32))
-        factor = a * number + tl.load(floats + node * _FLOATS + 1)
+    if CELLS:
+        if kind == _HELD:
+            number = tl.load(cells + _table(floats + node * _FLOATS + 2).to(tl.int32))
+            factor = a * number + _table(floats + node * _FLOATS + 1)
     if w >= 0:
         along = tl.sum(h * _elements(vectors, w, d_model, offsets, inside, shift, acts, whole), axis=0)
         if kind == _AFFINE:
-            factor = a * along + tl.load(floats + node * _FLOATS + 1)
+            factor = a * along + _table(floats + node * _FLOATS + 1)
         if kind == _CLAMP:
-            low = tl.load(floats + node * _FLOATS + 2)
-            high = tl.load(floats + node * _FLOATS + 3)
+            low = _table(floats + node * _FLOATS + 2)
+            high = _table(floats + node * _FLOATS + 3)
             factor = a * (tl.minimum(tl.maximum(along, low), high) - along)
         if kind == _FEATURE:
-            along += tl.load(floats + node * _FLOATS + 2)
-            active = along > tl.load(floats + node * _FLOATS + 3)
-            factor = a * tl.where(active, along, 0.0) + tl.load(floats + node * _FLOATS + 1)
+            along += _table(floats + node * _FLOATS + 2)
+            active = along > _table(floats + node * _FLOATS + 3)
+            factor = a * tl.where(active, along, 0.0) + _table(floats + node * _FLOATS + 1)
     out = factor * direction
     if kind == _BLEND:
         out = a * (direction - h)
-    if kind == _HOOK:
-        place = tl.load(floats + node * _FLOATS + 2).to(tl.int64) * width
-        out = tl.load(held + place + offsets, mask=acts, other=0.0) - h
+    if CELLS:
+        if kind == _HOOK:
+            place = _table(floats + node * _FLOATS + 2).to(tl.int64) * width
+            out = tl.load(held + place + offsets, mask=acts, other=0.0) - h
     if kind == _KEEP_NORM:
         norm = tl.sqrt(tl.sum(h * h, axis=0))
-        turned = h + (a + tl.load(floats + node * _FLOATS + 1) * norm) * direction
+        turned = h + (a + _table(floats + node * _FLOATS + 1) * norm) * direction
         length = tl.sqrt(tl.sum(turned * turned, axis=0))
         out = tl.where(length > 0, turned * (norm / length) - h, 0.0)
     return tl.where(acts, out, _nothing(h))
@@ -116,13 +129,13 @@ def _term(node, row, cells, held, ints, floats, vectors, width, d_model, offsets
 @triton.jit
 def _raw_number(node, row, ints, floats, vectors, width, d_model, offsets, inside):
     """Return the number that the SCORE or ACTIVATE instruction at `node` makes of the row."""
-    w = tl.load(ints + node * _INTS + 2).to(tl.int64)
-    lo, hi = tl.load(ints + node * _INTS + 5), tl.load(ints + node * _INTS + 6)
-    shift = tl.load(ints + node * _INTS + 7)
+    w = _table(ints + node * _INTS + 2).to(tl.int64)
+    lo, hi = _table(ints + node * _INTS + 5), _table(ints + node * _INTS + 6)
+    shift = _table(ints + node * _INTS + 7)
     whole = (lo == 0) & (hi == width) & (shift == 0)
     acts = inside & (offsets >= lo) & (offsets < hi)
     direction = _elements(vectors, w, d_model, offsets, inside, shift, acts, whole)
-    return tl.sum(tl.where(acts, row, 0.0) * direction, axis=0) + tl.load(floats + node * _FLOATS + 1)
+    return tl.sum(tl.where(acts, row, 0.0) * direction, axis=0) + _table(floats + node * _FLOATS + 1)
 
 
 @triton.jit
@@ -164,9 +177,9 @@ def _write(
     hidden, other, token, hidden_stride, other_stride, tap, h, other_row, offsets, inside, HAS_OTHER: tl.constexpr
 ):
     """Write `h` as the stream's row of a token."""
-    written = h * (1.0 / tl.load(tap + 1).to(tl.float32, bitcast=True))
+    written = h * (1.0 / _table(tap + 1).to(tl.float32, bitcast=True))
     if HAS_OTHER:
-        free = tl.load(tap + 3) == 0
+        free = _table(tap + 3) == 0
         written = tl.where(free, written, written - other_row.to(tl.float32))
         nothing = (h * 0.0).to(other_row.dtype)
         tl.store(other + token * other_stride + offsets, nothing, mask=inside & free)
@@ -189,37 +202,44 @@ def _follow(
     inside,
     DTYPE: tl.constexpr,
     stop=-1,
+    CELLS: tl.constexpr = True,
 ):
     """Follow a chain of nodes; return where it stopped, the new row, and whether something was added.
 
     Stop at the node `stop` and, unless `past_post`, at the first one that acts after resid_post was
     recorded. `cells` and `held` point to the token's; what an ENCODE writes is there already. Probes
-    see the row as it is recorded, in DTYPE.
+    see the row as it is recorded, in DTYPE. Without CELLS no node writes or reads one, or is a HOOK.
     """
     delta = _nothing(h)
     changed = 0
-    flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
+    flags = _table(ints + node * _INTS + 4, mask=node >= 0, other=0)
     while (node >= 0) & (node != stop) & (past_post | ((flags & _AFTER_POST) == 0)):
-        cell = flags >> _CELL_BIT
-        kind = tl.load(ints + node * _INTS)
-        if (kind == _SCORE) | (kind == _ACTIVATE):
-            seen = h.to(DTYPE).to(tl.float32)
-            raw = _raw_number(node, seen, ints, floats, vectors, width, d_model, offsets, inside)
-            if kind == _ACTIVATE:
-                raw = tl.where(raw > tl.load(floats + node * _FLOATS + 3), raw, 0.0)
-            tl.store(cells + cell - 1, raw)
-        elif kind == _DOSE:
-            tl.store(cells + cell - 1, _relative_dose(delta, h))
-        elif kind != _ENCODE:
-            share = tl.load(cells + cell - 1, mask=cell > 0, other=1.0)
-            if share != 0.0:
-                delta += share * _term(node, h, cells, held, ints, floats, vectors, width, d_model, offsets, inside)
-                changed = 1
+        if CELLS:
+            cell = flags >> _CELL_BIT
+            kind = _table(ints + node * _INTS)
+            if (kind == _SCORE) | (kind == _ACTIVATE):
+                seen = h.to(DTYPE).to(tl.float32)
+                raw = _raw_number(node, seen, ints, floats, vectors, width, d_model, offsets, inside)
+                if kind == _ACTIVATE:
+                    raw = tl.where(raw > _table(floats + node * _FLOATS + 3), raw, 0.0)
+                tl.store(cells + cell - 1, raw)
+            elif kind == _DOSE:
+                tl.store(cells + cell - 1, _relative_dose(delta, h))
+            elif kind != _ENCODE:
+                share = tl.load(cells + cell - 1, mask=cell > 0, other=1.0)
+                if share != 0.0:
+                    delta += share * _term(
+                        node, h, cells, held, ints, floats, vectors, width, d_model, offsets, inside, True
+                    )
+                    changed = 1
+        else:
+            delta += _term(node, h, cells, held, ints, floats, vectors, width, d_model, offsets, inside, False)
+            changed = 1
         if (flags & _LAST) != 0:
             h = h + delta
             delta = _nothing(h)
-        node = tl.load(ints + node * _INTS + 3).to(tl.int64)
-        flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
+        node = _table(ints + node * _INTS + 3).to(tl.int64)
+        flags = _table(ints + node * _INTS + 4, mask=node >= 0, other=0)
     return node, h, changed
 
 
@@ -238,7 +258,7 @@ def _combine(so_far, row, counts, maximum):
 def _counts(plan, token, k, span, whole):
     """Return whether the `k`-th token of a span is of the group; all are if it is `whole`."""
     in_span = k < span
-    its_span = tl.load(plan + (token + k) * 4 + 3, mask=in_span & (whole == 0), other=0)
+    its_span = _table(plan + (token + k) * 4 + 3, mask=in_span & (whole == 0), other=0)
     return in_span & (whole | (k == 0) | (its_span < 0))
 
 
@@ -270,6 +290,7 @@ def _reduce_group(
     STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    CELLS: tl.constexpr,
 ):
     """Reduce the rows of a group's tokens, one after the other, into its cells, and steer them.
 
@@ -281,16 +302,16 @@ def _reduce_group(
     maximum, seeded = (flagged_span & _MAXIMUM) != 0, (flagged_span & _SEEDED) != 0
     lanes = tl.arange(0, GROUP)
     entries = plan + (token + lanes) * 4
-    member = (lanes < span) & ((lanes == 0) | (tl.load(entries + 3, mask=lanes < span, other=0) < 0))
+    member = (lanes < span) & ((lanes == 0) | (_table(entries + 3, mask=lanes < span, other=0) < 0))
     whole = tl.sum(member.to(tl.int32), axis=0) == span
-    programs = tl.load(entries + 2, mask=member, other=-1).to(tl.int64)
-    steered = tl.max(tl.load(heads + programs * num_taps + tap_index, mask=programs >= 0, other=-1), axis=0) >= 0
-    scale, other_scale = tl.load(tap + 1).to(tl.float32, bitcast=True), tl.load(tap + 2).to(tl.float32, bitcast=True)
+    programs = _table(entries + 2, mask=member, other=-1).to(tl.int64)
+    steered = tl.max(_table(heads + programs * num_taps + tap_index, mask=programs >= 0, other=-1), axis=0) >= 0
+    scale, other_scale = _table(tap + 1).to(tl.float32, bitcast=True), _table(tap + 2).to(tl.float32, bitcast=True)
     last_stage = 0
     for stage in range(1, STAGES):
-        last_stage = tl.where(tl.load(stage_ranks + stage) >= 0, stage, last_stage)
+        last_stage = tl.where(_table(stage_ranks + stage) >= 0, stage, last_stage)
     for stage in range(STAGES):
-        rank = tl.load(stage_ranks + stage)
+        rank = _table(stage_ranks + stage)
         if rank >= 0:
             target = cell + rank.to(tl.int64) * d_model + offsets
             so_far = tl.load(target, mask=inside & seeded, other=0.0)
@@ -299,10 +320,10 @@ def _reduce_group(
             if steered:
                 for k in range(span):
                     entry = plan + (token + k) * 4
-                    counts = (k == 0) | (tl.load(entry + 3) < 0)
+                    counts = (k == 0) | (_table(entry + 3) < 0)
                     if counts:
-                        program = tl.load(entry + 2).to(tl.int64)
-                        node = tl.load(heads + program * num_taps + tap_index, mask=program >= 0, other=-1).to(tl.int64)
+                        program = _table(entry + 2).to(tl.int64)
+                        node = _table(heads + program * num_taps + tap_index, mask=program >= 0, other=-1).to(tl.int64)
                         row, other_row = _load(
                             hidden, other, token + k, hidden_stride, other_stride, offsets, inside, HAS_OTHER
                         )
@@ -314,13 +335,13 @@ def _reduce_group(
                         if stage > 0:
                             node, h, changed = _follow(
                                 node, h, stage > 1, own_cells, own_held, ints, floats, vectors, width, d_model,
-                                offsets, inside, row.dtype,
+                                offsets, inside, row.dtype, -1, CELLS,
                             )  # fmt: skip
                         so_far = _combine(so_far, h.to(row.dtype), True, maximum)
                         if (stage == last_stage) & (first_node >= 0):
                             node, h, changed_after = _follow(
                                 node, h, True, own_cells, own_held, ints, floats, vectors, width, d_model, offsets,
-                                inside, row.dtype,
+                                inside, row.dtype, -1, CELLS,
                             )  # fmt: skip
                             if (changed | changed_after) != 0:
                                 _write(
@@ -379,42 +400,45 @@ def _tap(
     GROUP: tl.constexpr,
     LISTED: tl.constexpr,
     AHEAD: tl.constexpr,
+    CELLS: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     if LISTED:
-        token = tl.load(listed + token).to(tl.int64)
+        token = _table(listed + token).to(tl.int64)
     planned = token < plan_size
-    slot = tl.load(plan + token * 4, mask=planned, other=-1).to(tl.int64)
-    program = tl.load(plan + token * 4 + 2, mask=planned, other=-1).to(tl.int64)
-    flagged_span = tl.load(plan + token * 4 + 3, mask=planned, other=0)
-    tap_index = tl.load(tap).to(tl.int64)
-    node = tl.load(heads + program * num_taps + tap_index, mask=program >= 0, other=-1).to(tl.int64)
-    site_set = tl.load(plan + token * 4 + 1, mask=slot >= 0, other=0).to(tl.int64)
+    slot = _table(plan + token * 4, mask=planned, other=-1).to(tl.int64)
+    program = _table(plan + token * 4 + 2, mask=planned, other=-1).to(tl.int64)
+    flagged_span = _table(plan + token * 4 + 3, mask=planned, other=0)
+    tap_index = _table(tap).to(tl.int64)
+    node = _table(heads + program * num_taps + tap_index, mask=program >= 0, other=-1).to(tl.int64)
+    site_set = _table(plan + token * 4 + 1, mask=slot >= 0, other=0).to(tl.int64)
     stage_ranks = ranks + site_set * rank_width + tap_index * STAGES
-    rank_0 = tl.load(stage_ranks, mask=slot >= 0, other=-1)
-    rank_1 = tl.load(stage_ranks + 1, mask=slot >= 0, other=-1)
-    rank_2 = tl.load(stage_ranks + 2, mask=slot >= 0, other=-1)
+    rank_0 = _table(stage_ranks, mask=slot >= 0, other=-1)
+    rank_1 = _table(stage_ranks + 1, mask=slot >= 0, other=-1)
+    rank_2 = _table(stage_ranks + 2, mask=slot >= 0, other=-1)
     if AHEAD:
         # Only tables were read so far, which are complete before the kernel ahead starts. Programs
         # with nothing to do wait too: the kernel after the tap takes the tap's end to mean that the
         # kernel ahead has ended.
         gdc_wait()
     recorded = (rank_0 >= 0) | (rank_1 >= 0) | (rank_2 >= 0)
-    if recorded & (flagged_span != 0):
-        if flagged_span > 0:  # the first token of a group does all the work
+    grouped = recorded & (flagged_span != 0) & GROUPS
+    if grouped & (flagged_span > 0):
+        if GROUPS:  # the first token of a group does all the work
             words = 4 // (ring.dtype.element_ty.primitive_bitwidth // 8)
             cell = ring.to(tl.pointer_type(tl.float32)) + slot // words * d_model
             _reduce_group(
                 hidden, other, hidden_stride, other_stride, tap, tap_index, token, flagged_span, cell, stage_ranks,
                 plan, heads, ints, floats, vectors, cells, held, num_taps, num_cells, held_stride, width, d_model,
-                HAS_OTHER, STAGES, BLOCK, GROUP,
+                HAS_OTHER, STAGES, BLOCK, GROUP, CELLS,
             )  # fmt: skip
-    elif recorded | (node >= 0):
+    if (recorded | (node >= 0)) & (grouped == 0):
         offsets = tl.arange(0, BLOCK)
         inside = offsets < width
         row, other_row = _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
-        scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
-        row = _stream(row, other_row, scale, tl.load(tap + 2).to(tl.float32, bitcast=True), HAS_OTHER)
+        scale = _table(tap + 1).to(tl.float32, bitcast=True)
+        row = _stream(row, other_row, scale, _table(tap + 2).to(tl.float32, bitcast=True), HAS_OTHER)
         tl.store(ring + (slot + rank_0) * d_model + offsets, row, mask=inside & (rank_0 >= 0))
         if node < 0:
             tl.store(ring + (slot + rank_1) * d_model + offsets, row, mask=inside & (rank_1 >= 0))
@@ -422,16 +446,16 @@ def _tap(
         else:
             own_cells = cells + token * num_cells
             own_held = held + token * held_stride
-            node, h, changed = _follow(
-                node, row.to(tl.float32), False, own_cells, own_held, ints, floats, vectors, width, d_model, offsets,
-                inside, row.dtype,
-            )  # fmt: skip
-            tl.store(ring + (slot + rank_1) * d_model + offsets, h.to(row.dtype), mask=inside & (rank_1 >= 0))
-            node, h, changed_after = _follow(
-                node, h, True, own_cells, own_held, ints, floats, vectors, width, d_model, offsets, inside, row.dtype
-            )
-            tl.store(ring + (slot + rank_2) * d_model + offsets, h.to(row.dtype), mask=inside & (rank_2 >= 0))
-            if (changed | changed_after) != 0:
+            h, changed = row.to(tl.float32), 0
+            for stage in tl.range(1, 3, loop_unroll_factor=1):  # unrolled, the kernel would be twice as large
+                node, h, changed_now = _follow(
+                    node, h, stage > 1, own_cells, own_held, ints, floats, vectors, width, d_model, offsets, inside,
+                    row.dtype, -1, CELLS,
+                )  # fmt: skip
+                changed |= changed_now
+                rank = tl.where(stage == 1, rank_1, rank_2)
+                tl.store(ring + (slot + rank) * d_model + offsets, h.to(row.dtype), mask=inside & (rank >= 0))
+            if changed != 0:
                 _write(hidden, other, token, hidden_stride, other_stride, tap, h, other_row, offsets, inside, HAS_OTHER)
 
 
@@ -450,19 +474,21 @@ def launch(
     *,
     listed: torch.Tensor | None = None,
     held: torch.Tensor | None = None,
+    groups: bool = True,
 ) -> None:
     """Record and steer rows of the stream at one tap, as the plan says.
 
     `hidden` and `other` are [tokens, width], and their weighted sum is the stream; `tap` is the
     tap's number tensor (`vllm_weir.worker.tap.op.numbered`). The other tensors are those of
-    `vllm_weir.worker.tap.op.TapTensors`; `cells` may be left out if no node has one. The width of
-    the row need not be the ring's.
+    `vllm_weir.worker.tap.op.TapTensors`; `cells` may be left out if no node has one
+    or is a HOOK. The width of the row need not be the ring's.
 
     `listed` is int32, the tokens that the plan has something for; those that begin a group come
     first, since they take longest. None means all tokens, as in a CUDA graph, which serves any
     plan. A list saves launching programs that have nothing to do and hold up the others.
 
     `held` is float32 [tokens, hooks, width], the rows that functions returned for HOOK nodes.
+    `groups`: whether rows may be reduced. Without `cells` or groups the kernel is several times smaller.
 
     Raises:
         ValueError: if the rows are not contiguous.
@@ -504,6 +530,8 @@ def launch(
         GROUP=GROUP,
         LISTED=listed is not None,
         AHEAD=ahead,
+        CELLS=cells is not None,
+        GROUPS=groups,
         num_warps=4 if block <= 2048 else 16,
         # Enough registers for plain tokens; with more, half as many programs fit a multiprocessor.
         maxnreg=96 if block <= 2048 else 64 if block <= 4096 else 128,

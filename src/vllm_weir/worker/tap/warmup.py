@@ -65,8 +65,10 @@ def _launch(
     torch.cuda.set_device(device)
     first_token = torch.zeros(1, dtype=torch.int32, device=device)
     for arguments in stand_ins(d_model, dtype, device, widths):
-        launch(*arguments)
-        launch(*arguments, listed=first_token)
+        for listed in (None, first_token):
+            launch(*arguments, listed=listed)
+            launch(*arguments, listed=listed, groups=False)
+            launch(*arguments[:-1], listed=listed, groups=False)
     # One reduction without columns.
     work = torch.zeros(1, len(JOIN_FIELDS), dtype=torch.int32, device=device)
     join(work, 1, *torch.zeros(2, 1, d_model, dtype=torch.float32, device=device))
@@ -89,7 +91,7 @@ def score_stand_in(d_model: int, cells: int, device: torch.device, copies: int =
 def stand_ins(
     d_model: int, dtype: torch.dtype, device: torch.device, widths: Iterable[int] = ()
 ) -> list[tuple[Any, ...]]:
-    """Return arguments of `launch` for one token that does nothing.
+    """Return arguments of `launch` for one token that does nothing; the last one, `cells`, may be left out.
 
     Rows of `d_model` are without and with a residual. Of the other widths there is one for each
     kernel that they take. Every dtype is given: vLLM changes torch's default dtype for all threads

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,7 +172,7 @@ class StreamedCopy:
         _ranks: torch.Tensor,
         ring: torch.Tensor,
         *tables: torch.Tensor,
-        **more: torch.Tensor,
+        **more: Any,
     ) -> None:
         """Run one tap, in place of `triton_kernel.launch`, and send the bands that it completes."""
         number = self._taps[tap.data_ptr()]

@@ -643,7 +643,7 @@ def test_a_tensor_of_three_dimensions_has_a_batch_of_one_or_heads(shape, columns
     seen = []
     switch, number = idle(), numbered(3)
     switch.enrol(number, 3, columns)
-    switch.launch = lambda hidden, *_: seen.append(hidden)
+    switch.launch = lambda hidden, *_, **__: seen.append(hidden)
     tensor = torch.arange(float(np.prod(shape))).view(shape)
     torch.ops.weir.tap(tensor, number)
     assert seen[0].shape == rows
@@ -673,7 +673,7 @@ def test_attentions_output_is_tapped_in_place_by_the_compiler():
     model, seen = torch.nn.Module(), []
     model.o_proj = torch.nn.Linear(128, 16, bias=False)
     anchors = {3: Anchor("o_proj", "before", TensorKey("arg", 0, "input_"))}
-    switch = silent(model, anchors, lambda hidden, *_: seen.append(tuple(hidden.shape)) or hidden.add_(1.0), 32)
+    switch = silent(model, anchors, lambda hidden, *_, **__: seen.append(tuple(hidden.shape)) or hidden.add_(1.0), 32)
     switch.turn(1 << 3)
     compiled = torch.compile(lambda heads: model.o_proj(heads.view(-1, 128)), fullgraph=True, dynamic=True)
     with torch.no_grad(), inductor.patch(AS_VLLM):
@@ -697,7 +697,7 @@ def test_rows_with_gaps_are_tapped_right_by_the_compiler():
     model = torch.nn.Module()
     model.attention = _Three()
     anchors = {tap: Anchor("attention", "before", TensorKey("arg", tap, "qk"[tap])) for tap in (0, 1)}
-    silent(model, anchors, lambda hidden, *_: hidden.add_(1.0)).turn(3)
+    silent(model, anchors, lambda hidden, *_, **__: hidden.add_(1.0)).turn(3)
 
     def block(x):
         return model.attention(*x.mul(2.0).chunk(3, dim=-1))
