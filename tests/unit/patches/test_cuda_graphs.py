@@ -169,9 +169,9 @@ def test_where_plain_requests_share_the_step_a_capture_has_to_save_much_more(mon
     engine.all_live, sets = False, engine.sets
     sizes = [engine.step(True, 1)[0].num_tokens for _ in range(11)]
     assert sizes == [4] * 9 + [1, 1] and engine.captured == [(1, True)], "3 tokens a step"
-    engine.switch.turn(0b1)  # 69 taps more than needed: as 3.45 tokens
+    engine.switch.turn(0b1)  # 69 taps more than needed, and all 70 with the largest kernel: as 6.95 tokens
     wanted, wide = LiveGraph(0b1, Desc(Mode.FULL, 4)), LiveGraph(ALL, Desc(Mode.FULL, 4))
-    for _ in range(8):
+    for _ in range(4):
         assert not sets._is_due(wanted, sets._capture_share(wanted, wide))
     engine.all_live = True
     assert sets._capture_share(wanted, wide) == 1 / 2

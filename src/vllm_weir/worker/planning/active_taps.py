@@ -108,7 +108,7 @@ def _mask_of_spec(number_of: Callable[[str], int | None], spec: EngineSpec) -> i
 def _uses_cells(spec: EngineSpec) -> bool:
     """Return whether an instruction of a request writes or reads a cell, or what a function returned."""
     kinds = SCORE, ACTIVATE, ENCODE, HELD, HOOK, DOSE
-    return any(one.cell or one.kind in kinds for step in spec.steps for one in step.instructions)
+    return spec.dose or any(one.cell or one.kind in kinds for step in spec.steps for one in step.instructions)
 
 
 def _functions_of(number_of: Callable[[str], int | None], spec: EngineSpec) -> int:
