@@ -195,8 +195,7 @@ class EngineFrontend:
         for rows in admitted.by_position:
             rows.check(prompt_len)
         warms = warming.get()
-        if not warms:
-            self.manager.prepare(admitted.parts, request_id)
+        self.manager.prepare(() if warms else admitted.parts, request_id)
         if self._receiver is None:
             self._receiver = Receiver(self.store, self._host)
         engine_request = self.engine.make_request(

@@ -83,13 +83,14 @@ def patch_runner(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) 
             return {"graphs": "always live" if runtime.switch.pinned else "none"}
         return graph_sets.report()
 
-    @torch.inference_mode()
-    def warm(wanted: Sequence[tuple[int, bool]], most: int | None) -> dict[str, int]:
-        graph_sets = sets()
-        return {} if graph_sets is None else graph_sets.warm(wanted, most)
-
     runner.capture_model, runner.execute_model, runner.shutdown = capture, execute, shut_down
-    return RunnerGraphs(report, warm)
+    return RunnerGraphs(report, functools.partial(_warm, sets))
+
+
+@torch.inference_mode()
+def _warm(sets: Callable[[], GraphSets | None], wanted: Sequence[tuple[int, bool]], most: int | None) -> dict[str, int]:
+    graph_sets = sets()
+    return {} if graph_sets is None else graph_sets.warm(wanted, most)
 
 
 class _PaddedWhenRead:

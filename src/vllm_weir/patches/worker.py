@@ -144,14 +144,9 @@ def _warm(
 ) -> dict[str, Any]:
     """Capture the CUDA graphs and pin the host memory that such requests need, between two steps.
 
-    Args:
-        requests: see `WorkerRuntime.taps_needed`.
-        most: how many of them decode at a time; None for any number.
-        host_bytes: bytes of the host buffer that are to be pinned.
-
-    Returns:
-        What `GraphSets.warm` returns, how many tap "sets" the requests need, and how many bytes were
-        "pinned"; or an "error" and its "field".
+    `requests` are those of `WorkerRuntime.taps_needed`, of which at most `most` decode at a time (None for any
+    number), and `host_bytes` says how much of the host buffer is to be pinned. Returned are what `GraphSets.warm`
+    returns, how many tap "sets" the requests need, and how many bytes were "pinned"; or an "error" and its "field".
     """
     try:
         wanted = runtime.taps_needed([(wire, length) for wire, length in requests])
