@@ -164,7 +164,8 @@ def warm(llm: Any, params: Sequence[SamplingParams], *options: Any) -> Warmed:
     with warming_up(), warm_up.frontend.uncounted():
         for _, output in Engine(llm).stream(warm_up.requests()):
             warm_up.take(output)
-    return warm_up.done(warm_up.engine.collective_rpc(WARM, args=warm_up.arguments))
+        answers = warm_up.engine.collective_rpc(WARM, args=warm_up.arguments)
+    return warm_up.done(answers)
 
 
 async def warm_async(engine: Any, params: Sequence[SamplingParams], *options: Any) -> Warmed:
@@ -176,7 +177,8 @@ async def warm_async(engine: Any, params: Sequence[SamplingParams], *options: An
             async for output in warm_up.engine.generate(prompt, one, f"weir-warm-{secrets.token_hex(8)}"):
                 last = output
             warm_up.take(last)
-    return warm_up.done(await warm_up.engine.collective_rpc(WARM, args=warm_up.arguments))
+        answers = await warm_up.engine.collective_rpc(WARM, args=warm_up.arguments)
+    return warm_up.done(answers)
 
 
 def warm_hook(llm: Any, frontend: EngineFrontend, name: str, params: SamplingParams) -> None:

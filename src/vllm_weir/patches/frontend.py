@@ -265,17 +265,20 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     frontend.pacing.live = engine.output_processor.request_states
     on_gpu = config.device_config.device_type == "cuda"
     frontend.graphs = on_gpu and config.compilation_config.cudagraph_mode.name != "NONE"
-    frontend.uncounted = functools.partial(_uncounted, engine.output_processor)
+    frontend.uncounted = functools.partial(_uncounted, engine)
     return frontend
 
 
 @contextmanager
-def _uncounted(output_processor: Any) -> Iterator[None]:
-    """While this holds, vLLM's statistics leave out the tokens of requests that only warm the engine up."""
+def _uncounted(engine: Any) -> Iterator[None]:
+    """While this holds, vLLM's statistics leave out requests that only warm the engine up, and their steps."""
+    output_processor, loggers = engine.output_processor, engine.logger_manager
     with ExitStack() as patches:
         for name in ("_update_stats_from_output", "_update_stats_from_finished"):
             counted = _of_others(getattr(output_processor, name))
             patches.enter_context(patch.object(output_processor, name, counted))
+        if loggers is not None:
+            patches.enter_context(patch.object(loggers, "record", _of_tokens(loggers.record)))
         yield
 
 
@@ -284,6 +287,18 @@ def _of_others(update: Callable[..., None]) -> Callable[..., None]:
         tracker: Tracker | None = getattr(req_state, TRACKER, None)
         if tracker is None or not tracker.warms:
             update(req_state, *args, **kwargs)
+
+    return wrapper
+
+
+def _of_tokens(record: Callable[..., None]) -> Callable[..., None]:
+    """Let what records a step leave out one whose tokens are nobody's."""
+
+    def wrapper(scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        found = iteration_stats
+        if found is not None and not (found.num_generation_tokens or found.finished_requests):
+            found = None
+        record(scheduler_stats, found, *args, **kwargs)
 
     return wrapper
 

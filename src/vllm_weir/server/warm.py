@@ -48,10 +48,9 @@ async def load_given(state: ServerState) -> None:
         except WeirError as e:
             logger.warning("Weir could not warm %s: %s", name, e)
         else:
-            logger.info(
-                "Weir has warmed %s: %d CUDA graphs (%d MiB) in %.1f s",
-                name, done.graphs, done.graph_bytes >> 20, done.seconds,
-            )  # fmt: skip
+            # Printed, as vLLM shows no plugin's messages below warnings.
+            graphs = f"{done.graphs} CUDA graphs ({done.graph_bytes >> 20} MiB)"
+            print(f"Weir has warmed {name}: {graphs} in {done.seconds:.1f} s", flush=True)
 
 
 def _requests(state: ServerState) -> Iterator[tuple[str, SamplingParams]]:

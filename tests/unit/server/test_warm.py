@@ -60,16 +60,17 @@ def start(server):
     asyncio.run(warm.load_given(server))
 
 
-def test_what_has_a_name_is_warmed_and_the_log_tells_how(tmp_path, warmed, monkeypatch, caplog):
+def test_what_has_a_name_is_warmed_and_the_log_tells_how(tmp_path, warmed, monkeypatch, caplog, capsys):
     monkeypatch.setattr(logging.getLogger("vllm_weir"), "propagate", True)
-    caplog.set_level(logging.INFO, "vllm_weir")
     with serving(tmp_path, 1) as (server,):
         start(server)
     (clip, _), (good, _) = warmed
     assert clip["hooks"] == [{"op": "hook", "name": "clip"}] and good["probes"] == ["good"]
     assert {options for _, options in warmed} == {(None, None, 0)}, "no host memory is pinned"
-    assert "has warmed the hook 'clip': 40 CUDA graphs (5 MiB) in 1.5 s" in caplog.text
-    assert "could not warm the probe 'bad': probes: not today" in caplog.text and "eager" not in caplog.text
+    assert capsys.readouterr().out.splitlines() == [
+        f"Weir has warmed {name}: 40 CUDA graphs (5 MiB) in 1.5 s" for name in ("the hook 'clip'", "the probe 'good'")
+    ]
+    assert "could not warm the probe 'bad': probes: not today" in caplog.text
 
 
 def test_nothing_is_warmed_if_nothing_is_named_or_it_is_off(tmp_path, warmed):
