@@ -102,9 +102,10 @@ class _WarmUp:
             token_id = min(TOKEN_ID, vocabulary.size - 1) if vocabulary.size else TOKEN_ID
             prompt = [token_id] * self.frontend.warm_up_length(extras, tokens)
         if isinstance(prompt, str):
-            if vocabulary.tokenizer is None:
+            tokenizer: Any = vocabulary.tokenizer
+            if tokenizer is None:
                 raise WeirError("the engine has no tokenizer; give token ids", "prompt")
-            prompt = vocabulary.tokenizer(prompt)["input_ids"]
+            prompt = tokenizer(prompt)["input_ids"]
         fields = dict(prompt) if isinstance(prompt, dict) else {"type": "token", "prompt_token_ids": list(prompt)}
         return {**fields, "cache_salt": f"weir-{secrets.token_hex(8)}"}
 
@@ -132,8 +133,15 @@ class _WarmUp:
             if "error" in answer:
                 raise WeirError(answer["error"], answer["field"] or "host_bytes")
         most = {name: max(answer[name] for answer in answers) for name in ("sets", "graphs", "failed", "without")}
-        total = {name: sum(answer[name] for answer in answers) for name in ("bytes", "pinned")}
-        return Warmed(*most.values(), *total.values(), time.perf_counter() - self.began)
+        return Warmed(
+            tap_sets=most["sets"],
+            graphs=most["graphs"],
+            failed=most["failed"],
+            without_graphs=most["without"],
+            graph_bytes=sum(answer["bytes"] for answer in answers),
+            pinned_bytes=sum(answer["pinned"] for answer in answers),
+            seconds=time.perf_counter() - self.began,
+        )
 
 
 def _check_params(params: Sequence[Any]) -> None:
@@ -150,10 +158,10 @@ def _most(batch_sizes: int | Sequence[int] | None) -> int | None:
     """Return the largest of the batch sizes."""
     if batch_sizes is None:
         return None
-    sizes = [batch_sizes] if is_int(batch_sizes) else batch_sizes
+    sizes: Any = [batch_sizes] if is_int(batch_sizes) else batch_sizes
     if not isinstance(sizes, Sequence) or not sizes or not all(is_int(size) and size > 0 for size in sizes):
         raise WeirError(f"expected numbers of requests, at least 1, got {brief(batch_sizes)}", "batch_sizes")
-    return max(sizes)
+    return int(max(sizes))
 
 
 def warm(llm: Any, params: Sequence[SamplingParams], *options: Any) -> Warmed:
