@@ -280,7 +280,8 @@ def warm(
         batch_sizes: how many such requests generate at a time; decoding graphs of larger batches are
             left out. None: as many as the engine has at once.
         prompt: what the requests are given: text, token ids, or a prompt of vLLM's (with images, say).
-            None: some tokens, as few as reach all positions that the params ask for.
+            None: some tokens, as few as reach all positions that the params ask for; on an engine with
+            CUDA graphs also more than the largest of them takes.
         host_bytes: how much host memory for rows is pinned, at most the setting `host_bytes`. None: an
             eighth of that (what one step may fill) if the params capture rows, else none.
 

@@ -123,6 +123,22 @@ def test_the_prompt_is_as_long_as_positions_need(llm, told, more, length):
     assert (found, most, pinned, rest) == (length, None, 1 << 20, []) and done.tap_sets == 1
 
 
+@pytest.mark.parametrize(
+    ("more", "lengths"),
+    [
+        ({"capture": weir.Capture("resid_post", [1])}, [4, 65]),
+        ({"capture": weir.Capture("resid_post", [1], positions=90)}, [128]),
+        ({"interventions": [weir.Add(torch.ones(7, D), 1, positions="prompt")]}, [7]),
+    ],
+)
+def test_where_there_are_graphs_a_step_that_is_larger_runs_too(llm, told, monkeypatch, more, lengths):
+    """Its rows are sent another way. Positions that fit one length only have no second prompt."""
+    monkeypatch.setattr(frontend_of(llm), "largest_graph", 64)
+    done = weir.warm(llm, weir.params(sampling(9), **more))
+    assert [length for _, length in told[0][0]] == lengths and done.tap_sets == 1
+    assert_nothing_is_held(llm)
+
+
 def test_what_is_asked_of_the_workers(llm, told):
     frontend, one = frontend_of(llm), weir.params(sampling(4), capture=weir.Capture("resid_post", [1]))
     weir.warm(llm, one, one, batch_sizes=[3, 9, 2], prompt=prompt(21, 3))
@@ -163,10 +179,10 @@ def test_nothing_is_delivered_or_counted(llm, tmp_path):
 
 
 def test_a_compiled_hook_is_warm_once_it_is_registered(llm, told, monkeypatch):
-    monkeypatch.setattr(frontend_of(llm), "graphs", True)
+    monkeypatch.setattr(frontend_of(llm), "largest_graph", 64)
     compiled = weir.Hook(clamp_norm, layers=2, args={"most": 5.0}, mode="compiled")
     weir.register_hook(llm, "clip", compiled)
-    assert len(told) == 1 and len(told[0][0]) == 1
+    assert [length for _, length in told[0][0]] == [4, 65] and len(told) == 1
     CALLS.clear()
     weir.register_hook(llm, "cold", compiled, warm=False)
     weir.register_hook(llm, "eager", weir.Hook(counting, layers=2))
@@ -180,7 +196,7 @@ def test_a_compiled_hook_is_warm_once_it_is_registered(llm, told, monkeypatch):
 
 
 def test_a_hook_that_cannot_be_warmed_is_registered_and_the_log_says_so(llm, told, monkeypatch, caplog):
-    monkeypatch.setattr(frontend_of(llm), "graphs", True)
+    monkeypatch.setattr(frontend_of(llm), "largest_graph", 64)
     monkeypatch.setattr(logging.getLogger("vllm_weir"), "propagate", True)
     weir.register_hook(llm, "clip", weir.Hook(clamp_norm, layers=2, mode="compiled"))  # needs an arg
     assert "captured when requests first need them" in caplog.text and not told

@@ -21,7 +21,7 @@ from vllm_weir.frontend.admission.inline_vectors import InlineVectors
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, max_generated
 from vllm_weir.frontend.admission.row_bound import check_rows
 from vllm_weir.frontend.admission.speculation import check_drafts_ahead
-from vllm_weir.frontend.admission.warm_up import shortest_prompt, warming
+from vllm_weir.frontend.admission.warm_up import prompt_lengths, warming
 from vllm_weir.frontend.engine_names import EngineNames
 from vllm_weir.frontend.known_engine import KnownEngine
 from vllm_weir.frontend.outputs.output_holder import OutputHolder
@@ -73,7 +73,7 @@ class EngineFrontend:
         engine: how it is configured, and what its workers serve.
         names: what names stand for, and what holds for all requests.
         observer: told what becomes of requests; None unless a server has set it.
-        graphs: whether steps are replayed from CUDA graphs.
+        largest_graph: tokens of the largest step that is replayed from a CUDA graph; 0 if none is.
         uncounted: while it holds, vLLM's metrics leave out requests that only warm the engine up.
         holder: holds outputs back until their tokens have scores.
         global_told: by request, what functions have said since some are called for every request.
@@ -97,7 +97,7 @@ class EngineFrontend:
         self.holder = OutputHolder(self.store, settings.timeout)
         self.pacing = Pacing()
         self.observer: RequestObserver | None = None
-        self.graphs = False
+        self.largest_graph = 0
         self.uncounted: Callable[[], AbstractContextManager[None]] = nullcontext
         self.manager = SinkManager(settings.sinks, settings.marked_bytes, settings.marked_seconds, settings.timeout)
         self.model, self._hold = model, hold
@@ -240,8 +240,8 @@ class EngineFrontend:
             warms,
         ), engine_request
 
-    def warm_up_length(self, extra_args: Mapping[str, Any], max_tokens: int) -> int:
-        """Return how many tokens a prompt has to have for a request that warms up, see `shortest_prompt`.
+    def warm_up_lengths(self, extra_args: Mapping[str, Any], max_tokens: int) -> list[int]:
+        """Return how many tokens the prompts of requests that warm up have, see `prompt_lengths`.
 
         Raises:
             WeirError: naming the field, if the engine serves no such request.
@@ -250,7 +250,8 @@ class EngineFrontend:
         with self.names.lock:
             self.names.refresh()
             admitted = self._admitted(extra_args, True)
-        return shortest_prompt(admitted, max_tokens, (self._max_model_len or 1 << 20) - max_tokens)
+        longest = (self._max_model_len or 1 << 20) - max_tokens
+        return prompt_lengths(admitted, max_tokens, longest, self.largest_graph)
 
     def _admitted(
         self,

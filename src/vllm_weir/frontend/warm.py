@@ -93,14 +93,19 @@ class _WarmUp:
                 skip_reading_prefix_cache=True,
                 extra_args=extras,
             )
-            yield self._prompt_of(extras, tokens), own
+            for prompt in self._prompts(extras, tokens):
+                yield self._salted(prompt), own
 
-    def _prompt_of(self, extras: dict[str, Any], tokens: int) -> dict[str, Any]:
+    def _prompts(self, extras: dict[str, Any], tokens: int) -> Sequence[Any]:
+        if self._prompt is not None:
+            return [self._prompt]
+        size = self.frontend.engine.vocabulary.size
+        token_id = min(TOKEN_ID, size - 1) if size else TOKEN_ID
+        return [[token_id] * length for length in self.frontend.warm_up_lengths(extras, tokens)]
+
+    def _salted(self, prompt: Any) -> dict[str, Any]:
         """Return a prompt whose blocks no other request finds in the prefix cache."""
-        prompt, vocabulary = self._prompt, self.frontend.engine.vocabulary
-        if prompt is None:
-            token_id = min(TOKEN_ID, vocabulary.size - 1) if vocabulary.size else TOKEN_ID
-            prompt = [token_id] * self.frontend.warm_up_length(extras, tokens)
+        vocabulary = self.frontend.engine.vocabulary
         if isinstance(prompt, str):
             tokenizer: Any = vocabulary.tokenizer
             if tokenizer is None:
@@ -196,7 +201,7 @@ def warm_hook(llm: Any, frontend: EngineFrontend, name: str, params: SamplingPar
     (an arg may be left to requests) put that off to the first request, and the log says so.
     """
     hook = frontend.names.hooks.find(name, "name")
-    if not frontend.graphs or hook.mode != "compiled" or hook.state:
+    if not frontend.largest_graph or hook.mode != "compiled" or hook.state:
         return
     try:
         done = warm(llm, [params], None, None, 0)

@@ -263,8 +263,8 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     setattr(engine.output_processor, RENDERER, getattr(engine, "renderer", None))  # not in every version
     setattr(engine.engine_core, READER, OutputReader(frontend.holder))
     frontend.pacing.live = engine.output_processor.request_states
-    on_gpu = config.device_config.device_type == "cuda"
-    frontend.graphs = on_gpu and config.compilation_config.cudagraph_mode.name != "NONE"
+    if config.device_config.device_type == "cuda" and config.compilation_config.cudagraph_mode.name != "NONE":
+        frontend.largest_graph = config.compilation_config.max_cudagraph_capture_size or 0
     frontend.uncounted = functools.partial(_uncounted, engine)
     return frontend
 

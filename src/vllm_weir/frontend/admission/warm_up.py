@@ -28,17 +28,21 @@ def warming_up() -> Iterator[None]:
         warming.reset(token)
 
 
-def shortest_prompt(admitted: AdmittedRequest, max_tokens: int, longest: int) -> int:
-    """Return how many tokens a prompt has to have so that every position which a request asks for is reached.
+def prompt_lengths(admitted: AdmittedRequest, max_tokens: int, longest: int, largest_graph: int) -> list[int]:
+    """Return how many tokens the prompts of a warm-up have: few, and more than a CUDA graph takes, if there are any.
 
-    If no prompt of up to `longest` tokens is enough, it is `SHORTEST`, with which the request is refused.
+    The first is the shortest prompt with which every position that the request asks for is reached. If none
+    of up to `longest` tokens is enough, it is `SHORTEST`, with which the request is refused. The second is
+    left out if positions do not let the prompt be so long.
     """
     lengths = {*range(SHORTEST, EACH_UP_TO), *(2**k for k in range(longest.bit_length())), longest}
     lengths |= {rows.rows for rows in admitted.by_position}
-    for length in sorted(lengths):
-        if SHORTEST <= length <= longest and _fits(admitted, length, max_tokens):
-            return length
-    return min(SHORTEST, longest)
+    tried = (length for length in sorted(lengths) if SHORTEST <= length <= longest)
+    shortest = next((length for length in tried if _fits(admitted, length, max_tokens)), min(SHORTEST, longest))
+    eager = min(largest_graph + 1, longest)
+    if largest_graph and eager > shortest and _fits(admitted, eager, max_tokens):
+        return [shortest, eager]
+    return [shortest]
 
 
 def _fits(admitted: AdmittedRequest, length: int, max_tokens: int) -> bool:
