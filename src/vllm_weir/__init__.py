@@ -42,6 +42,8 @@ if TYPE_CHECKING:
         unregister,
         unregister_hook,
         unregister_probe,
+        warm,
+        warm_async,
     )
     from vllm_weir.api import list_vectors as list
     from vllm_weir.client.async_client import AsyncClient
@@ -181,6 +183,8 @@ __all__ = [
     "unregister",
     "unregister_hook",
     "unregister_probe",
+    "warm",
+    "warm_async",
 ]
 
 _guard.install()

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm_weir.controllers.async_controller import AsyncController
     from vllm_weir.frontend.engine import Engine
     from vllm_weir.frontend.outputs.ticket import Ticket
+    from vllm_weir.frontend.warm import Warmed
     from vllm_weir.guard.beam_params import BeamSearchParams
     from vllm_weir.lenses.fitted import FittedLens
     from vllm_weir.sae.autoencoder import SAE
@@ -213,21 +214,32 @@ def list_probes(llm: Any) -> dict[str, dict[str, Any]]:
     return _frontend(llm).names.probes.infos()
 
 
-def register_hook(llm: Any, name: str, hook: Hook | Callable[..., Any]) -> None:
+def register_hook(llm: Any, name: str, hook: Hook | Callable[..., Any], *, warm: bool = True) -> None:
     """Register a hook under a name for requests to this engine, replacing any other of that name.
 
     Requests then name it: ``hooks=[weir.Use("clip", args={"w": w})]``. A request uses the hook that the name stands
     for when the request is admitted.
 
+    The CUDA graphs that call a compiled hook at its layers are captured now, as `warm` does; that takes
+    seconds. An engine that has requests, and an ``AsyncLLM`` (await `warm_async`), captures them when a request
+    first needs them, and the log says so.
+
     Args:
         llm: ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in class.
         name: 1 to 256 characters.
         hook: a `Hook`, whose args are what requests leave out; or a function alone, ``Hook(function)``.
+        warm: whether its CUDA graphs are captured now.
 
     Raises:
         WeirError: if the engine cannot serve it; then the name keeps what it stood for.
     """
-    _frontend(llm).names.register_hook(name, hook)
+    warm = parse_flag(warm, "warm", "register_hook")
+    frontend = _frontend(llm)
+    frontend.names.register_hook(name, hook)
+    if warm:
+        from vllm_weir.frontend.warm import warm_hook
+
+        warm_hook(llm, frontend, name, params(hooks=Use(name)))
 
 
 def unregister_hook(llm: Any, name: str) -> None:
@@ -245,6 +257,58 @@ def list_hooks(llm: Any) -> dict[str, dict[str, Any]]:
     An arg that is a tensor is told as {"dtype", "shape"}.
     """
     return _frontend(llm).names.hooks.infos()
+
+
+def warm(
+    llm: Any,
+    *params: SamplingParams,
+    batch_sizes: int | Sequence[int] | None = None,
+    prompt: str | Sequence[int] | Mapping[str, Any] | None = None,
+    host_bytes: int | None = None,
+) -> Warmed:
+    """Prepare the engine for requests with these params, so that the first of them is as quick as later ones.
+
+    A short request with each of the `params` runs, which compiles kernels and functions, uploads vectors and
+    moves weights. Then the CUDA graphs are captured that steps with such requests replay, each of the `params`
+    alone and all of them together, and host memory for rows is pinned. Nothing of these requests is counted in
+    metrics, goes to sinks, or is found in the prefix cache by others.
+
+    Args:
+        llm: ``LLM``, ``LLMEngine`` or Weir's drop-in class, without unfinished requests; for an
+            ``AsyncLLM`` await `warm_async`.
+        params: what `params` returns, at most 256.
+        batch_sizes: how many such requests generate at a time; decoding graphs of larger batches are
+            left out. None: as many as the engine has at once.
+        prompt: what the requests are given: text, token ids, or a prompt of vLLM's (with images, say).
+            None: some tokens, as few as reach all positions that the params ask for; on an engine with
+            CUDA graphs also more than the largest of them takes.
+        host_bytes: how much host memory for rows is pinned, at most the setting `host_bytes`. None: an
+            eighth of that (what one step may fill) if the params capture rows, else none.
+
+    Returns:
+        ``tap_sets``, ``graphs``, ``failed``, ``without_graphs``, ``graph_bytes``, ``pinned_bytes``, ``seconds``.
+
+    Raises:
+        WeirError: as a request with the params would, or if the engine has unfinished requests.
+    """
+    _frontend(llm)
+    from vllm_weir.frontend.warm import warm as run
+
+    return run(llm, params, batch_sizes, prompt, host_bytes)
+
+
+async def warm_async(
+    engine: Any,
+    *params: SamplingParams,
+    batch_sizes: int | Sequence[int] | None = None,
+    prompt: str | Sequence[int] | Mapping[str, Any] | None = None,
+    host_bytes: int | None = None,
+) -> Warmed:
+    """Do what `warm` does, for an ``AsyncLLM``."""
+    _frontend(engine)
+    from vllm_weir.frontend.warm import warm_async as run
+
+    return await run(engine, params, batch_sizes, prompt, host_bytes)
 
 
 def load_sae(llm: Any, name: str, sae: SAE | str | os.PathLike) -> None:

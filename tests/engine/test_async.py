@@ -345,3 +345,33 @@ def test_what_is_built_on_an_engine_learns_what_this_one_serves(served):
         with pytest.raises(weir.WeirError, match=r"AsyncLLM answers only asynchronously; give a vllm\.LLM") as e:
             call()
         assert e.value.field == "llm"
+
+
+def test_it_is_warmed_without_a_trace(served, truth):
+    """What runs then is not counted by vLLM; later requests are as ever; a busy engine says so."""
+    engine = served.engine
+    asked, wanted = asking("all", LAYERS)
+    params = [asked, weir.params(sampling(4), interventions=[weir.Add(torch.ones(128), 2, hook="mlp_out")])]
+    counted = []
+    for name in ("_update_stats_from_output", "_update_stats_from_finished"):
+        setattr(engine.output_processor, name, lambda *args: counted.append(args))
+    done = served.call(weir.warm_async(engine, *params, batch_sizes=[2]))
+    assert done.tap_sets == 3 and done.graphs == 0 and not counted
+    for name in ("_update_stats_from_output", "_update_stats_from_finished"):
+        delattr(engine.output_processor, name)
+    with pytest.raises(weir.WeirError, match="await warm_async"):
+        weir.warm(engine, *params)
+    with pytest.raises(weir.WeirError, match="layers"):
+        served.call(weir.warm_async(engine, weir.params(capture=weir.Capture("resid_post", [77]))))
+
+    async def busy():
+        stream = engine.generate(prompts()[0], sampling(30), "warm-busy")
+        await anext(stream)
+        try:
+            with pytest.raises(weir.WeirError, match="unfinished requests"):
+                await weir.warm_async(engine, *params)
+        finally:
+            await stream.aclose()
+
+    served.call(busy())
+    verify(served.call(stream(engine, prompts()[0], asked, "warm-later"))[-1], wanted, truth)

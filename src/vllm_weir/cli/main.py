@@ -113,7 +113,8 @@ def serve(context: typer.Context) -> None:
     Also takes --weir-admin-key-file PATH (or WEIR_ADMIN_KEY), --weir-sae NAME=PATH[@HOOK.LAYER],
     repeatable; the place is for files that do not say theirs; --weir-hook NAME=MODULE:ATTRIBUTE,
     repeatable, functions that requests name; --weir-lens NAME=PATH, repeatable, fitted lenses that
-    requests name; and --steering-modules NAME=FILE ...
+    requests name; --weir-warm on|off, whether the server warms what these name before it is ready;
+    and --steering-modules NAME=FILE ...
     """
     from vllm_weir.errors import WeirError
     from vllm_weir.guard.refuse import cause_of

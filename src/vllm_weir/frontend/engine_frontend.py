@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from vllm_weir.frontend.admission.inline_vectors import InlineVectors
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, max_generated
 from vllm_weir.frontend.admission.row_bound import check_rows
 from vllm_weir.frontend.admission.speculation import check_drafts_ahead
+from vllm_weir.frontend.admission.warm_up import prompt_lengths, warming
 from vllm_weir.frontend.engine_names import EngineNames
 from vllm_weir.frontend.known_engine import KnownEngine
 from vllm_weir.frontend.outputs.output_holder import OutputHolder
@@ -71,6 +73,8 @@ class EngineFrontend:
         engine: how it is configured, and what its workers serve.
         names: what names stand for, and what holds for all requests.
         observer: told what becomes of requests; None unless a server has set it.
+        largest_graph: tokens of the largest step that is replayed from a CUDA graph; 0 if none is.
+        uncounted: while it holds, vLLM's metrics leave out requests that only warm the engine up.
         holder: holds outputs back until their tokens have scores.
         global_told: by request, what functions have said since some are called for every request.
     """
@@ -93,6 +97,8 @@ class EngineFrontend:
         self.holder = OutputHolder(self.store, settings.timeout)
         self.pacing = Pacing()
         self.observer: RequestObserver | None = None
+        self.largest_graph = 0
+        self.uncounted: Callable[[], AbstractContextManager[None]] = nullcontext
         self.manager = SinkManager(settings.sinks, settings.marked_bytes, settings.marked_seconds, settings.timeout)
         self.model, self._hold = model, hold
         self._max_rows: int | None = None
@@ -188,7 +194,8 @@ class EngineFrontend:
         check_drafts_ahead(admitted, prompt_len, self.engine.traits)
         for rows in admitted.by_position:
             rows.check(prompt_len)
-        self.manager.prepare(admitted.parts, request_id)
+        warms = warming.get()
+        self.manager.prepare(() if warms else admitted.parts, request_id)
         if self._receiver is None:
             self._receiver = Receiver(self.store, self._host)
         engine_request = self.engine.make_request(
@@ -209,7 +216,7 @@ class EngineFrontend:
         )
         pending.texts = self._texts
         self.store.open(pending)
-        if self.names.global_hooks:
+        if self.names.global_hooks and not warms:
             self.global_told[request_id] = pending.told
         if prompt_ids is not None and captures_only_prompt(pending.memory, prompt_len):
             self.store.prompt_slicer.add(pending, capabilities.d_model)
@@ -225,12 +232,26 @@ class EngineFrontend:
             first,
             capabilities.d_model,
             self.settings.timeout,
-            self.manager,
+            None if warms else self.manager,
             asked,
             self._hold,
             held,
             () if continuation is None else continuation.token_ids,
+            warms,
         ), engine_request
+
+    def warm_up_lengths(self, extra_args: Mapping[str, Any], max_tokens: int) -> list[int]:
+        """Return how many tokens the prompts of requests that warm up have, see `prompt_lengths`.
+
+        Raises:
+            WeirError: naming the field, if the engine serves no such request.
+        """
+        self.engine.require_capabilities()
+        with self.names.lock:
+            self.names.refresh()
+            admitted = self._admitted(extra_args, True)
+        longest = (self._max_model_len or 1 << 20) - max_tokens
+        return prompt_lengths(admitted, max_tokens, longest, self.largest_graph)
 
     def _admitted(
         self,

@@ -28,6 +28,7 @@ class Tracker:
         hold: whether `view` may block while a sink has no room.
         held: what holds the sequence's outputs back until their tokens have scores; None if nothing does.
         continuation: tokens after the prompt that the request was given, and which count as generated.
+        warms: whether the request only warms the engine up, and is not to be counted.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class Tracker:
         hold: bool = False,
         held: HeldOutputs | None = None,
         continuation: Sequence[int] = (),
+        warms: bool = False,
     ) -> None:
-        self.pending, self.held = pending, held
+        self.pending, self.held, self.warms = pending, held, warms
         self._continuation = continuation
         self._first = first
         self._d_model = d_model

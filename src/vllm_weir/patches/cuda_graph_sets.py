@@ -8,7 +8,7 @@ import inspect
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -102,6 +102,8 @@ class GraphSets:
         self._substitutes: dict[LiveGraph, LiveGraph | None] = {}
         self._late_captures: list[tuple[Any, float, int]] = []
         """Descriptor, seconds and bytes of each capture while the engine served."""
+        self._warmed = 0
+        """Graphs that were captured before a step needed them, since start-up."""
         self._steps: Counter[str] = Counter()
         manager.capture, manager.dispatch = self._capture_at_start, self._dispatch_step
 
@@ -109,7 +111,7 @@ class GraphSets:
         self._runtime.silence()
         self._capture_again = functools.partial(self._vllm_capture, *args, **kwargs)
         self._capture_again()
-        self._captured, self._failed, self._masks = set(), set(), []
+        self._captured, self._failed, self._masks, self._warmed = set(), set(), [], 0
         self._substitutes.clear()
         self._swaps = {
             "FULL": [_SwappedAttribute(self.manager, "graphs")],
@@ -217,6 +219,44 @@ class GraphSets:
             logger.info("Weir captured a live CUDA graph for %s in %.0f ms", desc, 1000 * seconds)
         return done
 
+    def warm(self, wanted: Sequence[tuple[int, bool]], most: int | None = None) -> dict[str, int]:
+        """Capture the graphs that steps with these taps replay, before one needs them.
+
+        It is called between two steps, on all ranks with the same arguments.
+
+        Args:
+            wanted: masks of taps, each with whether only steps that compute a prompt need them.
+            most: how many requests decode at a time; None for as many as the engine has at once.
+
+        Returns:
+            How many "graphs" were captured, the "bytes" of device memory that they took, how many graphs
+            "failed", and how many of the masks are "without" graphs: their steps call what no graph can
+            hold, or there are `MAX_SETS` others.
+        """
+        captured, free, failed, without = len(self._captured), _free_memory(), 0, 0
+        for needed, in_prompts in wanted:
+            mask = None if needed >> NO_GRAPH & 1 else self._mask_for(needed)
+            if mask is None:
+                without += 1
+            elif self.lazy:
+                failed += self._warm_set(mask, in_prompts, most)
+        graphs = len(self._captured) - captured
+        self._warmed += graphs
+        return {"graphs": graphs, "bytes": max(0, free - _free_memory()), "failed": failed, "without": without}
+
+    def _warm_set(self, mask: int, in_prompts: bool, most: int | None) -> int:
+        """Capture what a set lacks; return how many graphs could not be captured."""
+        if mask not in _WIDEST and mask not in self._masks:
+            self._masks.append(mask)
+        failed = 0
+        for mode, descs in self.manager._capture_descs.items():
+            sizes = [desc for desc in _sizes_of(descs, in_prompts, most) if LiveGraph(mask, desc) not in self._captured]
+            before = set(self._failed)
+            if sizes and not self._try_capture(mask, {mode: sizes}, self._late_capture):
+                failed += len(sizes)
+                self._failed = before  # one of them alone may yet be captured, once a step needs it
+        return failed
+
     def _without_graph(self, desc: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the descriptor of a batch that runs without a graph: its own sizes, unpadded."""
         batch = self._dispatch_signature.bind(*args, **kwargs).arguments
@@ -293,6 +333,7 @@ class GraphSets:
             "live": len(self._captured),
             "sets": len({mask for mask, _ in self._captured}),
             "failed": len(self._failed),
+            "warmed": self._warmed,
             "steps": dict(self._steps),
             "captured_late": [
                 (desc.cg_mode.name, desc.num_tokens, seconds, used) for desc, seconds, used in self._late_captures
@@ -319,6 +360,21 @@ def _sizes_at_start(descs: list[Any]) -> list[Any]:
         if last is None or (desc.num_tokens <= MAX_SIZE_RATIO * last and last > MIN_START_TOKENS):
             chosen.append(desc)
     return chosen
+
+
+def _sizes_of(descs: list[Any], in_prompts: bool, most: int | None) -> list[Any]:
+    """Return the sizes that steps may have, see `GraphSets.warm`."""
+    decoding = [desc for desc in descs if _decodes_only(desc)]
+    largest = min((desc.num_reqs for desc in decoding if desc.num_reqs >= (most or 0)), default=None)
+    needed = [] if in_prompts else decoding
+    if most is not None and largest is not None:
+        needed = [desc for desc in needed if desc.num_reqs <= largest]
+    return [desc for desc in descs if desc in needed or not _decodes_only(desc)]
+
+
+def _decodes_only(desc: Any) -> bool:
+    """Return whether a graph takes steps alone in which every request decodes."""
+    return getattr(desc, "uniform_token_count", None) is not None or getattr(desc, "max_query_len", None) is not None
 
 
 class _SwappedAttribute:

@@ -13,8 +13,8 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -23,8 +23,20 @@ from vllm_weir.patches.cuda_graph_sets import GraphSets
 from vllm_weir.worker.runtime import WorkerRuntime
 
 
-def patch_runner(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) -> Callable[[], dict[str, Any]]:
-    """Patch how a V2 runner captures and replays graphs; return a function that reports on them.
+class RunnerGraphs(NamedTuple):
+    """What is asked of a runner's graphs.
+
+    Attributes:
+        report: returns what is captured.
+        warm: see `GraphSets.warm`; nothing is captured where there are no sets.
+    """
+
+    report: Callable[[], dict[str, Any]]
+    warm: Callable[[Sequence[tuple[int, bool]], int | None], dict[str, int]]
+
+
+def patch_runner(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) -> RunnerGraphs:
+    """Patch how a V2 runner captures and replays graphs.
 
     The runner's model is loaded, and no graph captured yet. With `eager` the whole live set is captured at
     start-up. So it is in engines in which one rank must not stop alone (data parallel), or in which a late
@@ -72,7 +84,13 @@ def patch_runner(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) 
         return graph_sets.report()
 
     runner.capture_model, runner.execute_model, runner.shutdown = capture, execute, shut_down
-    return report
+    return RunnerGraphs(report, functools.partial(_warm, sets))
+
+
+@torch.inference_mode()
+def _warm(sets: Callable[[], GraphSets | None], wanted: Sequence[tuple[int, bool]], most: int | None) -> dict[str, int]:
+    graph_sets = sets()
+    return {} if graph_sets is None else graph_sets.warm(wanted, most)
 
 
 class _PaddedWhenRead:

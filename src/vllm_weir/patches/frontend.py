@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, suppress
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from vllm_weir.compat.mi_patch.environment import settings_of
 from vllm_weir.compat.vllm_lens.request import lens_field, read, to_weir
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.continuation import current_search
 from vllm_weir.frontend.admission.reachable import Vocabulary
+from vllm_weir.frontend.admission.warm_up import warming
 from vllm_weir.frontend.controllers import check_controllers
 from vllm_weir.frontend.controllers import set_up as set_up_controllers
 from vllm_weir.frontend.engine import Engine
@@ -46,7 +49,7 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
         tracker = observer = None
         frontend = getattr(self, FRONTEND, None)
         if extras or (frontend is not None and frontend.universal):
-            observer = None if frontend is None else frontend.observer
+            observer = _observer_of(frontend)
             try:
                 if extras:
                     refuse_slips(extras)
@@ -73,6 +76,10 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
             frontend.pacing.add_own(state)
 
     return wrapper
+
+
+def _observer_of(frontend: EngineFrontend | None) -> RequestObserver | None:
+    return None if frontend is None or warming.get() else frontend.observer
 
 
 def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
@@ -256,7 +263,44 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     setattr(engine.output_processor, RENDERER, getattr(engine, "renderer", None))  # not in every version
     setattr(engine.engine_core, READER, OutputReader(frontend.holder))
     frontend.pacing.live = engine.output_processor.request_states
+    if config.device_config.device_type == "cuda" and config.compilation_config.cudagraph_mode.name != "NONE":
+        frontend.largest_graph = config.compilation_config.max_cudagraph_capture_size or 0
+    frontend.uncounted = functools.partial(_uncounted, engine)
     return frontend
+
+
+@contextmanager
+def _uncounted(engine: Any) -> Iterator[None]:
+    """While this holds, vLLM's statistics leave out requests that only warm the engine up, and their steps."""
+    output_processor, loggers = engine.output_processor, engine.logger_manager
+    with ExitStack() as patches:
+        for name in ("_update_stats_from_output", "_update_stats_from_finished"):
+            counted = _of_others(getattr(output_processor, name))
+            patches.enter_context(patch.object(output_processor, name, counted))
+        if loggers is not None:
+            patches.enter_context(patch.object(loggers, "record", _of_tokens(loggers.record)))
+        yield
+
+
+def _of_others(update: Callable[..., None]) -> Callable[..., None]:
+    def wrapper(req_state: Any, *args: Any, **kwargs: Any) -> None:
+        tracker: Tracker | None = getattr(req_state, TRACKER, None)
+        if tracker is None or not tracker.warms:
+            update(req_state, *args, **kwargs)
+
+    return wrapper
+
+
+def _of_tokens(record: Callable[..., None]) -> Callable[..., None]:
+    """Let what records a step leave out one whose tokens are nobody's."""
+
+    def wrapper(scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        found = iteration_stats
+        if found is not None and not (found.num_generation_tokens or found.finished_requests):
+            found = None
+        record(scheduler_stats, found, *args, **kwargs)
+
+    return wrapper
 
 
 def may_be_remote(parallel: Any) -> bool:
@@ -361,7 +405,7 @@ def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Ca
             for completion in _parts(output):
                 view = getattr(completion, _VIEW, None)
                 if view is not None and view.finished:
-                    observer = None if frontend is None else frontend.observer
+                    observer = _observer_of(frontend)
                     # Let outputs of plain requests go first.
                     await (asyncio.sleep(0) if frontend is None else frontend.pacing.wait_to_respond())
                     # Usually the worker has reported by now. With other overflow settings, counting

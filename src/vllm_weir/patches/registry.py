@@ -98,6 +98,13 @@ PATCHES: tuple[Patch, ...] = (
          "frontend:add_request", ("request",), guard=True),
     Patch(f"{_V1}.engine.output_processor", "OutputProcessor.__init__", FRONTEND,
          "the engine's tokenizer says which tokens are special", None, ("tokenizer",)),
+    *(
+        Patch(f"{_V1}.engine.output_processor", f"OutputProcessor.{name}", FRONTEND,
+              "requests that only warm the engine up are not counted", None, ("req_state",))
+        for name in ("_update_stats_from_output", "_update_stats_from_finished")
+    ),
+    Patch(f"{_V1}.metrics.loggers", "StatLoggerManager.record", FRONTEND,
+         "steps of such requests are not counted", None, ("scheduler_stats", "iteration_stats")),
     Patch(f"{_V1}.engine.output_processor", "RequestState.__init__", FRONTEND,
          "sinks learn which of a request's sequences they get", None, ("request_index",)),
     Patch(f"{_V1}.engine.output_processor", "RequestState._new_completion_output", FRONTEND,

@@ -111,8 +111,10 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
         logger.error("Weir does not serve this model: %s", e)
         worker.weir_report = functools.partial(_report, status, None, str(e))
         return
+    graphs = None
     if worker.use_v2_model_runner:
-        worker.weir_graphs = cuda_graphs.patch_runner(runner, runtime, config, settings.graphs == "eager")
+        graphs = cuda_graphs.patch_runner(runner, runtime, config, settings.graphs == "eager")
+        worker.weir_graphs = graphs.report
     elif one_set:
         warmup.wait()
         runtime.switch.pin()  # runner V1 has one set of graphs, with live taps
@@ -125,11 +127,34 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
     patch_inputs(runtime)
     worker.weir_report = functools.partial(_report, status, runtime)
     worker.weir_usage = runtime.usage
+    worker.weir_warm = functools.partial(_warm, runtime, graphs)
     worker.weir_weights = functools.partial(weights_now, runner)
     worker.weir_unembedding = functools.partial(unembedding_rows, model, model_info)
     worker.weir_load_sae, worker.weir_unload_sae = runtime.saes.load, runtime.saes.unload
     kept = runtime.kept_rows
     worker.weir_keep_rows, worker.weir_apply_to_rows, worker.weir_drop_rows = kept.begin, kept.apply, kept.end
+
+
+def _warm(
+    runtime: WorkerRuntime,
+    graphs: cuda_graphs.RunnerGraphs | None,
+    requests: Sequence[tuple[bytes, int]],
+    most: int | None,
+    host_bytes: int,
+) -> dict[str, Any]:
+    """Capture the CUDA graphs and pin the host memory that such requests need, between two steps.
+
+    `requests` are those of `WorkerRuntime.taps_needed`, of which at most `most` decode at a time (None for any
+    number), and `host_bytes` says how much of the host buffer is to be pinned. Returned are what `GraphSets.warm`
+    returns, how many tap "sets" the requests need, and how many bytes were "pinned"; or an "error" and its "field".
+    """
+    try:
+        wanted = runtime.taps_needed([(wire, length) for wire, length in requests])
+        pinned = runtime.host.pin(-(-host_bytes // runtime.host.row_bytes))
+    except WeirError as e:
+        return {"error": e.message, "field": e.field}
+    done = {} if graphs is None else graphs.warm(wanted, most)
+    return {"graphs": 0, "bytes": 0, "failed": 0, "without": 0, **done, "sets": len(wanted), "pinned": pinned}
 
 
 def _model_info(runner: Any, config: Any, v2: bool) -> ModelInfo:

@@ -31,9 +31,16 @@ ROUTERS = (
 """Modules with a function `router`."""
 LOADERS = tuple(
     f"vllm_weir.{name}"
-    for name in ("server.saes", "compat.rhizonymph.modules", "server.hooks", "server.lenses", "server.shipped")
+    for name in (
+        "server.saes",
+        "compat.rhizonymph.modules",
+        "server.hooks",
+        "server.lenses",
+        "server.shipped",
+        "server.warm",
+    )
 )
-"""Modules with a function `load_given`, which loads what the server was started with."""
+"""Modules with a function `load_given`, which loads what the server was started with; the last one warms it."""
 PREFIXES = (
     "/v1/weir",
     "/v1/activations",

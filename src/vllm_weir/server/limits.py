@@ -21,6 +21,8 @@ HOOKS = "WEIR_SERVE_HOOKS"
 """Which functions the server imports; `weir serve` sets it."""
 LENSES = "WEIR_SERVE_LENSES"
 """Which lenses the server names; `weir serve` sets it."""
+WARM = "WEIR_SERVE_WARM"
+"""Whether the server is warmed when it starts; see `ServerLimits.warm`."""
 DEMO = "WEIR_SERVE_DEMO"
 """Set if the server keeps what comes with the shipped model; `weir serve demo` sets it."""
 
@@ -44,6 +46,8 @@ class ServerLimits(BaseModel):
             (float32; equal vectors count once).
         pace: Requests with Weir's keys admitted per second while plain requests are served; each
             waits a second at most. 0 admits all at once.
+        warm: Whether the server gets ready for requests that name what it was started with before it says
+            that it is; `weir serve --weir-warm off` sets it to 0.
         directory: The directory of results; empty for the system's temporary directory.
     """
 
@@ -59,6 +63,7 @@ class ServerLimits(BaseModel):
     vectors: Annotated[int, Field(ge=1)] = 4096
     vector_bytes: Annotated[int, Field(ge=1 << 10)] = 1 << 30
     pace: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 64.0
+    warm: bool = True
     directory: str = ""
 
     @classmethod

@@ -15,6 +15,7 @@ import torch
 from vllm_weir import messages
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
+from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.taps import STAGES, is_boundary, num_columns, num_taps, tap_of
 from vllm_weir.worker.discovery.anchors import Anchor
 from vllm_weir.worker.discovery.site_map import SiteMap, chosen
@@ -290,6 +291,13 @@ class WorkerRuntime:
         """Turn on the taps that the coming step needs, alike on all ranks; groups as in `ActiveTaps.taps_in`."""
         self.switch.turn(self._active_taps.taps_in(*groups))
         self.all_live = len(self._active_taps) >= sum(len(request_ids) for request_ids, _ in groups)
+
+    def taps_needed(self, requests: Sequence[tuple[bytes, int]]) -> list[tuple[int, bool]]:
+        """Return the masks of taps of steps with such requests, see `ActiveTaps.needed_by`.
+
+        `requests` are (`EngineSpec.wire`, tokens of the prompt).
+        """
+        return self._active_taps.needed_by((EngineSpec.from_wire(wire), length) for wire, length in requests)
 
     def close(self) -> None:
         """Send what is under way, then end threads, sockets and pinned memory."""

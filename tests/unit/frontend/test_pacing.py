@@ -196,6 +196,7 @@ def test_which_requests_in_the_engine_are_plain():
         ),
         speculative_config=None,
         kv_transfer_config=None,
+        device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False),
         model_config=SimpleNamespace(model="m", get_vocab_size=lambda: 9, max_model_len=8, is_mm_prefix_lm=False),
     )

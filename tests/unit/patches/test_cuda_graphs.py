@@ -59,6 +59,7 @@ class Desc:
     num_tokens: int
     num_reqs: int | None = None
     num_active_loras: int = 0
+    uniform_token_count: int | None = None
 
 
 class FakeManager:
@@ -134,6 +135,106 @@ class Engine:
 
     def report(self, name):
         return self.sets.report()[name]
+
+
+def decoding(n):
+    """The graph of a batch in which `n` requests decode."""
+    return Desc(Mode.FULL, n, n, uniform_token_count=1)
+
+
+def with_graphs_for_decoding(engine):
+    """As vLLM's FULL_AND_PIECEWISE: steps with prompts replay pieces, others whole graphs."""
+    engine.manager._capture_descs = {
+        Mode.PIECEWISE: [Desc(Mode.PIECEWISE, n) for n in (8, 4)],
+        Mode.FULL: [decoding(n) for n in (4, 2, 1)],
+    }
+    return engine
+
+
+def captured_of(engine, mask):
+    """(mode, tokens) of the graphs of a set."""
+    return sorted((d.cg_mode.name, d.num_tokens) for m, d in engine.sets._captured if m == mask)
+
+
+PIECES, WHOLE = [("PIECEWISE", 4), ("PIECEWISE", 8)], [("FULL", 1), ("FULL", 2), ("FULL", 4)]
+
+
+@pytest.mark.parametrize(
+    ("in_prompts", "most", "wanted"),
+    [
+        (False, None, WHOLE + PIECES),
+        (True, None, PIECES),
+        (False, 1, WHOLE[:1] + PIECES),
+        (False, 3, WHOLE + PIECES),  # three decode with the graph of four
+        (False, 9, WHOLE + PIECES),
+        (True, 1, PIECES),
+    ],
+)
+def test_warming_captures_every_size_that_such_requests_need_once(none_at_start, in_prompts, most, wanted):
+    engine = with_graphs_for_decoding(Engine())
+    done = engine.sets.warm([(0b110, in_prompts)], most)
+    assert done == {"graphs": len(wanted), "bytes": 0, "failed": 0, "without": 0}
+    assert captured_of(engine, 0b110) == wanted and not engine.switch.live
+    assert engine.sets.warm([(0b110, in_prompts)], most)["graphs"] == 0
+    assert engine.report("warmed") == engine.report("live") == len(wanted)
+    assert engine.report("captured_late") == []
+
+
+def test_after_warming_no_step_of_such_requests_captures(none_at_start):
+    engine = with_graphs_for_decoding(Engine())
+    engine.sets.warm([(0b110, False)])
+    at_first = list(engine.captured)
+    for n in (1, 2, 3, 4, 8) * 3:
+        engine.switch.turn(0b110)
+        desc = engine.manager.dispatch(n, n)
+        assert engine.manager.replay(desc) is True
+        engine.sets.restore()
+    assert engine.captured == at_first and engine.report("steps") == {"exact": 15}
+    assert all(live for _, live in at_first)
+
+
+def test_warming_leaves_the_start_as_it_was(none_at_start):
+    """vLLM's own graphs, its list of sizes, and the plan's switch."""
+    engine = with_graphs_for_decoding(Engine())
+    silent, descs = dict(engine.manager.graphs), engine.manager._capture_descs
+    engine.sets.warm([(0b1, False), (0b10, True)])
+    assert engine.manager.graphs == silent and engine.manager._capture_descs is descs and engine.switch.mask == 0
+
+
+def test_warming_has_as_many_sets_as_steps_have(none_at_start):
+    """Beyond those one that has the taps, or all taps, is captured; what is called in them has no graph there."""
+    engine = with_graphs_for_decoding(Engine())
+    done = engine.sets.warm([(1 << t, True) for t in range(MAX_SETS)])
+    assert done["graphs"] == 2 * MAX_SETS
+    assert engine.sets.warm([(0b1 << MAX_SETS, True)])["graphs"] == 2 and captured_of(engine, ALL) == PIECES
+    called = 1 << Place(0, 3, False).bit
+    assert engine.sets.warm([(1 << NO_GRAPH | 0b1, False)]) == {"graphs": 0, "bytes": 0, "failed": 0, "without": 1}
+    assert engine.sets.warm([(called | 0b1000, True)])["graphs"] == 2
+    for number in range(1, MAX_SETS):
+        engine.sets.warm([(1 << Place(number, 3, False).bit | 0b1000, True)])
+    assert engine.sets.warm([(1 << Place(99, 3, False).bit | 0b1000, True)])["without"] == 1
+
+
+def test_warming_an_engine_with_all_graphs_captures_nothing():
+    engine = Engine(lazy=False)
+    called = 1 << Place(0, 3, False).bit
+    done = engine.sets.warm([(0b1, False), (1 << SCORES | 1, False), (called, True)])
+    assert done == {"graphs": 0, "bytes": 0, "failed": 0, "without": 1} and not engine.captured
+
+
+@pytest.mark.parametrize("by_peer", [False, True])
+def test_what_cannot_be_captured_ahead_may_be_later(none_at_start, by_peer, caplog):
+    votes = []
+    engine = with_graphs_for_decoding(Engine(agreed=lambda done: votes.pop() if votes else done))
+    votes[:] = [False, False] if by_peer else []
+    engine.manager.fail_live = None if by_peer else torch.OutOfMemoryError("no memory left")
+    done = engine.sets.warm([(0b1, False)])
+    assert done["failed"] == 5 and done["graphs"] == 0 and engine.report("failed") == 0
+    engine.manager.fail_live = None
+    engine.switch.turn(0b1)
+    assert engine.manager.replay(engine.manager.dispatch(2, 2)) is True
+    engine.sets.restore()
+    assert captured_of(engine, 0b1) == [("FULL", 2)]
 
 
 SILENT, ALIVE = ([(n, live) for n in (8, 4, 2, 1)] for live in (False, True))
@@ -344,6 +445,23 @@ def taps_in(live, *starts):
 
 def mask(*sites):
     return sum(1 << tap_of(Site(*s)) for s in sites)
+
+
+def test_taps_that_requests_need_alone_and_together():
+    """Those of prompts alone are not on in steps that only decode."""
+    taps = ActiveTaps()
+    forms = {"all": 1, "prompt": 2, "40:41": 3}
+    always, prompt, other = (wire(form, captured=("resid_post", [layer])) for form, layer in forms.items())
+    a, p, o = (mask(("resid_post", layer)) for layer in (1, 2, 3))
+    assert taps.needed_by([]) == []
+    assert taps.needed_by([(always, 10)]) == [(a, False)] == taps.needed_by([(always, 10)] * 2)
+    assert taps.needed_by([(prompt, 10)]) == [(p, True)]
+    assert taps.needed_by([(other, 10), (prompt, 10)]) == [(o, False), (p, True), (o | p, True)]
+    assert taps.needed_by([(other, 41), (prompt, 10)]) == [(o, True), (p, True), (o | p, True)]
+    assert taps.needed_by([(always, 10), (prompt, 10), (other, 10)]) == [
+        (a, False), (p, True), (o, False), (a | o, False), (a | p | o, True),
+    ]  # fmt: skip
+    assert len(taps) == 0 and taps.taps_in((["a"], [0])) == 0
 
 
 def test_a_step_needs_the_taps_of_everyone_in_it():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
@@ -86,6 +86,24 @@ class ActiveTaps:
                 if in_prompt is not None and start < in_prompt[0]:
                     mask |= in_prompt[1]
         return mask
+
+    def needed_by(self, requests: Iterable[tuple[EngineSpec, int]]) -> list[tuple[int, bool]]:
+        """Return the masks of steps that have such requests, each request alone or all of them together.
+
+        Args:
+            requests: what they ask, and how many tokens their prompts have.
+
+        Returns:
+            Each mask once, with whether only steps that compute a prompt have it.
+        """
+        alone = [(self._mask_of[spec], spec.end <= prompt_len) for spec, prompt_len in requests]
+        always = functools.reduce(operator.or_, (mask for mask, in_prompts in alone if not in_prompts), 0)
+        together = functools.reduce(operator.or_, (mask for mask, _ in alone), 0)
+        found: dict[int, bool] = {}
+        for mask, in_prompts in (*alone, (always, False), (together, True)):
+            if mask:
+                found[mask] = found.get(mask, True) and in_prompts
+        return list(found.items())
 
 
 def _remove_one(counter: Counter[int], key: int) -> bool:

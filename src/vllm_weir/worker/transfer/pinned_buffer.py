@@ -73,6 +73,18 @@ class HostBuffer:
         if self._thread is not None and not all(self._pinned[last : last + AHEAD // 2]):
             self._used_blocks.put(last)
 
+    def pin(self, rows: int) -> int:
+        """Pin the first `rows` rows, or all there are, and return how many bytes were not pinned before.
+
+        Raises:
+            WeirError: if the host has no memory for it.
+        """
+        wanted = min(-(-rows // self._block_rows), len(self._pinned))
+        blocks = [block for block in range(wanted) if not self._pinned[block]]
+        for block in blocks:
+            self._pin_now(block)
+        return sum(min(self._block, len(self.bytes) - block * self._block) for block in blocks)
+
     def split(self, segments: np.ndarray) -> np.ndarray:
         """Cut segments, int64 [n, 3] of source row, row here and number of rows, at the edges of blocks.
 
