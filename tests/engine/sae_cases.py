@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -10,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 
 import vllm_weir as weir
-from tests.support.sae_reference import Reference, weights
+from tests.support.sae_reference import PURSUIT, Reference, weights
 from tests.support.steered import check, sampling
 from vllm_weir.schema.positions import Positions
 
 WIDTHS = {"mlp_post": 192}
-D, D_HEAD, FEATURES = 128, 32, 96
+D, D_HEAD, FEATURES, BLOCKS = 128, 32, 96, 4
 EVERYTHING = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
 
 
@@ -31,6 +32,16 @@ def transcoder(architecture, seed=0, d_out=D, **options):
     if "W_skip" in tensors:
         tensors["W_skip"] = torch.randn(d_out, D, generator=generator) / 9
     return weir.SAE.from_tensors(architecture, ("mlp_in", 1), **tensors, **options)
+
+
+def cross_layer(architecture="jumprelu_transcoder", seed=0, hook="mlp_in", **options):
+    """A cross-layer transcoder of the tiny model's blocks."""
+    parts = [transcoder(architecture, seed + layer, **options).tensors for layer in range(BLOCKS)]
+    generator = torch.Generator().manual_seed(seed)
+    decoders = [torch.randn(FEATURES, BLOCKS - layer, D, generator=generator) / 9 for layer in range(BLOCKS)]
+    tensors = {name: [part[name] for part in parts] for name in parts[0]} | {"W_dec": decoders}
+    options |= {"out_site": ("mlp_out", 0), "layers": range(BLOCKS)}
+    return weir.SAE.from_tensors(architecture, (hook, 0), **tensors, **options)
 
 
 @contextlib.contextmanager
@@ -64,12 +75,13 @@ class Edited:
         self.hook, self.layers = self.sae.site.hook, (self.sae.site.layer,)
         self.heads = None if self.sae.head is None else (self.sae.head,)
         self.positions = Positions.parse(self.asked.positions)
-        options = {"apply_b_dec_to_input": self.sae.config.apply_b_dec_to_input, "k": self.sae.config.k}
+        config = self.sae.config
+        options = {name: getattr(config, name) for name in ("apply_b_dec_to_input", "k", *PURSUIT)}
         self.reference = Reference(self.sae.architecture, dict(self.sae.tensors), **options)
 
     def changed(self, h):
         was = self.reference.encode(h)[:, self.asked.feature]
-        self.active += (was > 0).tolist()
+        self.active += (was != 0).tolist()
         rows = [
             self.reference.with_feature(row[None], self.asked.feature, self.asked.target(float(a)))
             for row, a in zip(h, was, strict=True)
@@ -89,8 +101,8 @@ def checked(out: Any, order: list[Any], saes: dict[str, Any], oracle: Any) -> li
         if not isinstance(item, weir.SetFeature):
             items.append(item)
         elif (sae := saes[item.name]).config.is_transcoder:
-            parts.append(Elsewhere(sae, item))
-            items.append(parts[-1].writes)
+            parts.append(Elsewhere(sae.block(item.layer) if sae.layers else sae, item))
+            items += parts[-1].writes
             reads.append(parts[-1].reads)
         else:
             parts.append(Edited(sae, item))
@@ -100,37 +112,43 @@ def checked(out: Any, order: list[Any], saes: dict[str, Any], oracle: Any) -> li
 
 
 class Elsewhere:
-    """The reference of a `SetFeature` on a transcoder, as two parts for `SteeredOracle.steered`.
+    """The reference of a `SetFeature` on a transcoder, as parts for `SteeredOracle.steered`.
 
-    `reads` encodes the row that the MLP reads, and stands last in the list; `writes` stands where the `SetFeature`
-    does. Both act at the same positions.
+    `reads` encodes the row that the MLP reads, and stands last in the list; `writes`, one for each block that is
+    written, stand where the `SetFeature` does. All act at the same positions.
     """
 
     def __init__(self, sae: weir.SAE, asked: weir.SetFeature) -> None:
         normalized = sae.config.normalize_activations
-        reference = Reference(sae.architecture, dict(sae.tensors), normalize_activations=normalized)
-        direction = sae.tensors["W_dec"][asked.feature].double()
+        k = sae.config.k
+        reference = Reference(sae.architecture, dict(sae.tensors), normalize_activations=normalized, k=k)
+        directions = sae.tensors["W_dec"][asked.feature].double().reshape(-1, sae.d_out)
         self.activations = torch.zeros(0, dtype=torch.float64)
 
         def read(h: torch.Tensor) -> torch.Tensor:
             self.activations = torch.from_numpy(reference.encode(h)[:, asked.feature])
             return h
 
-        def write(h: torch.Tensor) -> torch.Tensor:
+        def write(direction: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
             target = torch.tensor([asked.target(float(a)) for a in self.activations], dtype=torch.float64)
             return (h.double() + (target - self.activations)[:, None] * direction).float()
 
-        self.reads, self.writes = _Part(sae.site, asked, read), _Part(sae.out_site, asked, write)
+        self.reads = _Part(sae.site, asked, read)
+        self.writes = [
+            _Part((sae.out_site.hook, layer), asked, functools.partial(write, direction))
+            for layer, direction in enumerate(directions, sae.out_site.layer)
+        ]
 
     @property
     def active(self) -> list[bool]:
         """Where the feature was, by position."""
-        return (self.activations > 0).tolist()
+        return (self.activations != 0).tolist()
 
 
 class _Part:
     vectors, neurons, heads, per_layer = (), None, None, False
 
     def __init__(self, site: Any, asked: weir.SetFeature, changed: Any) -> None:
-        self.hook, self.layers, self.changed = site.hook, (site.layer,), changed
+        (self.hook, layer), self.changed = site, changed
+        self.layers = (layer,)
         self.positions = Positions.parse(asked.positions)

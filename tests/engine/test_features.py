@@ -326,3 +326,22 @@ def test_a_lens_beside_rows_is_refused(llm):
         asked = weir.params(sampling(1), lens=weir.Lens(), capture=weir.Capture("resid_post"))
         llm.generate(prompts([4]), asked, use_tqdm=False)
     assert e.value.field == "lens"
+
+
+@pytest.mark.parametrize(("architecture", "options"), [("abstopk", {"k": 8}), ("matching_pursuit", {"k": 6})])
+def test_activations_that_take_the_whole_row(llm, architecture, options):
+    """The most active are the largest by absolute value where activations have signs; chosen ones keep theirs."""
+    sae = weir.SAE.from_tensors(architecture, ("resid_post", 2), **weights(architecture, 3, D, 96), **options)
+    weir.load_sae(llm, "signed", sae)
+    (text,) = prompts([30])
+    (rows,) = llm.generate([text], weir.params(sampling(4), capture=weir.Capture("resid_post", 2)), use_tqdm=False)
+    dense = sae.encode(rows.activations["resid_post", 2])
+    room = BOUND * float(rows.activations["resid_post", 2].norm(dim=1).max())
+    for asked in (weir.Features("signed", top_k=10), weir.Features("signed", ids=[9, 2, 40])):
+        (out,) = llm.generate([text], weir.params(sampling(4), features=asked), use_tqdm=False)
+        found = out.features["signed"]
+        assert (found.values - dense.gather(1, found.ids)).abs().max() <= room
+        if asked.ids is None:
+            largest = dense.abs().sort(1, descending=True).values[:, :10]
+            assert (found.values.abs() - largest).abs().max() <= room
+            assert bool((found.values < 0).any()) == (architecture == "abstopk")

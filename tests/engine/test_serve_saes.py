@@ -12,6 +12,7 @@ import vllm_weir as weir
 from tests.engine.serve_cases import other_sae
 from tests.engine.serving import ADMIN, CHAT, COMPLETIONS, PATHS, body, choices, events, post, rows_of
 from tests.support.machine import engine_processes, needs
+from vllm_weir.client.response_fields import features_of
 from vllm_weir.util.top import top_values
 
 pytestmark = [pytest.mark.engine("server"), pytest.mark.timeout(900), needs(engine_processes)]
@@ -254,3 +255,54 @@ def test_the_async_client(weir_server, server, saes, folder):
         check_answer(answer, choice)
     check_chunks(chunks, choice)
     assert loaded(server) == ["mood"]
+
+
+@pytest.fixture
+def cross(server, folder):
+    """The server with a cross-layer transcoder of its model loaded from files, and that transcoder."""
+    count, d, features = 6, 256, 16  # for which there is room
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator) / d**0.5
+
+    tensors = {
+        "W_enc": [normal(d, features) for _ in range(count)],
+        "W_dec": [normal(features, count - layer, d) for layer in range(count)],
+        "b_enc": [normal(features) for _ in range(count)],
+        "b_dec": [torch.zeros(d)] * count,
+    }
+    sae = weir.SAE.from_tensors("transcoder", ("mlp_in", 0), layers=range(count), **tensors)
+    sae.save(folder / "cross")
+    answer = load(server, "cross", folder / "cross")
+    assert answer.status_code == 200, answer.text
+    described = answer.json()
+    assert described["layers"] == list(range(count)) and described["bytes"] < sae.nbytes / 2
+    yield sae
+    server.delete("/v1/saes/cross", headers=ADMIN)
+
+
+def test_features_of_a_cross_layer_transcoder_are_by_block(cross, server, folder):
+    """In the answer and streamed, as the client's objects; one is set at all its later blocks."""
+    asked = {"name": "cross", "ids": [3, 13], "layers": [1, 4], "positions": "all"}
+    edit = {"op": "set_feature", "name": "cross", "feature": 3, "layer": 1, "value": 2.0}
+    capture = [{"hook": "mlp_in", "layers": [1, 4], "positions": "all"}]
+    acts, with_rows = read(server, folder, capture=capture, interventions=[edit], features=[asked])
+    *chunks, last = stream(server, interventions=[edit], features=[asked])
+    assert text_of(with_rows) == "".join(map(text_of, [*chunks, last]))
+    assert list(with_rows["weir"]["receipt"]["steered"][0]) == [f"mlp_out.{layer}" for layer in range(1, 6)]
+    for choice in (with_rows, last):
+        found = features_of(choice["weir"]["features"])["cross"]
+        assert list(found) == [1, 4]
+        for layer, one in found.items():
+            wanted = cross.block(layer).encode(acts["mlp_in", layer])[:, [3, 13]]
+            assert (one.values - wanted).abs().max() <= 1e-5 * acts["mlp_in", layer].abs().max()
+            assert one.positions.tolist() == acts.positions_of("mlp_in", layer).tolist()
+    streamed = [features_of(one) for chunk in chunks if (one := chunk.get("weir", {}).get("features"))]
+    assert streamed and all(set(one["cross"]) <= {1, 4} for one in streamed)
+    answer = server.post("/v1/steering/set", json={"interventions": [edit]}, headers=ADMIN)
+    assert answer.status_code == 200, answer.text
+    try:
+        assert text_of(ask(server)) == text_of(with_rows)
+    finally:
+        server.post("/v1/steering/clear", headers=ADMIN)

@@ -25,7 +25,7 @@ from tests.engine.sae_cases import (
 from tests.support.engines import get_llm
 from tests.support.measure import alike
 from tests.support.named import ENGINES
-from tests.support.sae_reference import TRANSCODERS, weights
+from tests.support.sae_reference import CHOOSING, TRANSCODERS, weights
 from tests.support.steered import chunks, idle, prompt, same_answers, sampling, usage
 
 pytestmark = pytest.mark.engine("steering")
@@ -34,6 +34,7 @@ FAST = {  # every architecture and every site once
     *zip(("standard", "gated", "standard", "gated", "jumprelu", "batchtopk", "jumprelu"), SITES, strict=True),
     *((name, ("mlp_in", 1)) for name in TRANSCODERS),
     *(("topk", site) for site in (SITES[0], SITES[5])),
+    *(("abstopk", SITES[0]), ("matching_pursuit", SITES[0]), ("topk_transcoder", SITES[3])),
 }
 INSIDE = [*EVERYTHING, weir.Capture("mlp_in", 1), weir.Capture("mlp_out", 1)]
 WRITES = ("mlp_out", 1)
@@ -41,14 +42,17 @@ WRITES = ("mlp_out", 1)
 
 def coder(architecture: str, site: tuple[str, int] = ("resid_post", 1), seed: int = 0, **options: Any) -> weir.SAE:
     """An autoencoder of a site, or a transcoder from `mlp_in` to `mlp_out`."""
+    if architecture in ("topk", "matching_pursuit", *CHOOSING):
+        options = {"k": 24} | options
     if "transcoder" in architecture:
         return transcoder(architecture, seed, **options)
-    return random_sae(architecture, site, seed, **{"k": 24} | options if architecture == "topk" else options)
+    return random_sae(architecture, site, seed, **options)
 
 
 def grid() -> list[Any]:
     every = [(name, site) for name in ("standard", "gated", "jumprelu", "batchtopk", "topk") for site in SITES]
-    every += [(name, ("mlp_in", 1)) for name in TRANSCODERS]
+    every += [(name, ("mlp_in", 1)) for name in (*TRANSCODERS, *CHOOSING) if "transcoder" in name]
+    every += [(name, ("resid_post", 1)) for name in ("abstopk", "matching_pursuit")]
     return [
         pytest.param(*one, marks=() if one in FAST else pytest.mark.thorough, id=f"{one[0]}-{one[1][0]}")
         for one in every

@@ -13,7 +13,7 @@ import vllm_weir as weir
 from tests.engine.common import SELECTORS, asking, directory, oracle, prompts, same_rows, sampling
 from tests.engine.probe_cases import asked as probed
 from tests.engine.probe_cases import check_gated, check_scores, random_probe, reference
-from tests.engine.sae_cases import Edited, Elsewhere, loading, random_sae, transcoder
+from tests.engine.sae_cases import Edited, Elsewhere, cross_layer, loading, random_sae, transcoder
 from tests.engine.test_compress import SELECTORS as SOME
 from tests.engine.test_compress import asked as compressed
 from tests.engine.test_compress import decoded
@@ -212,25 +212,38 @@ def test_features_are_read_and_set(root, two):
         early = load("early", random_sae("jumprelu", ("resid_post", 1), 1))
         late = load("late", random_sae("topk", ("resid_post", 2), 2, k=24))
         coder = load("coder", transcoder("skip_transcoder", 3))
+        across = load("across", cross_layer(seed=4))
         edits = [
             weir.SetFeature("early", 3, value=4.0),
             weir.SetFeature("late", 5, value=0.0, positions="prompt"),
             weir.SetFeature("late", 7, scale=-2.0, positions="generated"),
             weir.SetFeature("coder", 11, value=3.0),
+            weir.SetFeature("across", 5, layer=2, value=3.0),
         ]
-        moved = Elsewhere(coder, edits[3])
+        moved = [Elsewhere(coder, edits[3]), Elsewhere(across.block(2), edits[4])]
         references = [[Edited(early, edits[0])], [Edited(late, edits[1])], [Edited(late, edits[2])]]
-        capture = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
-        read = [weir.Features(name, top_k=8) for name in ("early", "late", "coder")]
+        references += [[*one.writes, one.reads] for one in moved]
+        capture = [weir.Capture("resid_post"), weir.Capture("resid_pre"), weir.Capture("mlp_in")]
+        read = [weir.Features(name, top_k=8) for name in ("early", "late", "coder", "across")]
         params = [weir.params(sampling(6), capture=capture, features=read, interventions=edit) for edit in edits]
-        outs = two.llm.generate([prompt(12 + 9 * k, k) for k in range(4)], params, use_tqdm=False)
-        for out, edit in zip(outs, [*references, [moved.writes, moved.reads]], strict=True):
+        outs = two.llm.generate([prompt(12 + 9 * k, k) for k in range(5)], params, use_tqdm=False)
+        for out, edit in zip(outs, references, strict=True):
             check(out, edit, model, 1e-4)
-            for name, sae in (("early", early), ("late", late)):
-                found, dense = out.features[name], sae.encode(out.activations[sae.site])
+            values = [(out.features["early"], early), (out.features["late"], late)]
+            values += [(one, across.block(layer)) for layer, one in out.features["across"].items()]
+            assert len(values) == 6
+            for found, sae in values:
+                dense = sae.encode(out.activations[sae.site])
                 assert len(found) == len(dense)
                 assert (dense.gather(1, found.ids) - found.values).abs().max() <= 1e-4 * dense.abs().max()
-        del outs, out, found
+        if two.ship == "stages":
+            apart = weir.SetFeature("across", 5, layer=1, value=3.0)
+            with pytest.raises(weir.WeirError, match="different pipeline stages; give add"):
+                two.llm.generate([prompt(9)], weir.params(sampling(1), interventions=apart), use_tqdm=False)
+            added = weir.SetFeature("across", 5, layer=1, add=3.0)
+            (out,) = two.llm.generate([prompt(9)], weir.params(sampling(1), interventions=added), use_tqdm=False)
+            assert set(out.receipt.steered[0]) == {("mlp_out", layer) for layer in (1, 2, 3)}
+        del outs, out, found, values
     assert idle(two.llm)
 
 

@@ -17,6 +17,10 @@ from safetensors.torch import save_file
 D_IN, D_SAE, D_OUT = 24, 96, 20
 AUTOENCODERS = ("standard", "gated", "jumprelu", "topk", "batchtopk")
 TRANSCODERS = ("transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder")
+CHOOSING = ("topk_transcoder", "topk_skip_transcoder", "abstopk", "abstopk_transcoder", "abstopk_skip_transcoder")
+"""The k largest of a row's pre-activations are its features, as in ``topk``."""
+PURSUIT = ("residual_threshold", "stop_on_duplicate_support")
+"""Options of matching pursuit, whose most steps are ``k``."""
 
 
 def weights(architecture: str, seed: int = 0, d_in: int = D_IN, d_sae: int = D_SAE) -> dict[str, torch.Tensor]:
@@ -32,6 +36,9 @@ def weights(architecture: str, seed: int = 0, d_in: int = D_IN, d_sae: int = D_S
         "W_dec": normal(d_sae, d_out) / d_sae**0.5,
         "b_dec": 0.3 * normal(d_out),
     }
+    if architecture == "matching_pursuit":  # whose decoder's rows have norm 1
+        del out["W_enc"]
+        return out | {"W_dec": out["W_dec"] / out["W_dec"].norm(dim=1, keepdim=True)}
     if architecture == "gated":
         return out | {"b_gate": 0.3 * normal(d_sae), "r_mag": 0.3 * normal(d_sae), "b_mag": 0.3 * normal(d_sae)}
     out["b_enc"] = 0.3 * normal(d_sae)
@@ -80,6 +87,8 @@ class Reference:
 
     def _encode_row(self, row: np.ndarray) -> np.ndarray:
         w, x = self.w, self._in(row)
+        if self.architecture == "matching_pursuit":
+            return self._pursue(x)
         out = np.zeros(w["W_enc"].shape[1])
         for f in range(len(out)):
             dot = x @ w["W_enc"][:, f]
@@ -90,18 +99,37 @@ class Reference:
             out[f] = dot + w["b_enc"][f]
             if self.options.get("rescale_acts_by_decoder_norm"):
                 out[f] *= np.linalg.norm(w["W_dec"][f])
-        if self.architecture == "topk":
-            smallest_first = np.argsort(out)
+        if "topk" in self.architecture and self.architecture != "batchtopk":
+            smallest_first = np.argsort(np.abs(out) if "abs" in self.architecture else out)
             out[smallest_first[: len(out) - self.options["k"]]] = 0.0
+        if "abs" in self.architecture:
+            return out
         if "threshold" in w:
             out = np.where(out > w["threshold"], out, 0.0)
         return np.maximum(out, 0.0)
+
+    def _pursue(self, left: np.ndarray) -> np.ndarray:
+        """Return activations of greedy steps, each of which takes out what it has found."""
+        w, out = self.w["W_dec"], np.zeros(len(self.w["W_dec"]))
+        for _ in range(self.options.get("k") or len(left)):
+            products = w @ left
+            best = int(products.argmax())
+            known = out[best] != 0 or products[best] <= 0
+            out[best] += max(products[best], 0.0)
+            left = left - max(products[best], 0.0) * w[best]
+            if self.options.get("stop_on_duplicate_support") and known:
+                break
+            if np.linalg.norm(left) < self.options.get("residual_threshold", 0.0):
+                break
+        return out
 
     def _decode_row(self, features: np.ndarray, row: np.ndarray) -> np.ndarray:
         w = self.w
         if self.options.get("rescale_acts_by_decoder_norm"):
             features = features / np.linalg.norm(w["W_dec"], axis=1)
         out = w["b_dec"].copy()
+        if self.architecture == "matching_pursuit" and not self.options.get("apply_b_dec_to_input"):
+            out[:] = 0.0
         for f in np.flatnonzero(features):
             out += features[f] * self.options.get("factors", np.ones(len(features)))[f] * w["W_dec"][f]
         if "W_skip" in w:
@@ -131,8 +159,8 @@ def write_v6(path: Path, architecture: str, tensors: dict[str, torch.Tensor], /,
     metadata |= entries.pop("metadata", {})
     cfg = {
         "architecture": architecture,
-        "d_in": tensors["W_enc"].shape[0],
-        "d_sae": tensors["W_enc"].shape[1],
+        "d_in": tensors["W_enc"].shape[0] if "W_enc" in tensors else tensors["W_dec"].shape[1],
+        "d_sae": tensors["W_dec"].shape[0],
         "dtype": "float32",
         "device": "cpu",
         "apply_b_dec_to_input": False,

@@ -16,7 +16,7 @@ from safetensors.torch import load as load_tensors
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.read_outs import FeatureValues, LensReadings, LensTokens
+from vllm_weir.results.read_outs import FeatureValues, LensReadings, LensTokens, nested
 from vllm_weir.results.receipt import InterventionReceipt, Receipt
 from vllm_weir.results.scores import HookValues, Scores
 from vllm_weir.schema.hooks import Site, parse_site
@@ -78,12 +78,15 @@ def probe_scores_of(data: Mapping[str, Any]) -> Scores | None:
     )
 
 
-def features_of(data: Mapping[str, Any]) -> dict[str, FeatureValues]:
-    """Return a response's ``features``; null (not finite) becomes NaN."""
-    return {
-        name: FeatureValues(_ints(one["positions"]), _ints(one["ids"]), _matrix(one["values"]))
-        for name, one in data.items()
-    }
+def features_of(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a response's ``features``, of a cross-layer transcoder by block; null (not finite) becomes NaN."""
+    found: dict[tuple[str, int | None], FeatureValues] = {}
+    for name, one in data.items():
+        several = {None: one} if "positions" in one else {int(layer): own for layer, own in one.items()}
+        for layer, own in several.items():
+            values = FeatureValues(_ints(own["positions"]), _ints(own["ids"]), _matrix(own["values"]))
+            found[name, layer] = values
+    return nested(found)
 
 
 def lens_of(data: Mapping[str, Any]) -> dict[int, LensTokens]:

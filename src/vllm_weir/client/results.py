@@ -24,7 +24,7 @@ from vllm_weir.client.response_fields import (
 )
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.read_outs import FeatureValues, LensTokens
+from vllm_weir.results.read_outs import LensTokens
 from vllm_weir.results.receipt import Receipt
 from vllm_weir.results.scores import HookValues, Scores
 
@@ -68,7 +68,7 @@ class Choice:
     receipt: Receipt | None = None
     projected: Activations | None = None
     probe_scores: Scores | None = None
-    features: dict[str, FeatureValues] = field(default_factory=dict)
+    features: dict[str, Any] = field(default_factory=dict)
     lens: dict[int, LensTokens] = field(default_factory=dict)
     hook_values: HookValues | None = None
     hook_saved: dict[str, Any] | None = None
@@ -176,8 +176,8 @@ class Completion:
         return self.choices[0].scores
 
     @property
-    def features(self) -> dict[str, FeatureValues]:
-        """Features of autoencoders by name, for a request with ``features``."""
+    def features(self) -> dict[str, Any]:
+        """`FeatureValues` by name for a request with ``features``; of cross-layer transcoders `LayerFeatures`."""
         return self.choices[0].features
 
     @property
@@ -227,7 +227,7 @@ class Chunk:
     stop_reason: int | str | None = None
     projected: Activations | None = None
     probe_scores: Scores | None = None
-    features: dict[str, FeatureValues] = field(default_factory=dict)
+    features: dict[str, Any] = field(default_factory=dict)
     lens: dict[int, LensTokens] = field(default_factory=dict)
     values: HookValues | None = None
     result: Completion | None = None

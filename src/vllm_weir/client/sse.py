@@ -12,7 +12,7 @@ from vllm_weir.client.response_fields import features_of, hook_values_of, lens_o
 from vllm_weir.client.results import Choice, Chunk, Completion, add_weir_fields, raw_type, weir_missing
 from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.read_outs import FeatureValues, LensTokens
+from vllm_weir.results.read_outs import FeatureValues, LensTokens, by_block, nested
 from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site
 
@@ -54,7 +54,7 @@ class StreamAssembler:
         self._choices: dict[int, Choice] = {}
         self._completion = Completion([])
         self._score_counts: dict[int, dict[Site, int]] = {}
-        self._row_counts: dict[int, dict[str | int | tuple[str, str], int]] = {}
+        self._row_counts: dict[int, dict[int | tuple[str, str | int | None], int]] = {}
         self._failure: WeirError | None = None
         self.done = False
 
@@ -120,8 +120,8 @@ class StreamAssembler:
         for kind, found in (("probe", chunk.probe_scores), ("values", chunk.values)):
             for name, values in (found or {}).items():
                 rows[kind, name] = rows.get((kind, name), 0) + len(values)
-        for name, features in chunk.features.items():
-            rows[name] = rows.get(name, 0) + len(features)
+        for block, features in by_block(chunk.features).items():
+            rows[block] = rows.get(block, 0) + len(features)
         for layer, lens in chunk.lens.items():
             rows[layer] = rows.get(layer, 0) + len(lens)
 
@@ -140,11 +140,12 @@ class StreamAssembler:
         seen = self._row_counts.get(choice.index, {})
         chunk.probe_scores = _skip_scores(choice.probe_scores, seen, "probe")
         chunk.values = _skip_scores(choice.hook_values, seen, "values")
-        chunk.features = {
-            name: FeatureValues(one.positions[n:], one.ids[n:], one.values[n:])
-            for name, one in choice.features.items()
-            if (n := seen.get(name, 0)) < len(one)
+        later = {
+            block: FeatureValues(one.positions[n:], one.ids[n:], one.values[n:])
+            for block, one in by_block(choice.features).items()
+            if (n := seen.get(block, 0)) < len(one)
         }
+        chunk.features = nested(later)
         chunk.lens = {
             layer: LensTokens(one.positions[n:], one.token_ids[n:], one.logprobs[n:])
             for layer, one in choice.lens.items()

@@ -42,6 +42,12 @@ class FeatureSpec:
         """
         source = _source(sae)
         with_weights = load_source(source)
+        if with_weights.layers:
+            raise WeirError(
+                "a cross-layer transcoder has features at several blocks; give one of them, "
+                "weir.SAE.load(path).block(layer)",
+                "sae",
+            )
         name = source.name or os.path.basename(os.path.normpath(with_weights.name)) or "sae"
         d_sae = with_weights.d_sae
         if top_k is None and ids is None:

@@ -16,7 +16,8 @@ from vllm_weir.frontend.admission.sae_registry import LoadedSAE, check_fits
 from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.frontend.lookup import ask_workers, engine_of
 from vllm_weir.sae import transfer
-from vllm_weir.sae.autoencoder import SAE
+from vllm_weir.sae.autoencoder import SAE, without_decoder
+from vllm_weir.sae.cross_layer import split_key
 from vllm_weir.schema.intervention_kinds import Kept
 from vllm_weir.schema.set_activation import SetActivation
 
@@ -75,7 +76,7 @@ def refuse_used(key: str, name: str, always: Sequence[Kept], modules: Mapping[st
     users = {"what every request undergoes": always}
     users |= {f"the module {module!r}": steps for module, steps in modules.items()}
     for user, interventions in users.items():
-        if any(isinstance(one, SetActivation) and one.sae == key for one in interventions):
+        if any(isinstance(one, SetActivation) and one.sae and split_key(one.sae)[0] == key for one in interventions):
             raise WeirError(
                 f"{user} sets a feature of {name!r}, whose rows the workers encode; clear that first", "name"
             )
@@ -148,5 +149,5 @@ def _written(loaded: LoadedSAE) -> Iterator[Path]:
     """Yield a file with an autoencoder, which is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="weir-sae-") as folder:
         path = Path(folder) / "sae.safetensors"
-        transfer.write(loaded.sae, path)
+        transfer.write(without_decoder(loaded.sae), path)
         yield path

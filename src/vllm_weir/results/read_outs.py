@@ -52,6 +52,39 @@ class FeatureValues:
         )  # fmt: skip
 
 
+class LayerFeatures(dict[int, FeatureValues]):
+    """`FeatureValues` of a cross-layer transcoder, by the block that reads them."""
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(f'{layer}: {features!r}' for layer, features in self.items())}}}"
+
+    def _repr_html_(self) -> str:
+        """Return the blocks' maps of tokens by rank, one below another."""
+        return "".join(f"<p>block {layer}</p>{features._repr_html_()}" for layer, features in self.items())
+
+
+AnyFeatures = FeatureValues | LayerFeatures
+
+
+def by_block(features: Mapping[str, AnyFeatures]) -> dict[tuple[str, int | None], FeatureValues]:
+    """Return features by name and block; the block is None where an autoencoder has one alone."""
+    found: dict[tuple[str, int | None], FeatureValues] = {}
+    for name, one in features.items():
+        found |= {(name, n): own for n, own in one.items()} if isinstance(one, LayerFeatures) else {(name, None): one}
+    return found
+
+
+def nested(found: Mapping[tuple[str, int | None], FeatureValues]) -> dict[str, AnyFeatures]:
+    """Return what `by_block` was given."""
+    features: dict[str, Any] = {}
+    for (name, layer), one in found.items():
+        if layer is None:
+            features[name] = one
+        else:
+            features.setdefault(name, LayerFeatures())[layer] = one
+    return features
+
+
 @dataclass(frozen=True)
 class LensTokens:
     """The likeliest next tokens by a lens on the rows of one output.
@@ -133,15 +166,15 @@ class ReadValues:
     """All that was read off the rows of one output.
 
     Attributes:
-        features: by the autoencoder's name.
+        features: by the autoencoder's name; of a cross-layer transcoder by block then.
         lens: by block.
     """
 
-    features: Mapping[str, FeatureValues]
+    features: Mapping[str, AnyFeatures]
     lens: Mapping[int, LensTokens]
 
     @property
     def rows(self) -> int:
         """How many rows these are of, each counted once for each read-out."""
-        read: list[Any] = [*self.features.values(), *self.lens.values()]
+        read: list[Any] = [*by_block(self.features).values(), *self.lens.values()]
         return sum(map(len, read))

@@ -6,20 +6,24 @@ from collections.abc import Mapping
 
 import torch
 
-from vllm_weir.sae.config import SAEConfig
+from vllm_weir.sae.config import SAEConfig, chooses_k
 
 Tensors = Mapping[str, torch.Tensor]
 
 LAYER_NORM_EPS = 1e-5
+_STEPS_PER_CHECK = 16
+"""Steps of matching pursuit after which it is asked whether all rows have ended, which a device is waited for."""
 
 
 def encode(config: SAEConfig, tensors: Tensors, rows: torch.Tensor) -> torch.Tensor:
     """Return the activations [n, d_sae] of rows [n, d_in], float32."""
+    if config.architecture == "matching_pursuit":
+        return _matching_pursuit(config, tensors, rows)
     projected = _projected(config, tensors, rows)
     if config.architecture == "gated":
         return _gated(tensors, projected)
     pre = projected + tensors["b_enc"].float()
-    if config.architecture == "topk":
+    if chooses_k(config.architecture):
         return _top_k(config, tensors, pre)
     if config.has_threshold:
         return pre.relu() * (pre > tensors["threshold"].float())
@@ -46,6 +50,9 @@ def _projected(config: SAEConfig, tensors: Tensors, rows: torch.Tensor) -> torch
 def decode(config: SAEConfig, tensors: Tensors, features: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """Return the reconstruction [n, d_out] of activations [n, d_sae], float32.
 
+    A block of a cross-layer transcoder gives [n, writes, d_out], of which the first row is for its own
+    block and alone has its bias and its skip connection.
+
     Args:
         config: the autoencoder.
         tensors: its weights.
@@ -55,11 +62,14 @@ def decode(config: SAEConfig, tensors: Tensors, features: torch.Tensor, rows: to
     if config.rescale_acts_by_decoder_norm:
         norms = decoder_norms(tensors)
         features = features * torch.where(norms > 0, 1 / norms, torch.zeros_like(norms))
-    out = features @ tensors["W_dec"].float() + tensors["b_dec"].float()
+    out = torch.tensordot(features, tensors["W_dec"].float(), 1)
+    own = out[:, 0] if config.writes else out
+    if config.architecture != "matching_pursuit" or config.apply_b_dec_to_input:
+        own += tensors["b_dec"].float()
     if rows is None:
         return out
     if config.has_skip:
-        out = out + rows @ tensors["W_skip"].float().T
+        own += rows @ tensors["W_skip"].float().T
     return out if config.is_transcoder else _denormalised(config, out, rows)
 
 
@@ -106,5 +116,31 @@ def _gated(tensors: Tensors, projected: torch.Tensor) -> torch.Tensor:
 def _top_k(config: SAEConfig, tensors: Tensors, pre: torch.Tensor) -> torch.Tensor:
     if config.rescale_acts_by_decoder_norm:
         pre = pre * decoder_norms(tensors)
-    values, ids = pre.topk(config.k, dim=-1, sorted=False)
-    return torch.zeros_like(pre).scatter_(-1, ids, values.relu())
+    ids = (pre.abs() if config.is_signed else pre).topk(config.k, dim=-1, sorted=False).indices
+    values = pre.gather(-1, ids)
+    return torch.zeros_like(pre).scatter_(-1, ids, values if config.is_signed else values.relu())
+
+
+def _matching_pursuit(config: SAEConfig, tensors: Tensors, rows: torch.Tensor) -> torch.Tensor:
+    """Return activations of greedy steps: the decoder's row with the largest product is taken out of what is left.
+
+    A row whose steps have ended keeps its activations while others go on.
+    """
+    decoder, left = tensors["W_dec"].float(), normalised(config, rows.float())
+    if config.apply_b_dec_to_input:
+        left = left - tensors["b_dec"].float()
+    out = torch.zeros(len(left), len(decoder), device=left.device)
+    going = torch.ones(len(left), 1, dtype=torch.bool, device=left.device)
+    for step in range(config.k or decoder.shape[1]):
+        found, ids = (left @ decoder.T).relu().max(1, keepdim=True)
+        found = found * going
+        if config.stop_on_duplicate_support:
+            # A step that ends it counts, as in SAELens: it adds to a feature that is active already, or nothing.
+            going = going & (out.gather(1, ids) == 0) & (found > 0)
+        out.scatter_add_(1, ids, found)
+        left = left - found * decoder[ids[:, 0]]
+        if config.residual_threshold > 0:
+            going = going & (left.norm(dim=1, keepdim=True) >= config.residual_threshold)
+        if step % _STEPS_PER_CHECK == _STEPS_PER_CHECK - 1 and not going.any():
+            break
+    return out

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from numpy.typing import ArrayLike
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.sae import activations, files
+from vllm_weir.sae import activations, cross_layer, files
 from vllm_weir.sae.config import SAEConfig
 from vllm_weir.sae.response import FeatureResponse, decoder_direction, feature_response
 from vllm_weir.sae.saelens import Given
@@ -32,11 +32,13 @@ class SAE:
 
     Rows are what Weir captures at `site`; activations are float32 whatever the dtype of the
     weights, which are converted at each call (``sae.to(dtype=torch.float32)`` converts them once).
+    A cross-layer transcoder has a transcoder for each of its `layers`: `block` returns it.
 
     Args:
         config: what it is beside its weights.
         tensors: W_enc [d_in, d_sae], W_dec [d_sae, d_out], b_dec [d_out] and, by architecture,
-            b_enc, threshold, b_gate, r_mag, b_mag (all [d_sae]), W_skip [d_out, d_in].
+            b_enc, threshold, b_gate, r_mag, b_mag (all [d_sae]), W_skip [d_out, d_in]. Matching pursuit
+            has W_dec and b_dec alone. A cross-layer transcoder has ``W_enc_3`` and so on for each block.
 
     Raises:
         WeirError: naming the entry or tensor that does not fit.
@@ -47,7 +49,8 @@ class SAE:
 
     def __post_init__(self) -> None:
         set_fields(self, tensors={name: as_tensor(value, name) for name, value in self.tensors.items()})
-        check_tensors(self.config, self.tensors)
+        check = cross_layer.check if self.layers else check_tensors
+        check(self.config, self.tensors)
         if (last := max(self.config.labels, default=0)) >= self.d_sae:
             raise WeirError(f"features count from 0 to {self.d_sae - 1}, got {brief(last)}", "labels")
 
@@ -69,8 +72,8 @@ class SAE:
         """Load an autoencoder from a directory of SAELens, or from files that others publish.
 
         These are Gemma Scope (1 and 2), Llama Scope, Qwen Scope, Goodfire, dictionary_learning, sparsify
-        (EleutherAI) and circuit-tracer's transcoders of one block; ``.file_format`` says which it found. What a file
-        asks for is done or refused. Linear functions of the input, and their inverses for the
+        (EleutherAI) and circuit-tracer's transcoders, of one block and cross-layer ones; ``.file_format`` says which
+        it found. What a file asks for is done or refused. Linear functions of the input, and their inverses for the
         reconstruction, are folded into the weights.
 
         Args:
@@ -79,7 +82,7 @@ class SAE:
                 another format, under the name with which it was published. Beside ``cfg.json``,
                 ``labels.json`` may say what features stand for, ``{"100": "happy"}``.
             site: hook point and layer, for files that do not say them or say them ambiguously, e.g.
-                ``("resid_post", 20)``.
+                ``("resid_post", 20)``; of a cross-layer transcoder that of its first block.
             out_site: what a transcoder reconstructs, if neither the file says it nor it is
                 ``mlp_out`` of the block.
             name: its name; the directory's if empty.
@@ -90,7 +93,8 @@ class SAE:
             norm_weight: for autoencoders of ``hook_normalized``, and Gemma Scope's transcoders:
                 what the norm multiplies by, [d_in] (1 + weight in Gemma); or 1 if the autoencoder
                 was trained on rows that have it. It is divided out of the rows, and an
-                autoencoder's reconstruction is multiplied by it.
+                autoencoder's reconstruction is multiplied by it. Of a cross-layer transcoder
+                [blocks, d_in], as `norm_bias` then.
             norm_bias: what that norm adds, [d_in].
             center_rows: whether the mean of each row is subtracted first, as TransformerLens's
                 ``center_writing_weights`` does in models with LayerNorm. The reconstruction is of
@@ -102,9 +106,8 @@ class SAE:
         if not isinstance(path, (str, os.PathLike)):
             raise WeirError(f"expected the path of a file or folder, got {type(path).__name__}", "path")
         given = Given(site, out_site, norm_scaling_factor, norm_weight, norm_bias, center_rows)
-        file, read = files.read(Path(path), given, name)
-        config, tensors = files.fold(file, read, given)
-        wanted = file.dtype if dtype is None else dtype
+        config, tensors, own_dtype = files.load(Path(path), given, name)
+        wanted = own_dtype if dtype is None else dtype
         sae = cls(config, tensors)
         return sae.to(device, None if wanted is None else parse_dtype(wanted, "dtype"))
 
@@ -114,17 +117,25 @@ class SAE:
 
         Args:
             architecture: ``"standard"``, ``"gated"``, ``"jumprelu"``, ``"topk"``, ``"batchtopk"``,
-                ``"transcoder"``, ``"jumprelu_transcoder"``, ``"skip_transcoder"`` or
-                ``"jumprelu_skip_transcoder"``.
+                ``"abstopk"``, ``"matching_pursuit"``, or ``"transcoder"`` with what it has before it, in
+                this order: ``jumprelu_``, ``topk_`` or ``abstopk_``, and ``skip_``.
             site: hook point and layer, e.g. ``("resid_post", 10)``.
             name: what it is called.
-            k: active features of a row (TopK).
+            k: active features of a row (TopK, AbsTopK); most steps of matching pursuit (0: d_in).
             given: the weights by name (``W_enc=``, ``W_dec=``, ...), tensors or arrays of floats, and
-                fields of `SAEConfig`.
+                fields of `SAEConfig`. With ``layers=`` it is a cross-layer transcoder of these blocks, and
+                each weight a list with one for each block: W_dec is [d_sae, blocks from this one on, d_out].
         """
         options = {key: value for key, value in given.items() if key in SAEConfig.__dataclass_fields__}
         config = SAEConfig(architecture, site, name=name, k=k, **options)  # type: ignore[arg-type]
-        return cls(config, {key: value for key, value in given.items() if key not in options})
+        tensors = {key: value for key, value in given.items() if key not in options}
+        if config.layers:
+            for key, value in tensors.items():
+                if len(value) != len(config.layers):
+                    raise WeirError(f"expected one for each of {len(config.layers)} blocks, got {len(value)}", key)
+            blocks = enumerate(zip(*tensors.values(), strict=True), config.layers[0])
+            tensors = cross_layer.joined((layer, dict(zip(tensors, values))) for layer, values in blocks)
+        return cls(config, tensors)
 
     @property
     def site(self) -> Site:
@@ -136,6 +147,25 @@ class SAE:
         """The hook point that it reconstructs: `site`, except in transcoders."""
         assert self.config.out_site is not None
         return self.config.out_site
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The blocks of a cross-layer transcoder; empty for everything that reads one block alone."""
+        return self.config.layers
+
+    def block(self, layer: int) -> SAE:
+        """Return the transcoder of one block of a cross-layer transcoder.
+
+        It encodes rows of its `site`. What it writes, its reconstruction and its decoder's rows, is
+        [..., writes, d_out]: for `out_site` and the same hook point of each later block.
+
+        Raises:
+            WeirError: if there is no such block, or it is no cross-layer transcoder.
+        """
+        if not self.layers:
+            raise WeirError(f"it reads {self.site} alone; only a cross-layer transcoder has blocks", "layer")
+        config = cross_layer.block_config(self.config, layer)
+        return SAE(config, cross_layer.block_tensors(self.config, self.tensors, config.site.layer))
 
     @property
     def file_format(self) -> str:
@@ -165,27 +195,28 @@ class SAE:
     @property
     def d_in(self) -> int:
         """Width of a row that is encoded; heads times d_head at hook points with heads."""
-        return self.tensors["W_enc"].shape[0]
+        encoder = self._first("W_enc")
+        return self.d_out if encoder is None else encoder.shape[0]
 
     @property
     def d_out(self) -> int:
         """Width of a reconstruction."""
-        return self.tensors["W_dec"].shape[1]
+        return self._decoder.shape[-1]
 
     @property
     def d_sae(self) -> int:
-        """Number of features."""
-        return self.tensors["W_enc"].shape[1]
+        """Number of features; of each block in a cross-layer transcoder."""
+        return self._decoder.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
-        return self.tensors["W_enc"].dtype
+        return self._decoder.dtype
 
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self.tensors["W_enc"].device
+        return self._decoder.device
 
     @property
     def nbytes(self) -> int:
@@ -193,7 +224,8 @@ class SAE:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def __repr__(self) -> str:
-        return f"SAE({self.name!r}, {self.architecture}, {self.site}, {self.d_in} -> {self.d_sae}, {self.dtype})"
+        where = f"{self.site} to block {self.layers[-1]}" if self.layers else str(self.site)
+        return f"SAE({self.name!r}, {self.architecture}, {where}, {self.d_in} -> {self.d_sae}, {self.dtype})"
 
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> SAE:
         """Return the autoencoder with its weights on a device, in a dtype."""
@@ -205,34 +237,67 @@ class SAE:
         return SAE(replace(self.config, name=name), self.tensors)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write a directory that SAELens 6 and `load` read; raise WeirError if it cannot be written."""
+        """Write a directory that `load` reads, and SAELens 6 if it has the architecture.
+
+        A cross-layer transcoder is written as circuit-tracer has it.
+
+        Raises:
+            WeirError: if it cannot be written.
+        """
         files.write(Path(path), self.config, dict(self.tensors))
 
+    @overload
+    def encode(self, rows: Mapping[int, torch.Tensor | ArrayLike]) -> dict[int, torch.Tensor]: ...
+
+    @overload
+    def encode(self, rows: torch.Tensor | ArrayLike) -> torch.Tensor: ...
+
     @torch.no_grad()
-    def encode(self, rows: torch.Tensor | ArrayLike) -> torch.Tensor:
+    def encode(self, rows: Any) -> Any:
         """Return the activations [n, d_sae] of rows, float32.
 
         Args:
             rows: [n, d_in] or [n, heads, d_head]; with `head` set also those of all heads. Arrays and
-                nested lists are taken wherever tensors are.
+                nested lists are taken wherever tensors are. Of a cross-layer transcoder {block: rows};
+                what is returned is {block: activations} then.
 
         Raises:
             WeirError: if they have another width.
         """
+        if self.layers:
+            return {layer: self.block(layer).encode(own) for layer, own in self._by_block(rows, "rows").items()}
         return activations.encode(self.config, self.tensors, self._flat(rows))
 
+    @overload
+    def decode(
+        self,
+        features: Mapping[int, torch.Tensor | ArrayLike],
+        rows: Mapping[int, torch.Tensor | ArrayLike] | None = None,
+    ) -> dict[int, torch.Tensor]: ...
+
+    @overload
+    def decode(
+        self, features: torch.Tensor | ArrayLike, rows: torch.Tensor | ArrayLike | None = None
+    ) -> torch.Tensor: ...
+
     @torch.no_grad()
-    def decode(self, features: torch.Tensor | ArrayLike, rows: torch.Tensor | ArrayLike | None = None) -> torch.Tensor:
+    def decode(self, features: Any, rows: Any = None) -> Any:
         """Return the reconstruction [n, d_out] of activations [n, d_sae], float32.
 
         Args:
-            features: the activations.
+            features: the activations. Of a cross-layer transcoder {block: activations}, of the same
+                rows at each block; what is returned is {block: reconstruction} then, of all the blocks
+                that these write.
             rows: the rows that were encoded. Autoencoders that normalise each row by its own length
                 need them, and so do transcoders with a skip connection, which adds W_skip @ row.
 
         Raises:
             WeirError: if they are needed, or the activations have another width.
         """
+        if self.layers:
+            given = {} if rows is None else self._by_block(rows, "rows")
+            found = self._by_block(features, "features")
+            return cross_layer.summed({n: self.block(n).decode(one, given.get(n)) for n, one in found.items()})
         features = as_tensor(features, "features")
         if features.ndim != 2 or features.shape[1] != self.d_sae:
             raise WeirError(f"expected activations [n, {self.d_sae}], got {list(features.shape)}", "features")
@@ -256,12 +321,22 @@ class SAE:
 
         Returns:
             (ids int64 [n, k], activations float32 [n, k]), the largest first and equal ones by id;
-            where fewer are active, the rest have activation 0.
+            where fewer are active, the rest have activation 0. Where activations may be negative
+            (AbsTopK), the largest are those of the largest absolute value.
         """
         if not is_int(k) or not 0 < k <= self.d_sae:
             raise WeirError(f"k is from 1 to {self.d_sae}, got {brief(k)}", "k")
-        ids, values = zip(*(top_values(some, k) for some in self._encoded(as_tensor(rows, "rows"))), strict=True)
-        return torch.cat(ids).long(), torch.cat(values)
+        found = [self._largest(some, k) for some in self._encoded(as_tensor(rows, "rows"))]
+        ids, values = zip(*found, strict=True)
+        return torch.cat(ids), torch.cat(values)
+
+    def _largest(self, features: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids, int64, and values of the most active of features."""
+        if not self.config.is_signed:
+            ids, values = top_values(features, k)
+            return ids.long(), values
+        signed = top_values(features.abs(), k)[0].long()
+        return signed, features.gather(1, signed)
 
     def chosen(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the activations of some features, float32 [n, ids]; `ids` is int64, on the rows' device."""
@@ -278,15 +353,41 @@ class SAE:
             WeirError: for a feature that does not exist, and where the response depends on more
                 than a product with the row: in TopK, and where rows are normalised one by one.
         """
+        self._check_one_block()
         return feature_response(self.config, self.tensors, self._feature(feature))
 
     def decoder_direction(self, feature: int) -> Any:
         """Return what one unit of a feature adds to the reconstruction, float32 ndarray [d_out].
 
+        Of a block of a cross-layer transcoder it is [writes, d_out].
+
         Raises:
             WeirError: for a feature that does not exist, and where it depends on the row.
         """
+        self._check_one_block()
         return decoder_direction(self.config, self.tensors, self._feature(feature))
+
+    @property
+    def _decoder(self) -> torch.Tensor:
+        """The decoder, of the first block where there are several."""
+        found = self._first("W_dec")
+        assert found is not None
+        return found
+
+    def _first(self, name: str) -> torch.Tensor | None:
+        return self.tensors.get(cross_layer.named(name, self.layers[0]) if self.layers else name)
+
+    def _check_one_block(self) -> None:
+        """Raise WeirError for a cross-layer transcoder, of which one block has to be taken."""
+        if self.layers:
+            first, last = self.layers[0], self.layers[-1]
+            raise WeirError(f"a cross-layer transcoder has features at blocks {first} to {last}: block(layer)", "layer")
+
+    def _by_block(self, given: Any, field: str) -> Mapping[int, Any]:
+        if not isinstance(given, Mapping):
+            first, last = self.layers[0], self.layers[-1]
+            raise WeirError(f"expected {{block: {field}}} for blocks {first} to {last}, or take block(layer)", field)
+        return given
 
     def _feature(self, feature: int) -> int:
         feature = plain(feature)
@@ -306,3 +407,8 @@ class SAE:
             heads = "" if self.head is None else f" of head {self.head}"
             raise WeirError(f"expected rows [n, {self.d_in}]{heads}, got {list(rows.shape)}", "rows")
         return flat.to(self.device)
+
+
+def without_decoder(sae: SAE) -> SAE:
+    """Return what workers hold of an autoencoder: everything, but of a cross-layer transcoder what encodes alone."""
+    return SAE(sae.config, cross_layer.without_decoder(sae.config, sae.tensors)) if sae.layers else sae

@@ -10,9 +10,13 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.fields import parse_flag, set_fields
 from vllm_weir.schema.hooks import HEAD_HOOKS, Site, parse_site
 from vllm_weir.schema.scalars import is_int
+from vllm_weir.schema.vectors import number
 
-AUTOENCODERS = ("standard", "gated", "jumprelu", "topk", "batchtopk")
-TRANSCODERS = ("transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder")
+AUTOENCODERS = ("standard", "gated", "jumprelu", "topk", "batchtopk", "abstopk", "matching_pursuit")
+TRANSCODERS = (
+    "transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder", "topk_transcoder",
+    "topk_skip_transcoder", "abstopk_transcoder", "abstopk_skip_transcoder",
+)  # fmt: skip
 ARCHITECTURES = (*AUTOENCODERS, *TRANSCODERS)
 ROW_NORMALISATIONS = ("constant_norm_rescale", "layer_norm")
 """Normalisations of the input that depend on the row; a constant factor is folded into the weights."""
@@ -22,12 +26,17 @@ MAX_LABEL = 200
 _THRESHOLDS = ("jumprelu", "batchtopk", "jumprelu_transcoder", "jumprelu_skip_transcoder")
 
 
+def chooses_k(architecture: str) -> bool:
+    """Return whether the k largest pre-activations of a row are its features."""
+    return architecture.startswith(("topk", "abstopk"))
+
+
 @dataclass(frozen=True)
 class SAEConfig:
     """What a sparse autoencoder or transcoder is beside its weights.
 
     Args:
-        architecture: one of `ARCHITECTURES`, SAELens's names.
+        architecture: one of `ARCHITECTURES`, SAELens's names, and likewise ``topk_transcoder`` and so on.
         site: the hook point that it reads.
         out_site: the hook point that it reconstructs: None for `site`, or for ``mlp_out`` of the
             block in transcoders that read ``mlp_in``.
@@ -35,9 +44,13 @@ class SAEConfig:
             of all heads, flattened.
         apply_b_dec_to_input: whether `b_dec` is subtracted from the input.
         normalize_activations: ``"none"``, ``"constant_norm_rescale"`` or ``"layer_norm"``.
-        k: active features of a row (TopK).
+        k: active features of a row (TopK, AbsTopK); greedy steps of matching pursuit, 0 for d_in.
         rescale_acts_by_decoder_norm: whether activations are multiplied by the norms of the
-            decoder's rows before the largest are chosen (TopK).
+            decoder's rows before the largest are chosen (TopK, AbsTopK).
+        residual_threshold: the norm of what is left of a row, below which matching pursuit ends; 0 for none.
+        stop_on_duplicate_support: whether matching pursuit ends at a step that adds no new feature.
+        layers: blocks of a cross-layer transcoder, whose `site` is that of the first; empty for all else.
+        writes: blocks that a block of a cross-layer transcoder writes, from `out_site` on; 0 for all else.
         name: what it is called.
         metadata: other entries of the file, such as ``model_name`` and ``prepend_bos``.
         labels: what features stand for, {feature: text}, of those for which somebody has said it.
@@ -54,6 +67,10 @@ class SAEConfig:
     normalize_activations: str = "none"
     k: int = 0
     rescale_acts_by_decoder_norm: bool = False
+    residual_threshold: float = 0.0
+    stop_on_duplicate_support: bool = False
+    layers: tuple[int, ...] = ()
+    writes: int = 0
     name: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[int, str] = field(default_factory=dict)
@@ -72,14 +89,40 @@ class SAEConfig:
                 f"{', '.join(ROW_NORMALISATIONS)} and, in files, expected_average_only_in",
                 "normalize_activations",
             )
-        for name in ("apply_b_dec_to_input", "rescale_acts_by_decoder_norm"):
+        for name in ("apply_b_dec_to_input", "rescale_acts_by_decoder_norm", "stop_on_duplicate_support"):
             parse_flag(getattr(self, name), name, "sae")
         if self.is_transcoder and self.apply_b_dec_to_input:
             raise WeirError("a transcoder's b_dec belongs to its output", "apply_b_dec_to_input")
-        if self.rescale_acts_by_decoder_norm and self.architecture != "topk":
+        if self.rescale_acts_by_decoder_norm and self.architecture not in ("topk", "abstopk"):
             raise WeirError(f"only TopK has it, this is {self.architecture}", "rescale_acts_by_decoder_norm")
-        if self.architecture == "topk" and not (is_int(self.k) and self.k > 0):
+        self._check_selection()
+        self._check_layers()
+
+    def _check_selection(self) -> None:
+        """Raise WeirError unless it is said how many features are active, where that is a part of the architecture."""
+        if chooses_k(self.architecture) and not (is_int(self.k) and self.k > 0):
             raise WeirError(f"TopK needs k, the number of active features, got {brief(self.k)!r}", "k")
+        if self.architecture != "matching_pursuit":
+            for name in ("residual_threshold", "stop_on_duplicate_support"):
+                if getattr(self, name):
+                    raise WeirError(f"only matching pursuit has it, this is {self.architecture}", name)
+            return
+        if not is_int(self.k) or self.k < 0:
+            raise WeirError(f"the most steps are an int from 0 (d_in of them), got {brief(self.k)!r}", "k")
+        threshold = number(self.residual_threshold, "residual_threshold")
+        if threshold < 0:
+            raise WeirError(f"a norm is not negative, got {threshold:g}", "residual_threshold")
+        set_fields(self, residual_threshold=threshold)
+
+    def _check_layers(self) -> None:
+        """Raise WeirError unless the blocks of a cross-layer transcoder follow each other from that of its site."""
+        layers = tuple(self.layers)
+        set_fields(self, layers=layers)
+        if (layers or self.writes) and not self.is_transcoder:
+            raise WeirError(f"only transcoders write at several blocks, this is {self.architecture}", "layers")
+        if layers and layers != tuple(range(self.site.layer, self.site.layer + len(layers))):
+            first = self.site.layer
+            raise WeirError(f"expected blocks from {first} on, one after another, got {brief(layers)}", "layers")
 
     @property
     def is_transcoder(self) -> bool:
@@ -94,7 +137,13 @@ class SAEConfig:
     @property
     def encodes_rows(self) -> bool:
         """Whether one product with the row does not tell a feature's activation, so that rows are encoded whole."""
-        return self.architecture == "topk" or self.normalize_activations in ROW_NORMALISATIONS
+        selects = chooses_k(self.architecture) or self.architecture == "matching_pursuit"
+        return selects or self.normalize_activations in ROW_NORMALISATIONS
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether activations may be negative, so that the most active are those of the largest absolute value."""
+        return self.architecture.startswith("abstopk")
 
     @property
     def has_threshold(self) -> bool:
@@ -108,7 +157,9 @@ class SAEConfig:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """The weights that it has."""
+        """The weights that it has, of each block where there are several."""
+        if self.architecture == "matching_pursuit":
+            return ("W_dec", "b_dec")
         encoder = ("b_gate", "r_mag", "b_mag") if self.architecture == "gated" else ("b_enc",)
         rest = ("threshold",) * self.has_threshold + ("W_skip",) * self.has_skip
         return ("W_enc", "W_dec", "b_dec", *encoder, *rest)

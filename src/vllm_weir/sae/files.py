@@ -13,9 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from vllm_weir.errors import MissingFile, StoreError, WeirError
+from vllm_weir.sae import cross_layer, cross_layer_files
 from vllm_weir.sae import tensors as folding
 from vllm_weir.sae.config import ROW_NORMALISATIONS, SAEConfig
-from vllm_weir.sae.published import FORMATS, Format, format_of
+from vllm_weir.sae.cross_layer_files import CrossLayerFormat
+from vllm_weir.sae.published import FORMATS, Entries, Format, format_of
 from vllm_weir.sae.raw_files import read_json, read_safetensors
 from vllm_weir.sae.saelens import Given, ParsedFile, parse_cfg, to_cfg
 from vllm_weir.schema.hooks import parse_site
@@ -23,19 +25,63 @@ from vllm_weir.util.atomic_write import atomic_write
 from vllm_weir.util.foreign_files import damage_refused, npz_arrays, open_regular
 
 CFG, WEIGHTS, SCALER, PARAMS = "cfg.json", "sae_weights.safetensors", "activation_scaler.json", "params.npz"
+CONFIG = "config.yaml"
+"""Of circuit-tracer."""
 LABELS = "labels.json"
 """{feature: text}: what features stand for; a file of Weir's."""
 
 Loaded = tuple[SAEConfig, dict[str, torch.Tensor]]
 
 
-def read(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict[str, torch.Tensor]]:
+def load(path: Path, given: Given, name: str) -> tuple[SAEConfig, dict[str, torch.Tensor], str | None]:
+    """Return the autoencoder of a path with everything folded, and the dtype that its file wants, if it says one.
+
+    Raises:
+        WeirError: for files that are missing, damaged or of another format, and for what they ask that is not done.
+    """
+    if (published := cross_layer_files.format_of(path)) is not None:
+        return (*_load_cross_layer(path, published, given, name), None)
+    file, read = _read(path, given, name)
+    return (*_fold(file, read, given), file.dtype)
+
+
+def _load_cross_layer(path: Path, published: CrossLayerFormat, given: Given, name: str) -> Loaded:
+    """Return a cross-layer transcoder, each block of which is read and folded as a transcoder alone is."""
+    read = published.read(path)
+    site, out_site = (None if one is None else parse_site(one) for one in (given.site, given.out_site))
+    if any(one is not None and one.layer != 0 for one in (site, out_site)):
+        raise WeirError("its first block is 0: give (hook, 0)", "site")
+    configs, blocks = [], []
+    for layer, (entries, tensors) in enumerate(read):
+        own = replace(
+            given,
+            site=None if site is None else site._replace(layer=layer),
+            out_site=None if out_site is None else out_site._replace(layer=layer),
+            norm_weight=_of_block(given.norm_weight, layer, len(read), "norm_weight"),
+            norm_bias=_of_block(given.norm_bias, layer, len(read), "norm_bias"),
+        )
+        file = _parsed(published.name, entries, own, name or path.resolve().name)
+        file = replace(file, config=replace(file.config, writes=len(read) - layer))
+        config, folded = _fold(file, tensors, own)
+        configs.append(config)
+        blocks.append((layer, folded))
+    return replace(configs[0], writes=0, layers=tuple(range(len(read)))), cross_layer.joined(blocks)
+
+
+def _of_block(value: Any, layer: int, count: int, name: str) -> Any:
+    """Return the weight or bias of one block's norm, of those for all blocks."""
+    if value is None or isinstance(value, (int, float)):
+        return value
+    values = folding.as_tensor(value, name)
+    if values.ndim != 2 or len(values) != count:
+        raise WeirError(f"expected [{count} blocks, d_in], got shape {list(values.shape)}", name)
+    return values[layer]
+
+
+def _read(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict[str, torch.Tensor]]:
     """Read the files of an autoencoder: of SAELens, Gemma Scope's ``params.npz``, or another published format.
 
     Tensors of a safetensors file are mapped from it and read when they are used.
-
-    Raises:
-        WeirError: for files that are missing, damaged or of another format.
     """
     if (published := format_of(path)) is not None:
         return _read_published(path, published, given, name)
@@ -53,44 +99,70 @@ def read(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict[str, tor
     return _read_gemma_scope(params, given, name)
 
 
-def fold(file: ParsedFile, tensors: dict[str, torch.Tensor], given: Given) -> Loaded:
-    """Return the autoencoder of a file with everything folded that is a linear function of the input.
-
-    Raises:
-        WeirError: naming the tensor or entry that does not fit.
-    """
+def _fold(file: ParsedFile, tensors: dict[str, torch.Tensor], given: Given) -> Loaded:
+    """Return the autoencoder of a file with everything folded that is a linear function of the input."""
     _take_scaling_factors(file, tensors)
     if "topk_threshold" in tensors and file.config.architecture == "batchtopk":
         threshold = tensors.pop("topk_threshold").float()
         tensors["threshold"] = threshold.expand(tensors["W_enc"].shape[-1]).contiguous()
     folding.check_tensors(file.config, tensors)
     _check_shape(file, tensors)
+    if file.config.architecture == "matching_pursuit":
+        return _not_folded(file, given), tensors
     if file.folds_decoder_norms:
         folding.scale_by_decoder_norms(tensors)
     folding.scale_input(tensors, file.scaling)
     return _fold_input(file, tensors, given), tensors
 
 
+def _not_folded(file: ParsedFile, given: Given) -> SAEConfig:
+    """Return the config of matching pursuit, whose encoder is its decoder; raise WeirError if something is to fold."""
+    weight = given.norm_weight
+    asked = {
+        "norm_scaling_factor": file.scaling != 1,
+        "center_rows": file.center,
+        "norm_weight": file.before_weight if weight is None else bool((torch.as_tensor(weight) != 1).any()),
+        "norm_bias": given.norm_bias is not None,
+    }
+    if wrong := next((name for name, is_asked in asked.items() if is_asked), None):
+        raise WeirError("matching pursuit encodes with its decoder, so nothing of the input can be folded in", wrong)
+    return file.config
+
+
 def write(path: Path, config: SAEConfig, tensors: dict[str, torch.Tensor]) -> None:
     """Write a directory in the layout of SAELens 6; files of the same names are replaced.
 
+    A cross-layer transcoder is written in circuit-tracer's.
+
     Raises:
         StoreError: if it cannot be written.
+        WeirError: if circuit-tracer's files cannot hold it.
     """
-    d_in, d_sae = tensors["W_enc"].shape
-    dtype = str(tensors["W_enc"].dtype).removeprefix("torch.")
-    cfg = to_cfg(config, dtype, d_in, d_sae, tensors["W_dec"].shape[1])
+    if config.writes:
+        raise WeirError("one block of a cross-layer transcoder is saved with all others: save that", "path")
+    weights = cross_layer_files.as_files(config, tensors) if config.layers else {WEIGHTS: tensors}
+    texts = {CONFIG: cross_layer_files.config_yaml(config)} if config.layers else _texts(config, tensors)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _write_weights(path / WEIGHTS, folding.for_file(tensors))
-        for name, content in ((CFG, cfg), (LABELS, config.labels)):
-            if not content:
+        for name, content in weights.items():
+            _write_weights(path / name, folding.for_file(content))
+        for name, text in texts.items():
+            if not text:
                 (path / name).unlink(missing_ok=True)
                 continue
             with atomic_write(path / name) as file:
-                file.write((json.dumps(content, indent=2) + "\n").encode())
+                file.write(text.encode())
     except (OSError, SafetensorError) as e:
         raise StoreError(f"cannot write {path} ({str(e)[:80]})", "path") from None
+
+
+def _texts(config: SAEConfig, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Return SAELens's configuration and the labels, empty if there are none, by file."""
+    decoder = tensors["W_dec"]
+    d_in = tensors.get("W_enc", decoder.T).shape[0]
+    cfg = to_cfg(config, str(decoder.dtype).removeprefix("torch."), d_in, *decoder.shape)
+    contents = ((CFG, cfg), (LABELS, config.labels))
+    return {name: json.dumps(content, indent=2) + "\n" if content else "" for name, content in contents}
 
 
 def _write_weights(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -129,12 +201,17 @@ def _read_published(
     path: Path, published: Format, given: Given, name: str
 ) -> tuple[ParsedFile, dict[str, torch.Tensor]]:
     entries, tensors = published.read(path)
+    return _parsed(published.name, entries, given, name or path.resolve().stem), tensors
+
+
+def _parsed(file_format: str, entries: Entries, given: Given, name: str) -> ParsedFile:
+    """Parse what a reader of another project's files returns as entries of a ``cfg.json``."""
     factor = entries.pop("own_scaling_factor", None)
     if given.norm_scaling_factor is None and factor is not None:
         given = replace(given, norm_scaling_factor=factor)
-    metadata = {"file_format": published.name} | ({"model_name": entries.pop("model_name", None) or ""})
+    metadata = {"file_format": file_format} | ({"model_name": entries.pop("model_name", None) or ""})
     metadata |= {key: entries.pop(key) for key in ("hook_name", "hook_name_out") if key in entries}
-    return parse_cfg(entries | {"metadata": metadata}, given, name or path.resolve().stem), tensors
+    return parse_cfg(entries | {"metadata": metadata}, given, name)
 
 
 def _read_gemma_scope(path: Path, given: Given, name: str) -> tuple[ParsedFile, dict[str, torch.Tensor]]:
@@ -181,7 +258,9 @@ def _take_scaling_factors(file: ParsedFile, tensors: dict[str, torch.Tensor]) ->
 
 
 def _check_shape(file: ParsedFile, tensors: dict[str, torch.Tensor]) -> None:
-    found = (*tensors["W_enc"].shape, tensors["W_dec"].shape[1])
+    decoder = tensors["W_dec"]
+    encoder = tensors.get("W_enc", decoder if decoder.ndim != 2 else decoder.T)
+    found = (*encoder.shape, decoder.shape[-1])
     for name, said, width in zip(("d_in", "d_sae", "d_out"), file.shape, found, strict=True):
         if said is not None and said != width:
             raise WeirError(f"it says {said}, but the weights have {width}", name)

@@ -10,6 +10,8 @@
 | linear_layers | ``.pt``, ``.pth`` with ``encoder_linear.weight`` or ``encoder.weight`` | Goodfire, OpenMOSS |
 | circuit_tracer | ``layer_7.safetensors``, ``config.yaml`` beside it | circuit-tracer |
 
+Cross-layer transcoders are in `cross_layer_files`.
+
 Each reader returns the entries of a ``cfg.json`` of SAELens and the tensors under SAELens's names. What a file does
 not say, and its path does not either, is left out, so that `parse_cfg` asks for it. Arithmetic that Weir does not have
 is refused by its name.
@@ -24,10 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.sae.raw_files import read_json, read_safetensors, read_text
+from vllm_weir.sae.raw_files import read_json, read_safetensors, read_yaml
 from vllm_weir.util.foreign_files import load_torch
 
 Entries = dict[str, Any]
@@ -53,19 +54,22 @@ def _has(*names: str) -> Callable[[Path], bool]:
 
 def _sparsify(path: Path) -> tuple[Entries, Tensors]:
     cfg = read_json(path / "cfg.json")
-    if cfg.get("transcode"):
-        raise WeirError("TopK transcoders are not supported", "transcode")
-    if cfg.get("activation", "topk") != "topk" or cfg.get("signed") or cfg.get("skip_connection"):
-        raise WeirError(
-            f"only TopK of positive activations is supported, not {brief(cfg.get('activation'))}, signed or with a "
-            "skip connection",
-            "activation",
-        )
+    if cfg.get("activation", "topk") != "topk":
+        raise WeirError(f"{brief(cfg.get('activation'))} is not supported; topk is", "activation")
+    transcoder, skip = bool(cfg.get("transcode")), bool(cfg.get("skip_connection"))
+    if skip and not transcoder:
+        raise WeirError("a skip connection is supported in transcoders alone", "skip_connection")
     weights = read_safetensors(path / "sae.safetensors")
     tensors = _linear(weights, "encoder", "decoder")
-    layer = re.search(r"layers[._](\d+)$", path.resolve().name)
-    entries = {"architecture": "topk", "k": cfg.get("k"), "apply_b_dec_to_input": True}
-    return entries | _at(layer, "hook_resid_post"), tensors
+    if skip and "W_skip" in weights:
+        tensors["W_skip"] = weights["W_skip"]
+    kind = ("abstopk" if cfg.get("signed") else "topk") + "_skip" * skip + "_transcoder" * transcoder
+    entries = {"architecture": kind, "k": cfg.get("k"), "apply_b_dec_to_input": not transcoder}
+    name = path.resolve().name
+    if transcoder:
+        layer = re.search(r"(?:layers|h)[._](\d+)[._]mlp$", name)
+        return entries | _at(layer, "hook_mlp_in") | _at(layer, "hook_mlp_out", "hook_name_out"), tensors
+    return entries | _at(re.search(r"layers[._](\d+)$", name), "hook_resid_post"), tensors
 
 
 def _dictionary_learning(path: Path) -> tuple[Entries, Tensors]:
@@ -125,7 +129,7 @@ def _gemma_scope_2(path: Path) -> tuple[Entries, Tensors]:
     found = read_safetensors(path / "params.safetensors")
     tensors = {name: found[key] for name, key in _LOWER.items() if key in found}
     if "W_dec" in tensors and tensors["W_dec"].ndim != 2:
-        raise WeirError(_CROSS_LAYER, "w_dec")
+        raise WeirError(f"{_CROSS_LAYER}, whose files are params_layer_0.safetensors and so on", "w_dec")
     inside = "/".join(path.resolve().parts[-3:])
     layer = re.search(r"layer_(\d+)", inside)
     entries: Entries = {"architecture": "jumprelu", "apply_b_dec_to_input": False, "model_name": cfg.get("model_name")}
@@ -142,7 +146,7 @@ def _gemma_scope_2(path: Path) -> tuple[Entries, Tensors]:
 _LOWER = {"W_enc": "w_enc", "W_dec": "w_dec", "b_enc": "b_enc", "b_dec": "b_dec", "threshold": "threshold"}
 _GEMMA_HOOKS = {"resid_post": "hook_resid_post", "attn_out": "attn.hook_z", "mlp_out": "hook_mlp_out"}
 """Part of the path -> TransformerLens's name; its autoencoders of attention read what the heads give."""
-_CROSS_LAYER = "a cross-layer transcoder, which writes at several blocks, is not supported"
+_CROSS_LAYER = "this is a part of a cross-layer transcoder; give the directory"
 
 
 def _qwen_scope(path: Path) -> tuple[Entries, Tensors]:
@@ -177,7 +181,9 @@ def _circuit_tracer(path: Path) -> tuple[Entries, Tensors]:
     found = read_safetensors(path)
     if not {"W_enc", "W_dec", "b_enc", "b_dec"} <= set(found):
         cross = any(re.fullmatch(r"(W_enc|W_dec|b_enc)_\d+", name) for name in found)
-        why = _CROSS_LAYER if cross else f"it has {brief(sorted(found), 200)}, not the weights of a transcoder"
+        why = f"it has {brief(sorted(found), 200)}, not the weights of a transcoder"
+        if cross:
+            why = f"{_CROSS_LAYER}, with files W_enc_0, W_dec_0 and so on"
         raise WeirError(why, path.name)
     tensors: Tensors = {name: found[name] for name in ("W_enc", "W_dec", "b_enc", "b_dec", "W_skip") if name in found}
     tensors["W_enc"] = tensors["W_enc"].T.contiguous()
@@ -188,17 +194,15 @@ def _circuit_tracer(path: Path) -> tuple[Entries, Tensors]:
     layer = re.search(r"layer_(\d+)", path.name)
     entries = {"architecture": kind, "apply_b_dec_to_input": False}
     config = path.parent / "config.yaml"
-    cfg = yaml.safe_load(read_text(config)) if config.exists() else {}
-    if not isinstance(cfg, Mapping):
-        raise WeirError("expected a mapping", config.name)
-    read = _CIRCUIT_HOOKS.get(str(cfg.get("feature_input_hook", "mlp.hook_in")))
-    written = _CIRCUIT_HOOKS.get(str(cfg.get("feature_output_hook", "hook_mlp_out")))
+    cfg = read_yaml(config) if config.exists() else {}
+    read = CIRCUIT_HOOKS.get(str(cfg.get("feature_input_hook", "mlp.hook_in")))
+    written = CIRCUIT_HOOKS.get(str(cfg.get("feature_output_hook", "hook_mlp_out")))
     if layer is None or read is None or written is None:
         return entries, tensors
     return entries | _at(layer, read) | _at(layer, written, "hook_name_out"), tensors
 
 
-_CIRCUIT_HOOKS = {
+CIRCUIT_HOOKS = {
     "mlp.hook_in": "hook_mlp_in", "hook_mlp_in": "hook_mlp_in", "ln2.hook_normalized": "ln2.hook_normalized",
     "hook_resid_mid": "hook_resid_mid", "hook_mlp_out": "hook_mlp_out", "mlp.hook_out": "hook_mlp_out",
 }  # fmt: skip

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors import safe_open
 
 from vllm_weir.errors import MissingFile, WeirError
@@ -32,6 +33,18 @@ def read_json(path: Path) -> dict[str, Any]:
     found = loads(data, path.name)
     if not isinstance(found, dict):
         raise WeirError(f"expected an object, got {type(found).__name__}", path.name)
+    return found
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping that a YAML file holds; raise WeirError, naming the file, if it holds none."""
+    with damage_refused("no YAML", path.name):
+        try:
+            found = yaml.safe_load(read_text(path))
+        except yaml.YAMLError as e:
+            raise ValueError(str(e)) from None
+    if not isinstance(found, dict):
+        raise WeirError(f"expected a mapping, got {type(found).__name__}", path.name)
     return found
 
 

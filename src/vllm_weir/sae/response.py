@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.sae.config import ROW_NORMALISATIONS, SAEConfig
+from vllm_weir.sae.config import ROW_NORMALISATIONS, SAEConfig, chooses_k
 
 
 class FeatureResponse(NamedTuple):
@@ -23,7 +23,7 @@ class FeatureResponse(NamedTuple):
         w: float32 [d_in].
         b: bias.
         theta: threshold, 0 or more.
-        u: float32 [d_out].
+        u: float32 [d_out]; of a block of a cross-layer transcoder [writes, d_out].
     """
 
     w: np.ndarray
@@ -38,7 +38,7 @@ class FeatureResponse(NamedTuple):
 
 
 def decoder_direction(config: SAEConfig, tensors: Mapping[str, torch.Tensor], feature: int) -> np.ndarray:
-    """Return what one unit of a feature adds to the reconstruction, float32 [d_out].
+    """Return what one unit of a feature adds to the reconstruction, float32 [d_out], or [writes, d_out].
 
     Raises:
         WeirError: if that depends on the row.
@@ -58,9 +58,10 @@ def feature_response(config: SAEConfig, tensors: Mapping[str, torch.Tensor], fea
     Raises:
         WeirError: if the response depends on more than ``w . h``.
     """
-    if config.architecture == "topk":
+    if chooses_k(config.architecture) or config.architecture == "matching_pursuit":
+        kind = "TopK SAE" if chooses_k(config.architecture) else "SAE with matching pursuit"
         raise WeirError(
-            "whether a feature of a TopK SAE is active depends on all its other features; encode the row instead",
+            f"whether a feature of a {kind} is active depends on all its other features; encode the row instead",
             "architecture",
         )
     _refuse_row_normalisation(config)

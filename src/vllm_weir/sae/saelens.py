@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.sae.config import TRANSCODERS, SAEConfig
+from vllm_weir.sae.config import TRANSCODERS, SAEConfig, chooses_k
 from vllm_weir.sae.hook_names import NamedSite, hook_name, read_hook_name
 from vllm_weir.schema.hooks import HEAD_HOOKS, STREAM_HOOKS, Site, parse_site
 from vllm_weir.schema.scalars import is_int
 
 FORMAT_VERSION = "6.0.0"
 """Version of SAELens whose layout is written."""
+RESIDUAL_THRESHOLD = 1e-2
+"""Of matching pursuit, where the file does not say it."""
 _EARLIER_NAMES = {
     "hook_point": "hook_name",
     "hook_point_layer": "hook_layer",
@@ -78,7 +80,7 @@ def parse_cfg(cfg: Mapping[str, Any], given: Given, name: str) -> ParsedFile:
         raise WeirError(f"expected an object, got {type(metadata).__name__}", "metadata")
     metadata = {key: entries[key] for key in _METADATA if key in entries} | dict(metadata)
     architecture, k = _architecture(entries)
-    batch_top_k = architecture in _BATCH_TOP_K
+    batch_top_k, pursuit = architecture in _BATCH_TOP_K, architecture == "matching_pursuit"
     transcoder = architecture in TRANSCODERS
     named = _site(metadata, given, transcoder)
     options = metadata.get("model_from_pretrained_kwargs") or {}
@@ -94,8 +96,10 @@ def parse_cfg(cfg: Mapping[str, Any], given: Given, name: str) -> ParsedFile:
         head=_head(metadata, named.site, transcoder),
         apply_b_dec_to_input=_flag(entries, "apply_b_dec_to_input", default=not transcoder),
         normalize_activations=normalisation,
-        k=k if architecture == "topk" else 0,
-        rescale_acts_by_decoder_norm=architecture == "topk" and _flag(entries, "rescale_acts_by_decoder_norm"),
+        k=k if chooses_k(architecture) or pursuit else 0,
+        rescale_acts_by_decoder_norm=chooses_k(architecture) and _flag(entries, "rescale_acts_by_decoder_norm"),
+        residual_threshold=entries.get("residual_threshold", RESIDUAL_THRESHOLD) if pursuit else 0.0,
+        stop_on_duplicate_support=pursuit and _flag(entries, "stop_on_duplicate_support", default=True),
         name=name,
         metadata=metadata,
     )
@@ -138,18 +142,23 @@ def to_cfg(config: SAEConfig, dtype: str, d_in: int, d_sae: int, d_out: int) -> 
         assert config.out_site is not None
         cfg["d_out"] = d_out
         metadata["hook_name_out"] = hook_name(config.out_site)
-    if config.architecture == "topk":
+    if chooses_k(config.architecture):
         cfg |= {"k": config.k, "rescale_acts_by_decoder_norm": config.rescale_acts_by_decoder_norm}
+    if config.architecture == "matching_pursuit":
+        cfg |= {"residual_threshold": config.residual_threshold, "max_iterations": config.k or None}
+        cfg["stop_on_duplicate_support"] = config.stop_on_duplicate_support
     return cfg
 
 
 def _architecture(entries: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the architecture, and k of a TopK SAE."""
+    """Return the architecture, and k of a TopK SAE or the most steps of matching pursuit, 0 for d_in."""
     architecture = entries.get("architecture") or "standard"
     function = entries.get("activation_fn_str") or "relu"
     kwargs = entries.get("activation_fn_kwargs") or {}
     if not isinstance(kwargs, Mapping) or set(kwargs) - {"k"}:
         raise WeirError(f"only k is known, got {brief(kwargs)}", "activation_fn_kwargs")
+    if architecture == "matching_pursuit":
+        return architecture, entries.get("max_iterations") or 0
     if function == "topk" and architecture in ("standard", "topk"):
         return "topk", entries.get("k", kwargs.get("k", 0))
     if function not in ("relu", "topk") or (function == "topk" and architecture not in _BATCH_TOP_K):

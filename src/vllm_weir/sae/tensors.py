@@ -70,17 +70,21 @@ def check_tensors(config: SAEConfig, tensors: Mapping[str, torch.Tensor]) -> Non
             raise WeirError(f"a {config.architecture} SAE has no such tensor", name)
         if tensor.dtype not in DTYPES.values():
             raise WeirError(f"expected floats, got {tensor.dtype}", name)
-    if tensors["W_enc"].ndim != 2 or tensors["W_dec"].ndim != 2:
-        raise WeirError("W_enc is [d_in, d_sae] and W_dec [d_sae, d_out]", "W_enc")
-    (d_in, d_sae), d_out = tensors["W_enc"].shape, tensors["W_dec"].shape[1]
+    decoder, blocks = tensors["W_dec"], (config.writes,) if config.writes else ()
+    tied = decoder.mT if "W_enc" not in tensors and decoder.ndim == 2 else decoder
+    encoder = tensors.get("W_enc", tied)
+    if encoder.ndim != 2 or decoder.ndim != 2 + len(blocks):
+        written = "[d_sae, blocks, d_out]" if blocks else "[d_sae, d_out]"
+        raise WeirError(f"W_enc is [d_in, d_sae] and W_dec {written}", "W_enc")
+    (d_in, d_sae), d_out = encoder.shape, decoder.shape[-1]
     if not config.is_transcoder and d_out != d_in:
         raise WeirError(f"an autoencoder reads and reconstructs the same width, got {d_in} and {d_out}", "W_dec")
-    shapes = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_out), "b_dec": (d_out,), "W_skip": (d_out, d_in)}
+    shapes = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, *blocks, d_out), "b_dec": (d_out,), "W_skip": (d_out, d_in)}
     for name, tensor in tensors.items():
         expected = shapes.get(name, (d_sae,))
         if tuple(tensor.shape) != expected:
             raise WeirError(f"expected shape {list(expected)}, got {list(tensor.shape)}", name)
-    if config.k > d_sae:
+    if config.k > d_sae and config.architecture != "matching_pursuit":  # whose steps may come back to a feature
         raise WeirError(f"{config.k} active features of {d_sae}", "k")
 
 

@@ -36,16 +36,19 @@ class Features:
         top_k: the most active features of each row, so many of them (default 32).
         ids: these features instead, in this order.
         positions: selector, as for `Capture`.
+        layers: of a cross-layer transcoder, the blocks whose features are read: ``"all"``, a block
+            index, or a list of them.
 
     Raises:
         WeirError: naming the field.
     """
 
-    wire_fields: ClassVar[tuple[str, ...]] = ("name", "top_k", "ids", "positions")
+    wire_fields: ClassVar[tuple[str, ...]] = ("name", "top_k", "ids", "positions", "layers")
     name: str
     top_k: int | None = None
     ids: Any = None
     positions: Any = "all"
+    layers: Any = field(default="all", kw_only=True)
     path: str = field(default="features", repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -54,7 +57,9 @@ class Features:
         ids = None if self.ids is None else _ids(self.ids, f"{self.path}.ids")
         top_k = None if ids is not None else _count(32 if self.top_k is None else self.top_k, f"{self.path}.top_k")
         positions = Positions.parse(self.positions, f"{self.path}.positions")
-        set_fields(self, name=_name(self.name, f"{self.path}.name"), ids=ids, top_k=top_k, positions=positions)
+        layers = parse_layers(self.layers, f"{self.path}.layers")
+        name = _name(self.name, f"{self.path}.name")
+        set_fields(self, name=name, ids=ids, top_k=top_k, positions=positions, layers=layers)
 
     @classmethod
     def from_json(cls, data: object, path: str = "features") -> Features:
@@ -68,6 +73,8 @@ class Features:
             out["ids"] = list(self.ids)
         else:
             out["top_k"] = self.top_k
+        if self.layers != "all":
+            out["layers"] = list(self.layers)
         return _with_positions(out, self.positions)
 
 
@@ -80,12 +87,14 @@ class SetFeature:
     target is one of ``value``, ``scale * a`` and ``a + add``. So the decoder's contribution is set. The
     encoder reads another activation of the changed row, unless its column and W_dec[feature] have a
     product of 1; with `read_back` that is what is set. Transcoders take the activation of the
-    row that they read, after all interventions there, and change the one that they write. Rows of
-    TopK autoencoders are encoded whole, in steps without CUDA graphs.
+    row that they read, after all interventions there, and change the one that they write; a
+    cross-layer transcoder changes those of its block and of all later ones, each by its own W_dec.
+    Rows of TopK, AbsTopK and matching pursuit are encoded whole, in steps without CUDA graphs.
 
     Args:
         name: of an autoencoder that the engine has loaded.
         feature: its number.
+        layer: of a cross-layer transcoder, the block that reads the feature; others have one block alone.
         value: the activation's new value.
         scale: factor of the activation.
         add: what is added to the activation.
@@ -102,10 +111,11 @@ class SetFeature:
 
     op: ClassVar[str] = "set_feature"
     wire_fields: ClassVar[tuple[str, ...]] = (
-        "op", "name", "feature", "value", "scale", "add", "read_back", "positions", "when",
+        "op", "name", "feature", "value", "scale", "add", "read_back", "positions", "when", "layer",
     )  # fmt: skip
     name: str
     feature: int
+    layer: int | None = field(default=None, kw_only=True)
     value: float | None = field(default=None, kw_only=True)
     scale: float | None = field(default=None, kw_only=True)
     add: float | None = field(default=None, kw_only=True)
@@ -127,6 +137,7 @@ class SetFeature:
             self,
             name=_name(self.name, f"{self.path}.name"),
             feature=_feature(self.feature, f"{self.path}.feature"),
+            layer=None if self.layer is None else _block(self.layer, f"{self.path}.layer"),
             positions=Positions.parse(self.positions, f"{self.path}.positions"),
             when=When.parse(self.when, f"{self.path}.when"),
             **parsed,
@@ -148,7 +159,7 @@ class SetFeature:
     def to_json(self) -> dict[str, Any]:
         """Return the wire form, defaults left out."""
         out: dict[str, Any] = {"op": self.op, "name": self.name, "feature": self.feature}
-        for name in ("value", "scale", "add"):
+        for name in ("layer", "value", "scale", "add"):
             if getattr(self, name) is not None:
                 out[name] = getattr(self, name)
         if self.read_back:
@@ -289,6 +300,13 @@ def _feature(value: object, field_name: str) -> int:
     value = plain(value)
     if not is_int(value) or not 0 <= value <= MAX_FEATURE:  # type: ignore[operator]
         raise WeirError(f"features are ints from 0, got {brief(value)}", field_name)
+    return int(value)  # type: ignore[call-overload]
+
+
+def _block(value: object, field_name: str) -> int:
+    value = plain(value)
+    if not is_int(value) or not 0 <= value <= MAX_FEATURE:  # type: ignore[operator]
+        raise WeirError(f"blocks are ints from 0, got {brief(value)}", field_name)
     return int(value)  # type: ignore[call-overload]
 
 

@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import ENCODE, HELD, SCORE, Instruction, ResolvedIntervention
+from vllm_weir.schema.instructions import ENCODE, HELD, SCORE, Instruction, ResolvedIntervention, Source
 from vllm_weir.schema.positions import Positions
 
 LINEAR, MLP, ATTENTION = range(3)
@@ -236,7 +236,9 @@ def with_doses(moves: Sequence[ResolvedIntervention], layout: CellLayout) -> tup
 
 def count_activations(moves: Iterable[ResolvedIntervention]) -> int:
     """Return how many activations of a token stand in cells between their reading and their use."""
-    return sum((move.source is not None) + sum(one.kind == ENCODE for one in move.instructions) for move in moves)
+    moves = tuple(moves)
+    read = {(move.source, move.positions) for move in moves if move.source is not None}
+    return len(read) + sum(one.kind == ENCODE for move in moves for one in move.instructions)
 
 
 def with_activations(
@@ -244,22 +246,28 @@ def with_activations(
 ) -> tuple[tuple[ResolvedIntervention, ...], tuple[ResolvedIntervention, ...]]:
     """Return interventions, in order, with the cells of their activations from `first` on, and steps for other sites.
 
-    The steps come after all interventions: they read a row as the model goes on with it.
+    The steps come after all interventions: they read a row as the model goes on with it. What is read once, at the
+    same positions, has one cell, however many blocks it changes.
     """
-    placed, steps, cell = [], [], first - 1
+    placed, steps, cell = [], [], first
+    cells: dict[tuple[Source, Positions], int] = {}
     for move in moves:
+        own = cell
         if move.source is not None:
-            cell += 1
-            hook, layer, instruction = move.source
-            writes = instruction._replace(cell=cell + 1)
-            steps.append(ResolvedIntervention(hook, (layer,), move.positions, 0, (writes,)))
+            key = (move.source, move.positions)
+            own = cells.setdefault(key, cell)
+            if own == cell:
+                cell += 1
+                hook, layer, instruction = move.source
+                writes = instruction._replace(cell=own + 1)
+                steps.append(ResolvedIntervention(hook, (layer,), move.positions, 0, (writes,)))
         instructions = []
         for one in move.instructions:
             if one.kind == ENCODE:  # for the HELD that follows it
-                cell += 1
-                instructions.append(one._replace(cell=cell + 1))
+                own, cell = cell, cell + 1
+                instructions.append(one._replace(cell=own + 1))
             else:
-                instructions.append(one._replace(lo=float(cell)) if one.kind == HELD else one)
+                instructions.append(one._replace(lo=float(own)) if one.kind == HELD else one)
         placed.append(replace(move, instructions=tuple(instructions), source=None))
     return tuple(placed), tuple(steps)
 

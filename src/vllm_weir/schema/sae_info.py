@@ -18,6 +18,8 @@ class SAEInfo(NamedTuple):
         architecture: SAELens's name of it.
         bytes: of its weights, on each worker.
         labels: what features stand for, {feature: text}.
+        layers: blocks of a cross-layer transcoder, each with `d_sae` features, `site` being that of the
+            first; empty for everything else.
     """
 
     name: str
@@ -26,3 +28,4 @@ class SAEInfo(NamedTuple):
     architecture: str
     bytes: int
     labels: Mapping[int, str] = {}
+    layers: tuple[int, ...] = ()

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.results.activations import Activations
+from vllm_weir.results.read_outs import by_block
 from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server.hook_values import NUMBERS, ValueForm, floats
@@ -101,15 +102,18 @@ def probe_scores(view: OutputView) -> dict[str, Any]:
 
 
 def read_values(view: OutputView) -> dict[str, Any]:
-    """Return features by name and lenses by block, with rows; null for a value that is not finite."""
+    """Return features by name and lenses by block, with rows; null for a value that is not finite.
+
+    Features of a cross-layer transcoder are by block under its name.
+    """
     if not view.part.read_outs:
         return {}
     values = view.read_values()
-    features = {
-        name: {"positions": one.positions.tolist(), "ids": one.ids.tolist(), "values": floats(one.values)}
-        for name, one in values.features.items()
-        if len(one)
-    }
+    features: dict[str, Any] = {}
+    for (name, layer), one in by_block(values.features).items():
+        if len(one):
+            own = {"positions": one.positions.tolist(), "ids": one.ids.tolist(), "values": floats(one.values)}
+            features |= {name: own if layer is None else features.get(name, {}) | {str(layer): own}}
     lens = {
         str(layer): {
             "positions": one.positions.tolist(),

@@ -70,7 +70,7 @@ def check_given(arguments: Sequence[str], environ: Mapping[str, str] = os.enviro
         try:
             path, site = SAESource(*source)
             sae = SAE.load(path, site=site, name=name)
-            config.check_layers(sae.site.hook, (sae.site.layer,), "site")
+            config.check_layers(sae.site.hook, sae.layers or (sae.site.layer,), "site")
             config.check_width(sae.site.hook, sae.d_in, "d_in")
         except WeirError as e:
             raise WeirError(f"{name}: {e}", OPTION) from None

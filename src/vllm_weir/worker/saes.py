@@ -10,7 +10,8 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.sae import transfer
-from vllm_weir.sae.autoencoder import SAE
+from vllm_weir.sae.autoencoder import SAE, without_decoder
+from vllm_weir.sae.cross_layer import split_key
 from vllm_weir.util.available_memory import available_bytes
 
 SPARE = 256 << 20
@@ -45,8 +46,8 @@ class WorkerSAEs(Mapping[str, SAE]):
 
     @property
     def nbytes(self) -> int:
-        every = {id(sae): sae for held in (self._saes, *self._held.values()) for sae in held.values()}
-        return sum(sae.nbytes for sae in every.values())
+        every = (sae for held in (self._saes, *self._held.values()) for sae in held.values())
+        return sum({id(one): one.nbytes for sae in every for one in sae.tensors.values()}.values())
 
     def load(self, key: str, path: str) -> dict[str, Any]:
         """Put the autoencoder of a file (`vllm_weir.sae.transfer`) onto the device.
@@ -71,11 +72,16 @@ class WorkerSAEs(Mapping[str, SAE]):
     def hold(self, request_id: str, key: str) -> SAE:
         """Return an autoencoder, which stays on the device until the request is released.
 
+        The key may be that of one block of a cross-layer transcoder (`block_key`).
+
         Raises:
             WeirError: if there is none under the key.
         """
         own = self._held.get(request_id, {})  # of one that joins again after a preemption
-        sae = self._saes.get(key) or own.get(key)
+        whole, layer = split_key(key)
+        sae = self._saes.get(whole) or own.get(key)
+        if sae is not None and sae.layers and layer is not None:
+            sae = sae.block(layer)
         if sae is None:
             raise WeirError("its autoencoder was unloaded while the request waited; send it again", "features")
         self._held.setdefault(request_id, {})[key] = sae
@@ -90,6 +96,7 @@ class WorkerSAEs(Mapping[str, SAE]):
 
     def _copied(self, mapped: SAE) -> SAE:
         """Return an autoencoder with its weights on the device; raise WeirError if there is no room."""
+        mapped = without_decoder(mapped)
         self._check_room(mapped.nbytes)
         try:
             tensors = {name: tensor.to(self._device, copy=True) for name, tensor in mapped.tensors.items()}

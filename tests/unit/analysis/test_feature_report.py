@@ -21,6 +21,7 @@ from tests.unit.refusals import refused
 from vllm_weir.analysis import sae_report
 from vllm_weir.analysis.feature_report.logit_effects import CheckpointUnembedding
 from vllm_weir.analysis.feature_report.page import render
+from vllm_weir.analysis.feature_report.report import _effects
 from vllm_weir.analysis.feature_report.results import ContextToken, FeatureContext, FeatureReport, SAEReport
 from vllm_weir.analysis.feature_report.statistics import BINS, FeatureTotals
 from vllm_weir.cli.main import app
@@ -325,3 +326,16 @@ def test_features_that_were_not_extracted(tmp_path: Path) -> None:
     assert info["ids"] == [30, 7]
     report = sae_report(demo_sae(), tmp_path / "out", tmp_path / "r.html", model="/nowhere")
     assert {one.feature for one in report.features} <= {30, 7}
+
+
+def test_a_feature_of_a_cross_layer_transcoder_reaches_the_logits_from_all_its_blocks() -> None:
+    """Directly, it adds to the stream what all its decoders give."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"W_enc": torch.randn(256, 8, generator=generator), "b_enc": torch.zeros(8), "b_dec": torch.zeros(256)}
+    decoder = torch.randn(8, 2, 256, generator=generator)
+    weights = {name: [tensor] * 2 for name, tensor in tensors.items()} | {"W_dec": [decoder, decoder[:, :1]]}
+    block = SAE.from_tensors("transcoder", ("mlp_in", 4), layers=[4, 5], **weights).block(4)
+    summed = SAE.from_tensors("transcoder", ("mlp_in", 4), **tensors, W_dec=decoder.sum(1))
+    notes: list[str] = []
+    found, wanted = (_effects(sae, [3], demo_model(), notes) for sae in (block, summed))
+    assert notes == [] and repr(found) == repr(wanted) and found.keys() == {3}

@@ -18,6 +18,7 @@ from tests.unit.extraction.test_run import never
 from tests.unit.refusals import refused
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
+from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.feature_writer import FeatureBatch, FeatureWriter
 from vllm_weir.extraction.run import extract
 from vllm_weir.extraction.run_spec import request_id
@@ -302,3 +303,13 @@ def test_records_of_which_no_token_is_selected_are_done(source: Path, tmp_path: 
     assert [len(ds[record]) for record in (3, 5, 6, 7)] == [0] * 4 and ds[3].dense(512).shape == (0, 512)
     assert same_features(ds[4], expected(4)) and sorted(one.record for one in ds) == list(range(8))
     assert sum(len(table) for table in ds.tables()) == ds.rows and len(part_names(list(store.names()))) == 3
+
+
+def test_of_a_cross_layer_transcoder_one_block_is_extracted() -> None:
+    weights = {"W_enc": [torch.ones(4, 8)] * 2, "b_enc": [torch.zeros(8)] * 2, "b_dec": [torch.zeros(4)] * 2}
+    weights["W_dec"] = [torch.ones(8, 2, 4), torch.ones(8, 1, 4)]
+    whole = SAE.from_tensors("transcoder", ("mlp_in", 0), name="clt", layers=[0, 1], **weights)
+    with refused("sae", "give one of them"):
+        FeatureSpec.parse(whole, None, None, "model", "all")
+    spec = FeatureSpec.parse(whole.block(1), 3, None, "model", "all")
+    assert (spec.site, spec.asked.top_k, spec.info.d_sae) == (("mlp_in", 1), 3, 8)

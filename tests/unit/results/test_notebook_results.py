@@ -10,7 +10,15 @@ import numpy as np
 import torch
 
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.read_outs import FeatureValues, LensReadings, LensTokens
+from vllm_weir.results.read_outs import (
+    FeatureValues,
+    LayerFeatures,
+    LensReadings,
+    LensTokens,
+    ReadValues,
+    by_block,
+    nested,
+)
 from vllm_weir.results.receipt import InterventionReceipt, Receipt
 from vllm_weir.results.scores import HookValues, Scores
 from vllm_weir.schema.hooks import Site
@@ -93,6 +101,11 @@ def test_features_and_lens() -> None:
     assert repr(features) == "FeatureValues(2 rows, 2 features each)"
     page = features._repr_html_()
     assert titles(page) == [2.0, 1.0, 4.0, 0.0] and ">7<" in page and ">0 &lt;b&gt;<" in page and ">1 t1<" in page
+    blocks = LayerFeatures({0: features, 3: features})
+    assert repr(blocks) == f"{{0: {features!r}, 3: {features!r}}}"
+    assert titles(blocks._repr_html_()) == [2.0, 1.0, 4.0, 0.0] * 2 and "block 3" in blocks._repr_html_()
+    assert nested(by_block({"a": features, "b": blocks})) == {"a": features, "b": blocks}
+    assert ReadValues({"a": features, "b": blocks}, {}).rows == 6
     lens = LensTokens(at, torch.tensor([[0, 3], [3, 9]]), torch.tensor([[0.5, 0.25], [0.5, 0.125]]).log(), texts(2))
     assert repr(lens) == "LensTokens(2 rows, 2 tokens each)"
     assert titles(lens._repr_html_()) == [0.5, 0.25, 0.5, 0.125] and ">t9<" in lens._repr_html_()

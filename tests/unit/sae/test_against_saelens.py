@@ -12,11 +12,13 @@ from tests.support.sae_reference import TRANSCODERS, rows, weights, write_v5, wr
 pytestmark = needs(module("sae_lens"))
 
 EXACT = 1e-5
-ARCHITECTURES = ["standard", "gated", "jumprelu", "topk", *TRANSCODERS]
+ARCHITECTURES = ["standard", "gated", "jumprelu", "topk", "abstopk", "matching_pursuit", *TRANSCODERS]
 
 
 def options(architecture):
-    k = {"k": 9, "rescale_acts_by_decoder_norm": True} if architecture == "topk" else {}
+    k = {"k": 9, "rescale_acts_by_decoder_norm": True} if "topk" in architecture else {}
+    if architecture == "matching_pursuit":
+        k = {"max_iterations": 9}
     return {**k, "apply_b_dec_to_input": architecture not in TRANSCODERS}
 
 
@@ -29,7 +31,7 @@ def loaded(path):
 @torch.no_grad()
 def assert_equal(sae, theirs, h):
     features, expected = sae.encode(h), theirs.encode(h)
-    assert torch.equal(features > 0, expected > 0) and 0.02 < (expected > 0).float().mean() < 0.9
+    assert torch.equal(features != 0, expected != 0) and 0.02 < (expected != 0).float().mean() < 0.9
     assert (features - expected).abs().max() <= EXACT
     assert (sae.reconstruct(h) - theirs(h)).abs().max() <= EXACT
 
@@ -53,7 +55,7 @@ def test_the_same_file_of_version_5(tmp_path, architecture):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_saelens_loads_what_is_saved(tmp_path, architecture):
     given = {} if architecture in TRANSCODERS else {"apply_b_dec_to_input": True}
-    given |= {"k": 7} if architecture == "topk" else {}
+    given |= {"k": 7} if architecture in ("topk", "abstopk", "matching_pursuit") else {}
     site = ("mlp_in", 1) if architecture in TRANSCODERS else ("resid_post", 2)
     sae = weir.SAE.from_tensors(architecture, site, **weights(architecture), **given)
     sae.save(tmp_path)

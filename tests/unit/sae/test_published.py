@@ -44,15 +44,43 @@ def test_sparsify(tmp_path):
     save_file({"encoder.weight": W, "encoder.bias": b, "W_dec": W_dec, "b_dec": b_dec}, folder / "sae.safetensors")
     features = topk((ROWS - b_dec) @ W.T + b)
     check(weir.SAE.load(folder), ("resid_post", 5), "topk", "sparsify", features, features @ W_dec + b_dec)
-    for wrong in ({"transcode": True}, {"activation": "groupmax"}, {"signed": True}):
+    for wrong in ({"activation": "groupmax"}, {"skip_connection": True}):
         (folder / "cfg.json").write_text(json.dumps(cfg | wrong))
-        with refused(next(iter(wrong)) if "transcode" in wrong else "activation", "supported"):
+        with refused(next(iter(wrong)), "supported"):
             weir.SAE.load(folder)
     (folder / "cfg.json").write_text(json.dumps(cfg))
     other = folder.rename(tmp_path / "h.5.mlp")
     with refused("hook_name", "pass site="):
         weir.SAE.load(other)
     assert weir.SAE.load(other, site=("mlp_out", 5)).site == ("mlp_out", 5)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
+def test_transcoders_of_sparsify(tmp_path, signed, skip):
+    """EleutherAI: of the MLP's input to its output; signed ones keep the k largest by absolute value."""
+    folder = tmp_path / "layers.5.mlp"
+    folder.mkdir()
+    w = {"encoder.weight": rand(N, D), "encoder.bias": rand(N), "W_dec": rand(N, D), "b_dec": rand(D)}
+    if skip:
+        w["W_skip"] = rand(D, D)
+    cfg = {"d_in": D, "k": K, "activation": "topk", "transcode": True, "skip_connection": skip, "signed": signed}
+    (folder / "cfg.json").write_text(json.dumps(cfg))
+    save_file(w, folder / "sae.safetensors")
+    pre = ROWS @ w["encoder.weight"].T + w["encoder.bias"]
+    ids = pre.abs().topk(K).indices
+    features = torch.zeros_like(pre).scatter(1, ids, pre.gather(1, ids)) if signed else topk(pre)
+    out = features @ w["W_dec"] + w["b_dec"] + (ROWS @ w["W_skip"].T if skip else 0)
+    name = "abs" * signed + "topk_" + "skip_" * skip + "transcoder"
+    sae = weir.SAE.load(folder)
+    check(sae, ("mlp_in", 5), name, "sparsify", features, out)
+    assert sae.out_site == ("mlp_out", 5)
+    other = folder.rename(tmp_path / "layers.5.attn")
+    with refused("hook_name", "pass site="):
+        weir.SAE.load(other)
+    save_file({"W_dec": w["W_dec"]} | {"encoder.weight": rand(N + 1, D)}, other / "sae.safetensors")
+    with refused("b_dec", "missing"):
+        weir.SAE.load(other, site=("mlp_in", 5))
 
 
 def linear(**more):
@@ -162,7 +190,7 @@ def test_gemma_scope_2(tmp_path, kind, site, out):
     check(sae, site, name, "gemma_scope_2", features, features @ w["w_dec"] + w["b_dec"] + ROWS @ skip)
     assert sae.out_site == (out or site)
     save_file(w | {"w_dec": rand(N, 2, D)}, folder / "params.safetensors")
-    with refused("w_dec", "cross-layer"):
+    with refused("w_dec", "give the directory"):
         weir.SAE.load(folder)
 
 
@@ -212,7 +240,7 @@ def test_circuit_tracer(tmp_path, threshold, skip):
     (tmp_path / "config.yaml").write_text("".join(f"{key}: {value}\n" for key, value in hooks.items()))
     assert weir.SAE.load(path).site == ("resid_mid", 6)
     save_file({"W_enc_6": w["W_enc"], "b_enc_6": w["b_enc"]}, path)
-    with refused("layer_6.safetensors", "cross-layer"):
+    with refused("layer_6.safetensors", "give the directory"):
         weir.SAE.load(path)
 
 

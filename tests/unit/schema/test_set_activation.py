@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -75,3 +77,22 @@ def test_cells_of_activations_come_after_all_others():
     assert [step.only_writes for step in steps] == [False] * 4 + [True] * 3
     assert [step.hook for step in steps[4:]] == ["mlp_in", "mlp_in", "resid_post"]
     assert spec.gated_from(5) == 0
+
+
+def test_what_is_read_once_for_several_blocks_has_one_cell():
+    """A feature of a cross-layer transcoder; at other positions, or of another feature, it has its own."""
+    one = SetActivation(
+        W, {1: U, 2: 2 * U, 3: 3 * U}, "all", "mlp_out", value=3.0, read=("mlp_in", 1), unit="key#1/1:3"
+    )
+    again = parse_stored(one.to_json(), "x")
+    assert again.to_json() == one.to_json() and one.resolve_layers(4) == (1, 2, 3)
+    moves = [resolved(part, 2) for part in one.by_layer(4, lambda *_: pytest.fail("no vector is named"))]
+    prompt = replace(moves[0], positions=Positions.parse("prompt"))
+    spec = EngineSpec(ResolvedSpec(()), (*moves, prompt, resolved(elsewhere(bias=0.5), 2)))
+    first = spec.layout.activations
+    assert spec.layout.cells == first + 3
+    *placed, _, _ = spec.steps[:5]
+    assert [step.layers for step in placed] == [(1,), (2,), (3,)]
+    assert [step.instructions[0].lo for step in spec.steps[:5]] == [first, first, first, first + 1, first + 2]
+    assert [step.instructions[0].cell for step in spec.steps[5:]] == [first + 1, first + 2, first + 3]
+    assert len({step.instructions[0].u for step in placed}) == 3

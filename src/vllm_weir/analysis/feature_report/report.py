@@ -168,7 +168,8 @@ def _effects(sae: SAE, features: Sequence[int], model: str, notes: list[str]) ->
     """Return the effects on logits, or nothing and a note that says why."""
     try:
         check_site(sae)
-        directions = {feature: sae.decoder_direction(feature) for feature in features}
+        # A block of a cross-layer transcoder adds to the stream at several blocks, and all of that reaches the end.
+        directions = {one: np.atleast_2d(sae.decoder_direction(one)).sum(0) for one in features}
         unembedding = CheckpointUnembedding.of_checkpoint(model)
         return {feature: unembedding.effects(direction) for feature, direction in directions.items()}
     except WeirError as e:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -21,6 +21,11 @@ from vllm_weir.schema.scalars import is_int, plain
 
 REFUSED = (*MODEL_HOOKS, "router_logits")
 """Hook points that can be patched in an engine, and are not attributed to."""
+
+Method = Literal["gradient", "integrated_gradients"]
+METHODS: tuple[str, ...] = get_args(Method)
+DEFAULT_STEPS, MAX_STEPS = 16, 1024
+"""Of integrated gradients."""
 
 LogitsMetric = Callable[[torch.Tensor], torch.Tensor]
 """Logits [vocabulary] that follow the prompt -> one number, differentiable."""
@@ -186,6 +191,20 @@ def parse_metric(metric: Any, tokenizer: Any, vocab_size: int) -> tuple[LogitsMe
             "metric",
         )
     return metric, function_name(metric)
+
+
+def parse_method(method: Any, steps: Any) -> tuple[Method, int]:
+    """Parse a method and its steps, of which only integrated gradients have several."""
+    if method not in METHODS:
+        raise WeirError(f"unknown method {brief(method)!r}; choose from {', '.join(METHODS)}", "method")
+    if method == "gradient":
+        if steps is not None:
+            raise WeirError("only integrated_gradients takes steps", "steps")
+        return "gradient", 1
+    steps = DEFAULT_STEPS if steps is None else plain(steps)
+    if not is_int(steps) or not 0 < steps <= MAX_STEPS:
+        raise WeirError(f"steps are an int from 1 to {MAX_STEPS}, got {brief(steps)}", "steps")
+    return "integrated_gradients", int(steps)
 
 
 def parse_count(value: Any, field: str) -> int:

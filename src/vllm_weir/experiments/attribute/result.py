@@ -76,6 +76,8 @@ class Attribution:
         mode: ``"denoise"`` (clean rows put into the corrupt run) or ``"noise"`` (the other way).
         metric: its name.
         tokens: texts of the tokens of the run that is patched.
+        method: ``"gradient"`` or ``"integrated_gradients"``.
+        steps: how many gradients each estimate is the mean of.
     """
 
     grid: Grid
@@ -88,6 +90,8 @@ class Attribution:
     mode: str
     metric: str
     tokens: tuple[str, ...]
+    method: str = "gradient"
+    steps: int = 1
 
     def table(self) -> str:
         """Return `verified` as text, one place a line."""
@@ -150,6 +154,7 @@ class Attribution:
             "baseline": list(self.baseline),
             "engine_baseline": None if self.engine_baseline is None else list(self.engine_baseline),
             "twin_error": self.twin_error, "mode": self.mode, "metric": self.metric, "tokens": list(self.tokens),
+            "method": self.method, "steps": self.steps,
         }  # fmt: skip
         return FILE.write(path, self.grid, about)
 
@@ -169,6 +174,7 @@ class Attribution:
                 tuple(VerifiedEffect(**_from_json(data)) for data in about["verified"]),
                 about["verified_by"], Baseline(*about["baseline"]), None if engine is None else Baseline(*engine),
                 about["twin_error"], about["mode"], about["metric"], tuple(about["tokens"]),
+                about.get("method", "gradient"), about.get("steps", 1),
             )  # fmt: skip
 
         return FILE.read(path, build)

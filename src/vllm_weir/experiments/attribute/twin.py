@@ -205,6 +205,36 @@ class Twin:
         check_stream(rows, slopes, self.num_layers)
         return Derivatives(float(value.detach()), {s: rows[s] for s in sites}, {s: slopes[s] for s in sites})
 
+    def slope_at(
+        self, ids: Sequence[int], metric: Callable[[torch.Tensor], torch.Tensor], site: Site,
+        positions: Sequence[int], rows: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the metric's gradient [tokens, ...] with respect to a site's rows, where some of them are put in.
+
+        `differentiate` says whether such a gradient leaves out a part of the model.
+
+        Args:
+            ids: the prompt.
+            metric: of the logits that follow it.
+            site: where.
+            positions: of the rows that are put in.
+            rows: [positions, ...].
+
+        Raises:
+            WeirError: if the metric cannot be differentiated.
+        """
+        scale, live = self.require(site).scale, []
+
+        def write(site: Site, tensor: torch.Tensor) -> None:
+            view = self._view_of(site, tensor)
+            view[list(positions)] = (rows.reshape(len(positions), -1) / scale).to(view)
+            live.append(tensor.requires_grad_(True))  # nothing before it is differentiated
+
+        with torch.enable_grad(), _frozen(self.network), self._at([site], write):
+            value = _value_of(metric, self._forward(self._batch(ids))[0, -1])
+            (gradient,) = torch.autograd.grad(value, live)
+        return self._shaped(site, gradient) / scale
+
     @contextlib.contextmanager
     def graph(
         self, ids: Sequence[int], sites: Iterable[Site]

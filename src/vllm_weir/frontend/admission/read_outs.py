@@ -31,6 +31,7 @@ class AskedReadOut:
         name: the autoencoder's, or the block of a lens.
         path: names it in errors.
         sae: its autoencoder in this process; None for a lens.
+        by_layer: whether it is of one block of several under its name, those of a cross-layer transcoder.
     """
 
     name: str | int
@@ -38,6 +39,7 @@ class AskedReadOut:
     positions: Positions
     path: str
     sae: SAE | None = None
+    by_layer: bool = False
 
     @property
     def source(self) -> Capture:
@@ -55,7 +57,7 @@ def read_outs_of(
     vocabulary: Vocabulary,
 ) -> tuple[AskedReadOut, ...]:
     """Return the read-outs of a request; raise WeirError naming the field, for what cannot be read."""
-    found = [_features(one, find, vocabulary) for one in features]
+    found = [read_out for one in features for read_out in _features(one, find, vocabulary)]
     if lens is not None:
         found += _lens(lens, capabilities, find_lens, vocabulary)
     return tuple(found)
@@ -81,16 +83,20 @@ def on_device(asked: Sequence[AskedReadOut], capabilities: EngineCapabilities, a
     return False
 
 
-def _features(asked: Features, find: FindSAE, vocabulary: Vocabulary) -> AskedReadOut:
+def _features(asked: Features, find: FindSAE, vocabulary: Vocabulary) -> list[AskedReadOut]:
     loaded = find(asked.name, f"{asked.path}.name")
-    sae = loaded.sae
-    if asked.top_k is not None and asked.top_k > sae.d_sae:
-        raise WeirError(f"{asked.name!r} has {sae.d_sae} features; ask for as many at most", f"{asked.path}.top_k")
+    d_sae, layers = loaded.sae.d_sae, loaded.sae.layers or (loaded.sae.site.layer,)
+    if asked.top_k is not None and asked.top_k > d_sae:
+        raise WeirError(f"{asked.name!r} has {d_sae} features; ask for as many at most", f"{asked.path}.top_k")
     ids = asked.ids or ()
-    if ids and max(ids) >= sae.d_sae:
-        raise WeirError(f"features of {asked.name!r} count from 0 to {sae.d_sae - 1}", f"{asked.path}.ids")
-    read_out = ReadOut(FEATURES, sae.site, loaded.key, 0 if ids else asked.top_k or 0, tuple(ids))
-    return AskedReadOut(asked.name, read_out, _positions(asked.positions, asked.path, vocabulary), asked.path, sae)
+    if ids and max(ids) >= d_sae:
+        raise WeirError(f"features of {asked.name!r} count from 0 to {d_sae - 1}", f"{asked.path}.ids")
+    positions, found = _positions(asked.positions, asked.path, vocabulary), []
+    for layer in layers if asked.layers == "all" else asked.layers:
+        sae, key = loaded.block(layer, f"{asked.path}.layers")
+        read_out = ReadOut(FEATURES, sae.site, key, 0 if ids else asked.top_k or 0, tuple(ids))
+        found.append(AskedReadOut(asked.name, read_out, positions, asked.path, sae, bool(loaded.sae.layers)))
+    return found
 
 
 def _lens(asked: Lens, capabilities: EngineCapabilities, find: FindLens, vocabulary: Vocabulary) -> list[AskedReadOut]:

@@ -14,7 +14,8 @@ import numpy as np
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.sae import transfer
-from vllm_weir.sae.autoencoder import SAE
+from vllm_weir.sae.autoencoder import SAE, without_decoder
+from vllm_weir.sae.cross_layer import block_key
 from vllm_weir.sae.tensors import check_finite
 from vllm_weir.schema.features import MAX_NAME, SetFeature
 from vllm_weir.schema.hooks import DERIVED_HOOKS
@@ -62,7 +63,27 @@ class LoadedSAE:
     def info(self) -> SAEInfo:
         """What is told of it."""
         sae = self.sae
-        return SAEInfo(self.name, sae.site, sae.d_sae, sae.architecture, sae.nbytes, sae.labels)
+        size = without_decoder(sae).nbytes
+        return SAEInfo(self.name, sae.site, sae.d_sae, sae.architecture, size, sae.labels, sae.layers)
+
+    def block(self, layer: int | None, field: str) -> tuple[SAE, str]:
+        """Return the autoencoder, or one block of a cross-layer transcoder, and the key that workers have for it.
+
+        Raises:
+            WeirError: naming `field`, if there is no such block, or it is not said which one is meant.
+        """
+        sae = self.sae
+        if sae.layers and layer is None:
+            told = f"blocks {sae.layers[0]} to {sae.layers[-1]}"
+            raise WeirError(f"{self.name!r} is a cross-layer transcoder, with features at {told}; say which", field)
+        if not sae.layers and layer not in (None, sae.site.layer):
+            raise WeirError(f"{self.name!r} has its features at block {sae.site.layer}, got {brief(layer)}", field)
+        if not sae.layers or layer is None:
+            return sae, self.key
+        try:
+            return sae.block(layer), block_key(self.key, layer)
+        except WeirError as e:
+            raise WeirError(e.message, field) from None
 
 
 class SAERegistry:
@@ -131,7 +152,7 @@ class SAERegistry:
         return loaded
 
     def resolve(self, asked: SetFeature) -> SetActivation:
-        """Return what a `SetFeature` does at one hook point.
+        """Return what a `SetFeature` does at the hook point that its autoencoder writes, of one block or several.
 
         Raises:
             WeirError: naming the field, if there is no such autoencoder or feature, or if it cannot
@@ -139,40 +160,40 @@ class SAERegistry:
         """
         name_field = f"{asked.path}.name"
         loaded = self.find(asked.name, name_field)
+        sae, key = loaded.block(asked.layer, f"{asked.path}.layer")
         try:
             if asked.read_back:
-                return _read_back(loaded, asked)
-            return _added(loaded, asked) if asked.add is not None else _set(loaded, asked)
+                return _read_back(sae, key, asked)
+            return (_set if asked.add is None else _added)(sae, key, asked)
         except WeirError as e:
             own = e.field in ("feature", "value", "read_back")
             raise WeirError(e.message, f"{asked.path}.{e.field}" if own else name_field) from None
 
 
-def _added(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
+def _added(sae: SAE, key: str, asked: SetFeature) -> SetActivation:
     """Return the addition to an activation, which is the same whatever the activation is.
 
     So it needs no encoder: every architecture has it, and transcoders have it where they write.
     """
-    direction = loaded.sae.decoder_direction(asked.feature)
-    return _intervention(loaded, asked, direction, direction, add=asked.add)
+    return _intervention(sae, key, asked, None, sae.decoder_direction(asked.feature), add=asked.add)
 
 
-def _set(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
+def _set(sae: SAE, key: str, asked: SetFeature) -> SetActivation:
     """Return how an activation is replaced, or multiplied."""
     target = {"value": asked.value, "scale": asked.scale}
-    if loaded.sae.config.encodes_rows:
-        direction = loaded.sae.decoder_direction(asked.feature)
-        return _intervention(loaded, asked, direction, direction, sae=loaded.key, feature=asked.feature, **target)
-    response = loaded.sae.feature_response(asked.feature)
-    return _intervention(loaded, asked, response.w, response.u, bias=response.b, threshold=response.theta, **target)
+    if sae.config.encodes_rows:
+        u = sae.decoder_direction(asked.feature)
+        return _intervention(sae, key, asked, None, u, sae=key, feature=asked.feature, **target)
+    response = sae.feature_response(asked.feature)
+    return _intervention(sae, key, asked, response.w, response.u, bias=response.b, threshold=response.theta, **target)
 
 
-def _read_back(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
+def _read_back(sae: SAE, key: str, asked: SetFeature) -> SetActivation:
     """Return the change along the decoder's row after which the encoder reads the value.
 
     Of a row h that is ``(value - p) / (w . u)`` units, p being ``w . h + b``, active or not.
     """
-    sae, value = loaded.sae, asked.value or 0.0
+    value = asked.value or 0.0
     if sae.config.encodes_rows or sae.config.is_transcoder:
         raise WeirError(
             f"what a {sae.architecture} SAE reads of the changed row is no function of this change alone; leave it out",
@@ -191,19 +212,23 @@ def _read_back(loaded: LoadedSAE, asked: SetFeature) -> SetActivation:
         )
     # A value of 0 leaves rows alone in which the feature is 0 already.
     threshold = response.theta if value == 0 else -1e38
-    return _intervention(loaded, asked, response.w, u / seen, bias=response.b, threshold=threshold, value=value)
+    return _intervention(sae, key, asked, response.w, u / seen, bias=response.b, threshold=threshold, value=value)
 
 
-def _intervention(loaded: LoadedSAE, asked: SetFeature, w: Any, u: Any, **target: Any) -> SetActivation:
-    """Return a change at the hook point that an autoencoder writes; for a transcoder also where it reads."""
-    sae = loaded.sae
+def _intervention(sae: SAE, key: str, asked: SetFeature, w: Any, u: Any, /, **target: Any) -> SetActivation:
+    """Return a change at the hook point that an autoencoder writes; for a transcoder also where it reads.
+
+    `w` is None where no product with the row tells the activation. A block of a cross-layer transcoder has a row of `u`
+    for each block that it writes.
+    """
+    first, writes = sae.out_site.layer, sae.config.writes
     unit: dict[str, Any] = {"heads": sae.head}
     if sae.site != sae.out_site:
-        unit = {"read": sae.site, "unit": f"{loaded.key}:{asked.feature}"}
+        unit = {"read": sae.site, "unit": f"{key}:{asked.feature}"}
     return SetActivation(
-        w,
-        u,
-        sae.out_site.layer,
+        np.atleast_2d(u)[0] if w is None else w,
+        dict(enumerate(u, first)) if writes else u,
+        range(first, first + writes) if writes else first,
         sae.out_site.hook,
         positions=asked.positions,
         when=asked.when,
@@ -218,6 +243,10 @@ def check_fits(sae: SAE, capabilities: EngineCapabilities) -> None:
 
     Weights that are not finite are refused, too.
     """
+    for layer in sae.layers:
+        check_fits(sae.block(layer), capabilities)
+    if sae.layers:
+        return
     site = sae.site
     why = capabilities.sites.get(site, f"the model has {capabilities.num_layers} blocks and no such point")
     if not why and site.hook in DERIVED_HOOKS:
@@ -238,6 +267,8 @@ def check_fits(sae: SAE, capabilities: EngineCapabilities) -> None:
 
 def _check_output(sae: SAE, capabilities: EngineCapabilities) -> None:
     """Raise WeirError unless rows of the hook point that a transcoder reconstructs have its width, if it is served."""
-    site = sae.out_site
+    site, last = sae.out_site, sae.out_site.layer + max(sae.config.writes - 1, 0)
+    if last >= capabilities.num_layers:
+        raise WeirError(f"it writes up to block {last}, and the model has {capabilities.num_layers}", "sae.layers")
     if not capabilities.sites.get(site, "missing") and sae.d_out != (width := row_width(capabilities.shape(site))):
         raise WeirError(f"it reconstructs {sae.d_out} values, and a row of {site} has {width}", "sae.d_out")

@@ -49,19 +49,20 @@ def check_source(one: SetActivation, source: Site, capabilities: EngineCapabilit
     """Raise WeirError unless the activation `source` that an intervention replaces is known where it acts."""
     field = f"{one.path}.name"
     check(source, one.path, field)
-    acts = Site(one.hook, *one.resolve_layers(capabilities.num_layers))
-    if not comes_before(tap_of(source), tap_of(acts)):
-        raise WeirError(f"it reads {source}, which does not come before {acts}, where it writes; give add", field)
     if (parts := len(capabilities.shards.get(source, ()))) > 1:
         raise WeirError(
             f"it reads {source}, whose rows tensor-parallel workers hold in {parts} parts; give add, or start the "
             "engine with tensor_parallel_size=1",
             field,
         )
-    readers, writers = (capabilities.workers.get(site) for site in (source, acts))
-    if readers is not None and writers is not None and readers != writers:
-        raise WeirError(
-            f"it reads {source} and writes {acts}, which are on different pipeline stages; give add, or start the "
-            "engine with pipeline_parallel_size=1",
-            field,
-        )
+    for layer in one.resolve_layers(capabilities.num_layers):
+        acts = Site(one.hook, layer)
+        if not comes_before(tap_of(source), tap_of(acts)):
+            raise WeirError(f"it reads {source}, which does not come before {acts}, where it writes; give add", field)
+        readers, writers = (capabilities.workers.get(site) for site in (source, acts))
+        if readers is not None and writers is not None and readers != writers:
+            raise WeirError(
+                f"it reads {source} and writes {acts}, which are on different pipeline stages; give add, or start the "
+                "engine with pipeline_parallel_size=1",
+                field,
+            )

@@ -10,7 +10,7 @@ import torch
 from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.receive.pending_sequence import TakenRows
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.read_outs import FeatureValues, LensReadings, LensTokens, ReadValues
+from vllm_weir.results.read_outs import FeatureValues, LensReadings, LensTokens, ReadValues, nested
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.read_outs import ITEM, ReadOut, RecordLayout
 from vllm_weir.util.token_texts import SequenceTexts
@@ -21,9 +21,13 @@ Values = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def collect(values: Mapping[AskedReadOut, Values], texts: SequenceTexts) -> ReadValues:
     """Return what was read, by name; `texts` are those of the sequence's tokens."""
-    features = {str(one.name): FeatureValues(*values[one], texts) for one in values if one.sae is not None}
+    features = {
+        (str(one.name), one.read_out.site.layer if one.by_layer else None): FeatureValues(*values[one], texts)
+        for one in values
+        if one.sae is not None
+    }
     lens = {int(one.name): LensTokens(*values[one], texts) for one in values if one.sae is None}
-    return ReadValues(features, LensReadings(lens))
+    return ReadValues(nested(features), LensReadings(lens))
 
 
 def from_records(

@@ -36,7 +36,10 @@ class SAEFiles(BaseModel):
 
 
 class LoadedSAE(BaseModel):
-    """An autoencoder on the workers; `bytes` are those of its weights on each of them."""
+    """An autoencoder on the workers; `bytes` are those of its weights on each of them.
+
+    `layers` are the blocks of a cross-layer transcoder, whose first is `layer`; else it is empty.
+    """
 
     name: str
     hook: str
@@ -44,6 +47,7 @@ class LoadedSAE(BaseModel):
     d_sae: int
     architecture: str
     bytes: int
+    layers: list[int]
 
 
 class LabelledSAE(LoadedSAE):
@@ -115,4 +119,5 @@ def _describe(info: SAEInfo) -> LoadedSAE:
         d_sae=info.d_sae,
         architecture=info.architecture,
         bytes=info.bytes,
+        layers=list(info.layers),
     )

@@ -72,7 +72,8 @@ async function connect() {
   }
 }
 
-function showSAEs(saes) {
+function showSAEs(loaded) {
+  const saes = loaded.filter(({ layers }) => !layers?.length); // a cross-layer transcoder has features at several blocks
   const chosen = $("sae").value;
   state.saes = new Map(saes.map((sae) => [sae.name, sae]));
   $("sae").replaceChildren(new Option("none", ""), ...saes.map(({ name, hook, layer }) => new Option(`${name} (${hook} of block ${layer})`, name)));

@@ -43,6 +43,62 @@ def test_the_twin_verifies_where_there_is_no_engine(result):
     assert "verified by the twin" in repr(result) and result.table().startswith("place")
 
 
+@pytest.mark.parametrize(("hook", "heads"), [("mlp_out", None), ("resid_pre", None), ("z", "all")])
+def test_integrated_gradients(network, hook, heads):
+    """Against gradients taken with torch alone; they add up to the effect of putting all rows in."""
+    steps, layer, chosen = 4, 3, [8, 9, 15, 19]
+    asked = {"metric": lambda x: x[5] - x[9], "hooks": hook, "layers": layer, "heads": heads, "top_k": 0}
+    found = weir.attribute(
+        network, ids(HAPPY), ids(SAD), positions=chosen, method="integrated_gradients", steps=steps, **asked
+    )
+    assert (found.method, found.steps) == ("integrated_gradients", steps)
+    block = network.model.layers[layer]
+    module = {"mlp_out": block.mlp, "resid_pre": block, "z": block.self_attn.o_proj}[hook]
+    seen, put, live = [], [], []
+
+    def act(rows):
+        seen.append(rows.detach().clone())
+        if not put:
+            return rows
+        new = rows.detach().clone()
+        new[0, chosen] = put[-1]
+        live.append(new.requires_grad_(True))
+        return new
+
+    if hook == "mlp_out":
+        handle = module.register_forward_hook(lambda m, a, out: act(out))
+    else:
+        handle = module.register_forward_pre_hook(lambda m, a: (act(a[0]), *a[1:]))
+
+    def metric(text):
+        logits = network(input_ids=torch.tensor([ids(text)])).logits[0, -1]
+        return logits[5] - logits[9]
+
+    with torch.no_grad():
+        metric(HAPPY), metric(SAD)
+    clean, corrupt = (rows[0, chosen] for rows in seen)
+    total = torch.zeros_like(corrupt)
+    for k in range(steps):
+        put.append(corrupt + (k + 0.5) / steps * (clean - corrupt))
+        total += torch.autograd.grad(metric(SAD), live[-1])[0][0, chosen]
+    with torch.no_grad():
+        put.append(clean)
+        after = metric(SAD)
+        put.clear()
+        effect = float(after - metric(SAD))
+    handle.remove()
+    wanted = ((clean - corrupt) * total / steps).unflatten(1, (4 if heads else 1, -1)).sum(2).numpy()
+    got = found.grid.array.reshape(wanted.shape)
+    assert np.abs(got - wanted).max() <= 1e-4 * np.abs(wanted).max()
+    fine = weir.attribute(
+        network, ids(HAPPY), ids(SAD), positions=chosen, method="integrated_gradients", steps=64, **asked
+    )
+    assert fine.grid.array.sum() == pytest.approx(effect, rel=1e-2, abs=1e-3)
+    first = weir.attribute(network, ids(HAPPY), ids(SAD), positions=chosen, **asked)
+    assert abs(first.grid.array.sum() - effect) > 2 * abs(fine.grid.array.sum() - effect)
+    assert (first.method, first.steps) == ("gradient", 1)
+
+
 def test_same_prompts_have_nothing_to_attribute():
     same = weir.attribute(weir.demo_model(), SAD, SAD, metric=METRIC)
     assert not same.grid.array.any() and same.top == () and same.verified == ()
@@ -79,7 +135,18 @@ def test_positions_and_layers_choose_a_part_of_the_grid(result):
 def test_files_round_trip(result, tmp_path):
     again = weir.Attribution.load(result.save(tmp_path / "a.npz"))
     assert np.array_equal(again.grid.array, result.grid.array) and again.grid.axes == result.grid.axes
-    for name in ("top", "verified", "verified_by", "baseline", "engine_baseline", "mode", "metric", "tokens"):
+    for name in (
+        "top",
+        "verified",
+        "verified_by",
+        "baseline",
+        "engine_baseline",
+        "mode",
+        "metric",
+        "tokens",
+        "method",
+        "steps",
+    ):
         assert getattr(again, name) == getattr(result, name), name
     (tmp_path / "b.npz").write_bytes(b"no archive")
     for path in (tmp_path / "b.npz", tmp_path / "c.npz"):
@@ -120,6 +187,10 @@ def test_pictures(result, tmp_path):
         (dict(positions="generated"), "positions", "selects none"),
         (dict(mode="both"), "mode", "unknown mode 'both'"),
         (dict(top_k=-1), "top_k", "not negative"),
+        (dict(method="ig"), "method", "unknown method 'ig'"),
+        (dict(steps=4), "steps", "only integrated_gradients"),
+        (dict(method="integrated_gradients", steps=0), "steps", "from 1 to 1024, got 0"),
+        (dict(method="integrated_gradients", steps=1.5), "steps", "from 1 to 1024"),
         (dict(metric="happy"), "metric", "expected weir.logit_diff"),
         (dict(metric=weir.logit_diff(" happy sad", " sad")), "metric.a", "tokens"),
         (dict(metric=weir.logit_diff(" happy", " zebra")), "metric.b", "' zebra' is no token of the model"),

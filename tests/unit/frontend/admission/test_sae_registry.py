@@ -212,3 +212,62 @@ def test_what_the_encoder_cannot_read_is_refused():
     high = next(f for f, one in enumerate(responses) if one.theta > 0.5)
     with refused("i.value", "above its threshold"):
         registry.resolve(weir.SetFeature("it", high, value=0.5, read_back=True, path="i"))
+
+
+def cross_layer(count=3):
+    """A registry with a cross-layer transcoder, and the weights of each block."""
+    blocks = [weights("jumprelu_transcoder", seed) for seed in range(count)]
+    generator = torch.Generator().manual_seed(0)
+    for layer, one in enumerate(blocks):
+        one["W_dec"] = torch.randn(len(one["W_dec"]), count - layer, D_OUT, generator=generator)
+    tensors = {name: [one[name] for one in blocks] for name in blocks[0]}
+    sae = weir.SAE.from_tensors("jumprelu_transcoder", ("mlp_in", 0), layers=range(count), **tensors)
+    registry = SAERegistry()
+    registry.put(LoadedSAE.new("it", sae))
+    return registry, blocks
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_cross_layer_transcoder_writes_at_every_later_block(layer):
+    """At each by its own decoder; the activation is read once, where the block reads."""
+    registry, blocks = cross_layer()
+    found = registry.resolve(weir.SetFeature("it", 7, layer=layer, value=2.5))
+    assert found.source_site == ("mlp_in", layer)
+    parts = found.by_layer(3, unnamed)
+    assert [part.layers for part in parts] == [(n,) for n in range(layer, 3)]
+    sources = set()
+    for part, direction in zip(parts, blocks[layer]["W_dec"][7], strict=True):
+        lowered = part.lower((D_OUT,), unnamed)
+        (instruction,) = lowered.instructions
+        assert (instruction.kind, instruction.a, instruction.b) == (HELD, -1.0, 2.5)
+        assert (lowered.rows[instruction.u] == direction.numpy()).all()
+        sources.add(lowered.source)
+    ((hook, at, reads),) = sources
+    assert (hook, at, reads.kind) == ("mlp_in", layer, ACTIVATE)
+    assert (lowered.rows[reads.w] == blocks[layer]["W_enc"][:, 7].numpy()).all()
+    added = registry.resolve(weir.SetFeature("it", 7, layer=layer, add=1.5)).by_layer(3, unnamed)
+    kinds = [[one.kind for one in part.lower((D_OUT,), unnamed).instructions] for part in added]
+    assert kinds == [[CONST]] * (3 - layer)
+
+
+def test_which_block_of_a_cross_layer_transcoder():
+    registry, _ = cross_layer()
+    for asked, field, why in (
+        ({}, "layer", "features at blocks 0 to 2; say which"),
+        ({"layer": 3}, "layer", "blocks are 0 to 2, got 3"),
+        ({"layer": 1, "read_back": True}, "read_back", "leave it out"),
+    ):
+        with refused(f"intervention.{field}", why):
+            registry.resolve(weir.SetFeature("it", 7, value=1.0, **asked))
+    plain, _ = registry_of("jumprelu")
+    assert plain.resolve(weir.SetFeature("it", 7, value=1.0, layer=2)).layers == (2,)
+    with refused("intervention.layer", "at block 2, got 1"):
+        plain.resolve(weir.SetFeature("it", 7, value=1.0, layer=1))
+    for wrong in (-1, 1.5, "1", True, [1]):
+        with refused("intervention.layer"):
+            weir.SetFeature("it", 7, value=1.0, layer=wrong)
+    asked = weir.SetFeature("it", 7, value=1.0, layer=2)
+    assert asked.to_json()["layer"] == 2 and weir.SetFeature.from_json(asked.to_json()) == asked
+    features = weir.Features("it", layers=[2, 0])
+    assert features.to_json()["layers"] == [0, 2] and weir.Features.from_json(features.to_json()) == features
+    assert "layers" not in weir.Features("it").to_json()

@@ -81,7 +81,7 @@ def test_what_one_process_loads_the_other_knows(pair, sae, tmp_path):
     (one, other), servers, workers = pair
     answer = put(one, tmp_path)
     described = {"name": "mood", "hook": "resid_post", "layer": 1, "d_sae": FEATURES, "architecture": "jumprelu"}
-    described["bytes"] = sae.nbytes
+    described |= {"bytes": sae.nbytes, "layers": []}
     assert answer.status_code == 200 and answer.json() == described
     assert other.get("/v1/saes").json() == {"saes": [described]} == one.get("/v1/saes").json()
     assert workers.loaded == [1, 1] and workers.calls == ["weir_load_sae"]
