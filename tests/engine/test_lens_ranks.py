@@ -12,7 +12,7 @@ from tests.conformance.zoo.build import build
 from tests.engine.common import directory, prompts, sampling
 from tests.support.engines import close_all, get_llm
 from tests.support.machine import GIB, binding, engine_processes, memory, needs, ranks
-from tests.support.measure import eventually
+from tests.support.measure import eventually, rel_err
 
 pytestmark = [pytest.mark.engine, needs(engine_processes, memory(3 * GIB), ranks(2))]
 TENSOR, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
@@ -40,7 +40,6 @@ def case(family, parallel, *marks):
         case("llama", TENSOR, pytest.mark.thorough),
         case("cohere", TENSOR, pytest.mark.thorough),
         case("gemma2", STAGES, pytest.mark.thorough),
-        case("cohere", STAGES, pytest.mark.thorough),
     ],
 )
 def engine(root, request):
@@ -60,7 +59,7 @@ class Reference:
     def __init__(self, where):
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float64)
+        self.model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float64, attn_implementation="eager")
 
     def rows(self, ids):
         """What leaves each block."""
@@ -99,7 +98,9 @@ def off(got, logprobs):
 def test_lenses_on_ranks(engine, tmp_path):
     llm, where = engine
     reference = Reference(where)
-    matrices = {layer: torch.randn(128, 128, generator=torch.Generator().manual_seed(layer)) / 8 for layer in range(LAST)}
+    matrices = {
+        layer: torch.randn(128, 128, generator=torch.Generator().manual_seed(layer)) / 8 for layer in range(LAST)
+    }
     torch.save({"J": matrices, "n_prompts": 1, "d_model": 128}, tmp_path / "lens.pt")
     fitted = weir.load_lens(llm, "j", tmp_path / "lens.pt")
     lenses = [weir.Lens(top_k=5), weir.Lens(name="j", tokens=[300, 7, 511]), weir.Lens(layers=[0, 3], top_k=3)]
@@ -129,6 +130,19 @@ def test_lenses_on_ranks(engine, tmp_path):
     weir.unload_lens(llm, "j")
 
 
+def test_a_lens_beside_rows_that_lie_in_parts(engine):
+    """Ranks that read nothing send their parts of rows all the same."""
+    llm, _ = engine
+    captures = [weir.Capture("z", [0, 3]), weir.Capture("resid_post", positions="generated")]
+    lenses = [weir.Lens(top_k=2), weir.Lens(hook="mlp_out", top_k=2, layers=[1, 3])]
+    asked = [weir.params(sampling(4), capture=captures, **more) for more in ({}, {"lens": lenses})]
+    without, beside = llm.generate(prompts([19]) * 2, asked, use_tqdm=False)
+    assert list(beside.lens) == ["logit", "logit:mlp_out"]
+    assert [sorted(one) for one in beside.lens.values()] == [[0, 1, 2, 3], [1, 3]]
+    assert all(len(tokens) == 22 for one in beside.lens.values() for tokens in one.values())
+    assert without.activations.sites == beside.activations.sites
+    for site in without.activations.sites:
+        assert rel_err(beside.activations[site], without.activations[site]) <= 1e-5
 
 
 def test_ranks_hold_the_whole_unembedding_while_a_lens_is_read(engine):

@@ -126,9 +126,14 @@ def _weir_object(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], _Resp
                 f"capture[{i}].sink",
             )
     _check_probe_names(weir_object.get("probes"))
-    lens = weir_object.get("lens")
-    if isinstance(lens, Mapping) and lens.get("path") is not None:
-        raise WeirError("over HTTP a fitted lens is named; the operator names it: --weir-lens NAME=PATH", "lens.path")
+    lenses = weir_object.get("lens")
+    several = isinstance(lenses, (list, tuple))
+    for i, lens in enumerate(lenses if several else [lenses]):
+        if isinstance(lens, Mapping) and lens.get("path") is not None:
+            raise WeirError(
+                "over HTTP a fitted lens is named; the operator names it: --weir-lens NAME=PATH",
+                f"lens[{i}].path" if several else "lens.path",
+            )
     return weir_object, options
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.results.activations import Activations
+from vllm_weir.results.read_outs import LensReadings, each_lens
 from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server.hook_values import NUMBERS, ValueForm, floats
@@ -101,7 +102,10 @@ def probe_scores(view: OutputView) -> dict[str, Any]:
 
 
 def read_values(view: OutputView) -> dict[str, Any]:
-    """Return features by name and lenses by block, with rows; null for a value that is not finite."""
+    """Return features by name, and the lens by block, of several each by label; null for a value that is not finite.
+
+    None of those without rows.
+    """
     if not view.part.read_outs:
         return {}
     values = view.read_values()
@@ -110,16 +114,22 @@ def read_values(view: OutputView) -> dict[str, Any]:
         for name, one in values.features.items()
         if len(one)
     }
-    lens = {
+    found = {label: lens for label, one in each_lens(values.lens).items() if (lens := _lens(one))}
+    lens = found.get("", {}) if isinstance(values.lens, LensReadings) else found
+    return ({"features": features} if features else {}) | ({"lens": lens} if lens else {})
+
+
+def _lens(readings: LensReadings) -> dict[str, Any]:
+    """Return what one lens has read by block, with rows."""
+    return {
         str(layer): {
             "positions": one.positions.tolist(),
             "token_ids": one.token_ids.tolist(),
             "logprobs": floats(one.logprobs),
         }
-        for layer, one in values.lens.items()
+        for layer, one in readings.items()
         if len(one)
     }
-    return ({"features": features} if features else {}) | ({"lens": lens} if lens else {})
 
 
 def new_projected(view: OutputView, start: int) -> dict[str, Any]:

@@ -207,7 +207,9 @@ class WorkerRuntime:
         vectors = VectorFetcher()
         directions = Directions(vectors, device, codecs, d_model)
         lenses = Lenses(self._unembedding, sites.num_layers, d_model, device)
-        read_outs = ReadOuts(codecs, self.saes.hold, sites.shapes, d_model, device, lenses)
+        read_outs = ReadOuts(
+            codecs, self.saes.hold, sites.shapes, d_model, device, lenses, self.model_info.dtype.itemsize
+        )
         return LiveRequests(
             self.planner,
             self._active_taps,
