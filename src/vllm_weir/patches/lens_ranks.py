@@ -18,6 +18,11 @@ from vllm_weir.worker.discovery.output_path import Link, OutputPath
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.lenses import Unembedding
 
+ON_RAY = (
+    "on Ray, stages of a pipeline are told of a request one after the other, and the last one has the unembedding; "
+    "start the engine with distributed_executor_backend='mp', or with one stage"
+)
+
 
 @dataclass(frozen=True)
 class _Offer:
@@ -58,6 +63,8 @@ def unembedding_of_ranks(
     if stages.is_last_rank:
         try:
             why = why_none(model, sites, config)
+            if stages.world_size > 1 and config.parallel_config.distributed_executor_backend == "ray":
+                why = ON_RAY
             if not why:
                 head, offer = _offer(model, sites.output_path, dtype, group.world_size)
         except WeirError as e:

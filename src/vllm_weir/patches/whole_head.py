@@ -20,8 +20,8 @@ from vllm_weir.errors import WeirError
 UNIT_ROWS = 64
 """Products with so many unit rows are taken at once: each has as many numbers as the vocabulary."""
 NOT_HERE = (
-    "this rank has no whole unembedding: it was not told of the request before the step, as vLLM's executor of "
-    "processes on one machine tells it; start the engine with distributed_executor_backend='mp'"
+    "this rank has no whole unembedding: it was not told of the request before the step; start the engine with "
+    "distributed_executor_backend='mp'"
 )
 
 

@@ -140,7 +140,7 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
     worker.weir_unembedding = functools.partial(unembedding_rows, model, model_info, whole)
     if whole is not None:
         whole.keeps = runtime.sends
-        _patch_lens_ranks(worker, whole)
+        _patch_lens_ranks(worker, whole, parallel.pipeline_parallel_size)
     worker.weir_load_sae, worker.weir_unload_sae = runtime.saes.load, runtime.saes.unload
     kept = runtime.kept_rows
     worker.weir_keep_rows, worker.weir_apply_to_rows, worker.weir_drop_rows = kept.begin, kept.apply, kept.end
@@ -192,17 +192,23 @@ def _patch_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
     runner.execute_model = wrapper
 
 
-def _patch_lens_ranks(worker: Any, whole: WholeHead) -> None:
-    """Tell the parts of the unembedding which requests have a lens, before a stage waits for the rows of another."""
-    execute_model = worker.execute_model
+def _patch_lens_ranks(worker: Any, whole: WholeHead, stages: int) -> None:
+    """Tell the parts of the unembedding which requests have a lens, before a stage waits for the rows of another.
+
+    Where there is one stage the runner is told, whose method vLLM's executor on Ray calls alone.
+    """
+    told = worker if stages > 1 else worker.model_runner
+    execute_model = told.execute_model
 
     @functools.wraps(execute_model)
     def wrapper(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run"):
+            return execute_model(scheduler_output, *args, **kwargs)
         new = ((r.req_id, engine_request_of(r)) for r in scheduler_output.scheduled_new_reqs)
         whole.follow((name for name, asked in new if _has_lens(asked)), scheduler_output.finished_req_ids)
         return execute_model(scheduler_output, *args, **kwargs)
 
-    worker.execute_model = wrapper
+    told.execute_model = wrapper
     usage = worker.weir_usage
     worker.weir_usage = lambda: usage() | {"unembedding_bytes": whole.nbytes}
 
