@@ -54,7 +54,7 @@ class StreamAssembler:
         self._choices: dict[int, Choice] = {}
         self._completion = Completion([])
         self._score_counts: dict[int, dict[Site, int]] = {}
-        self._row_counts: dict[int, dict[str | int | tuple[str, str], int]] = {}
+        self._row_counts: dict[int, dict[str | tuple[str, str | int], int]] = {}
         self._failure: WeirError | None = None
         self.done = False
 

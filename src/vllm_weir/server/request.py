@@ -127,12 +127,11 @@ def _weir_object(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], _Resp
             )
     _check_probe_names(weir_object.get("probes"))
     lenses = weir_object.get("lens")
-    several = isinstance(lenses, (list, tuple))
-    for i, lens in enumerate(lenses if several else [lenses]):
+    by_path = {f"lens[{i}]": one for i, one in enumerate(lenses)} if isinstance(lenses, list) else {"lens": lenses}
+    for path, lens in by_path.items():
         if isinstance(lens, Mapping) and lens.get("path") is not None:
             raise WeirError(
-                "over HTTP a fitted lens is named; the operator names it: --weir-lens NAME=PATH",
-                f"lens[{i}].path" if several else "lens.path",
+                "over HTTP a fitted lens is named; the operator names it: --weir-lens NAME=PATH", f"{path}.path"
             )
     return weir_object, options
 
