@@ -29,7 +29,7 @@ from vllm_weir.schema.request import (
     parse_features,
     parse_hooks,
     parse_interventions,
-    parse_lens,
+    parse_lenses,
 )
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.schema.site_verdict import SiteVerdict
@@ -56,7 +56,7 @@ def params(
     interventions: AnyIntervention | Mapping[str, Any] | Sequence[AnyIntervention | Mapping[str, Any]] | None = None,
     hooks: Hook | Use | str | Mapping[str, Any] | Sequence[Hook | Use | str | Mapping[str, Any]] | None = None,
     features: Features | Mapping[str, Any] | Sequence[Features | Mapping[str, Any]] | None = None,
-    lens: Lens | Mapping[str, Any] | None = None,
+    lens: Lens | Mapping[str, Any] | Sequence[Lens | Mapping[str, Any]] | None = None,
     probes: AnyProbe | str | Mapping[str, Any] | Sequence[AnyProbe | str | Mapping[str, Any]] | None = None,
     stop_when: str | Sequence[str] | None = None,
     dose: bool | None = None,
@@ -72,7 +72,8 @@ def params(
         hooks: one `Hook`, a `Use` (or its wire form, or the name alone) of a registered one, or a list of these,
             applied after the interventions. Among `interventions` a hook acts at its place.
         features: one `Features` or a list of them (or their wire form).
-        lens: a `Lens` (or its wire form).
+        lens: a `Lens` or a list of them (or their wire form). Of several, ``out.lens[label][layer]`` has what each
+            reads, where `Lens.label` is its name, or its kind.
         probes: one `Probe`, `MLPProbe` or `AttentionProbe`, the name of a registered one, or a list
             of these (or their wire form); their scores come back as ``out.scores``.
         stop_when: a rule such as ``"name > 0.9"`` (``"name[1] > 0.9"`` of a probe with several
@@ -110,7 +111,7 @@ def params(
     if features is not None:
         spec = replace(spec, features=parse_features(features, "features"))
     if lens is not None:
-        spec = replace(spec, lens=parse_lens(lens, "lens"))
+        spec = replace(spec, lens=parse_lenses(lens, "lens"))
     if probes is not None:
         spec = replace(spec, probes=parse_probes(probes, "probes"))
     if stop_when is not None:

@@ -21,7 +21,7 @@ SCORED_FIELDS = ("series", "position", "count")
 KEPT = "kept\t"
 """Begins the endpoints of readers in the worker itself, which no address does; a key follows."""
 
-RECORDS = ("scores", "packed", "read_outs")
+RECORDS = ("scores", "packed", "read_outs", "rows_read")
 """Kinds of row sequences whose entries are records of a codec."""
 
 
@@ -34,7 +34,8 @@ class SequenceOpened(msgspec.Struct, array_like=True):
             ``"fold"``: a reduction of the prompt's rows, [columns, values] float32 in whole arena rows;
             ``"scores"``: products with directions, [columns, values] float32;
             ``"packed"``: compressed rows, [columns, values] bytes;
-            ``"read_outs"``: what is read off the rows, [columns, values] bytes.
+            ``"read_outs"``: what is read off the rows, [columns, values] bytes;
+            ``"rows_read"``: the same, behind the row itself, in the model's dtype.
         width: size of an entry: arena rows for ``"fold"``, bytes for `RECORDS`, whose entries follow each other
             without gaps.
     """

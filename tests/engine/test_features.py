@@ -321,13 +321,6 @@ def test_fitted_lenses_that_do_not_fit_are_refused_before_the_request_enters(llm
     assert sorted(out.lens) == [0, 2, 3]
 
 
-def test_a_lens_beside_rows_is_refused(llm):
-    with pytest.raises(WeirError) as e:
-        asked = weir.params(sampling(1), lens=weir.Lens(), capture=weir.Capture("resid_post"))
-        llm.generate(prompts([4]), asked, use_tqdm=False)
-    assert e.value.field == "lens"
-
-
 @pytest.mark.parametrize(("architecture", "options"), [("abstopk", {"k": 8}), ("matching_pursuit", {"k": 6})])
 def test_activations_that_take_the_whole_row(llm, architecture, options):
     """The most active are the largest by absolute value where activations have signs; chosen ones keep theirs."""
@@ -345,3 +338,80 @@ def test_activations_that_take_the_whole_row(llm, architecture, options):
             largest = dense.abs().sort(1, descending=True).values[:, :10]
             assert (found.values.abs() - largest).abs().max() <= room
             assert bool((found.values < 0).any()) == (architecture == "abstopk")
+
+
+def beside(llm, tmp_path):
+    """Lenses of all kinds, their labels, and what each reads of rows by block."""
+    matrices = jacobian_lens(tmp_path / "j.pt")
+    weir.load_lens(llm, "j", tmp_path / "j.pt")
+    return [
+        ("logit", weir.Lens(top_k=3), lambda layer, rows: rows["resid_post", layer]),
+        ("logit:attn_out", weir.Lens(hook="attn_out", top_k=2), lambda layer, rows: rows["attn_out", layer]),
+        (
+            "j",
+            weir.Lens(name="j", layers=[1, 2], tokens=[9, 4], positions="last_prompt"),
+            lambda layer, rows: rows["resid_post", layer][10:11] @ matrices[layer].float().T,
+        ),
+    ]
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_several_lenses_beside_features_and_rows(llm, tmp_path, capture):
+    """Each is what it is alone, and so are the rows, whichever points and positions they are of."""
+    captures = [weir.Capture("resid_post", [0, 2], positions="generated"), weir.Capture("z", 1, heads=[1])]
+    captures += [weir.Capture("attn_out"), weir.Capture("pattern", 1)]
+    asked, (text,) = beside(llm, tmp_path), prompts([11])
+    features = weir.Features("mid", top_k=3)
+    more = {"capture": captures} if capture else {}
+    params = weir.params(sampling(4), lens=[lens for _, lens, _ in asked], features=features, **more)
+    every = weir.params(sampling(4), capture=[weir.Capture("resid_post"), weir.Capture("attn_out")])
+    alone = [weir.params(sampling(4), capture=captures), weir.params(sampling(4), features=features)]
+    out, all_rows, rows, read = llm.generate([text] * 4, [params, every, *alone], use_tqdm=False)
+    assert list(out.lens) == [label for label, *_ in asked]
+    for label, lens, of in asked:
+        assert sorted(out.lens[label]) == ([1, 2] if lens.name else [0, 1, 2, 3])
+        for layer, got in out.lens[label].items():
+            expected = reference_logprobs(llm, of(layer, all_rows.activations))
+            assert len(got) == len(expected) == (1 if lens.name else 14)
+            assert close_logits(got.logprobs, expected.gather(1, got.token_ids), expected)
+            if not lens.name:
+                check_lens(got, expected)
+    assert (out.features["mid"].values - read.features["mid"].values).abs().max() <= 1e-5 * D
+    if not capture:
+        assert not out.activations
+    else:
+        assert out.activations.sites == rows.activations.sites and out.receipt.captured == rows.receipt.captured
+        for site in rows.activations.sites:
+            assert torch.equal(out.activations.positions_of(*site), rows.activations.positions_of(*site))
+            same_or_nan = torch.nan_to_num(out.activations[site]), torch.nan_to_num(rows.activations[site])
+            assert rel_err(*same_or_nan) <= BOUND
+    weir.unload_lens(llm, "j")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"project": torch.ones(2, D)}, {"reduce": "mean"}, {"compress": "full8"}, {"dtype": "bfloat16"}, {"layers": 3}],
+)
+def test_a_lens_beside_rows_that_come_back_changed(llm, more):
+    """As means, products, compressed or of fewer blocks: what they are without the lens."""
+    capture = weir.Capture("resid_post", **more)
+    asked = [weir.params(sampling(3), capture=capture, **lens) for lens in ({}, {"lens": weir.Lens(top_k=2)})]
+    without, beside = llm.generate(prompts([11]) * 2, asked, use_tqdm=False)
+    assert without.activations.sites == beside.activations.sites
+    for site in without.activations.sites:
+        # The codes of values near the edge of a step may differ by one.
+        off = rel_err(without.activations[site].float(), beside.activations[site].float())
+        assert off <= (1e-2 if "compress" in more else BOUND)
+    assert sorted(beside.lens) == [0, 1, 2, 3] and all(len(one) == 13 for one in beside.lens.values())
+
+
+def test_lenses_that_cannot_be_told_apart_are_refused():
+    for lenses, field in (
+        ([weir.Lens(), weir.Lens(top_k=3)], "lens[1]"),
+        ([weir.Lens("jacobian", path="a"), weir.Lens("jacobian", path="b")], "lens[1]"),
+        ([weir.Lens(name=str(n)) for n in range(17)], "lens"),
+        ([weir.Lens(), {"layers": "none"}], "lens[1].layers"),
+    ):
+        with pytest.raises(WeirError) as e:
+            weir.params(sampling(1), lens=lenses)
+        assert e.value.field == field

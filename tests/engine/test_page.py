@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine.serving import API_KEY, SAE, post, rows_of
+from tests.engine.serving import API_KEY, LENS, SAE, jacobians, post, rows_of
 from tests.support import machine
 from vllm_weir.schema.vectors import Vector
 
@@ -396,6 +396,47 @@ def test_a_token_shows_its_features(page, server, tmp_path):
     page.click("#messages .token >> nth=5")
     assert page.is_hidden("#token-features")
     assert "mood" not in page.get_attribute("#messages .token >> nth=5", "title")
+
+
+@pytest.mark.parametrize("lens", ["logit", LENS])
+def test_a_token_shows_what_a_lens_reads(page, server, tmp_path, lens):
+    """Under the pointer by block, and in a table when it is clicked: what a request gets, beside the other colours."""
+    named = lens == LENS
+    page.select_option("#probe", "happy")
+    page.select_option("#lens", f"name:{lens}" if named else lens)
+    tokens = say(page, TEXT)
+    layers = [*sorted(jacobians()), 5] if named else "all"
+    wire = {"layers": layers, "top_k": 5, "positions": "sampled"} | ({"name": lens} if named else {})
+    read = asked(server, user(TEXT), lens=wire)["weir"]["lens"]
+    assert len(read["5"]["token_ids"]) == len(tokens)
+    assert page.is_hidden("#reading")
+    page.hover("#messages .token >> nth=5")
+    page.wait_for_function("() => document.querySelectorAll('#messages .token')[5].title.includes('block 5: ')")
+    lines = page.get_attribute("#messages .token >> nth=5", "title").split("\n")
+    shown = [re.fullmatch(r"block (\d+): (.*) \(([\d.e-]+)%\)", line) for line in lines]
+    shown = [(int(m[1]), m[2], float(m[3])) for m in shown if m]
+    assert [block for block, *_ in shown] == sorted(map(int, read), reverse=True)
+    for block, _, percent in shown:
+        assert abs(percent / 100 - np.exp(read[str(block)]["logprobs"][5][0])) <= 2e-3
+    # The logits of the last block are the model's own, which has sampled its likeliest token.
+    assert shown[0][1] == tokens[5]["text"].strip()
+    page.click("#messages .token >> nth=5")
+    page.wait_for_selector("#reading-table td")
+    cells = page.eval_on_selector_all(
+        "#reading-table td", "all => all.map(c => [c.dataset.layer, c.dataset.id, c.dataset.probability].map(Number))"
+    )
+    assert len(cells) == 5 * len(read)
+    for block, token, probability in cells:
+        expected = dict(zip(read[str(int(block))]["token_ids"][5], read[str(int(block))]["logprobs"][5], strict=True))
+        assert probability < 2e-3 or abs(probability - np.exp(expected[int(token)])) <= 2e-3
+    assert page.inner_text("#reading-table tr:first-child td.chosen").strip() == tokens[5]["text"].strip()
+    assert ("the logit lens" if lens == "logit" else lens) in page.inner_text("#reading-title")
+    picture(page, "page_lens", tmp_path)
+    page.select_option("#lens", "")
+    page.click("#clear")
+    say(page, TEXT)
+    page.click("#messages .token >> nth=5")
+    assert page.is_hidden("#reading")
 
 
 def test_a_slider_sets_a_feature(page, server, tmp_path):

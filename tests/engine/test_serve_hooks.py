@@ -143,6 +143,29 @@ def test_a_named_lens(weir_server, server, tmp_path):
         assert error["message"].startswith(field) or error.get("param") == field, error
 
 
+def test_several_lenses_beside_rows(weir_server):
+    """By label and block, and in a stream each row once; the rows are those of the request without lenses."""
+    lenses = [weir.Lens(top_k=2, positions="sampled"), weir.Lens(name=LENS, layers=[2], tokens=[5, 9])]
+    capture = weir.Capture("resid_post", layers=[2])
+    asked = {"max_tokens": 4, "temperature": 0, "capture": capture}
+    with weir_server.client() as client:
+        alone = [client.generate(PROMPT, lens=one, **asked) for one in lenses]
+        whole = client.generate(PROMPT, lens=lenses, **asked)
+        rows = client.generate(PROMPT, **asked).activations
+        *chunks, last = client.stream(PROMPT, lens=lenses, **asked)
+    streamed = last.result
+    assert list(whole.lens) == list(streamed.lens) == ["logit", LENS]
+    for label, one in zip(whole.lens, alone, strict=True):
+        assert list(whole.lens[label]) == list(one.lens) == ([2] if label == LENS else [0, 1, 2, 3, 4, 5])
+        for layer, tokens in whole.lens[label].items():
+            assert torch.equal(tokens.token_ids, one.lens[layer].token_ids)
+            assert close_logits(tokens.logprobs, one.lens[layer].logprobs, one.lens[layer].logprobs)
+            pieces = [chunk.lens[label][layer] for chunk in chunks if layer in chunk.lens.get(label, {})]
+            assert torch.equal(torch.cat([piece.positions for piece in pieces]), tokens.positions)
+            assert torch.equal(torch.cat([piece.token_ids for piece in pieces]), tokens.token_ids)
+    assert rel_err(whole.activations["resid_post", 2].float(), rows["resid_post", 2].float()) <= 1e-5
+
+
 def reference_logprobs(rows):
     from transformers import AutoModelForCausalLM
 

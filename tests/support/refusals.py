@@ -122,6 +122,8 @@ def refusals(d_model: int, features: int) -> list[Refusal]:
         Refusal(weir(capture={"sink": own_sink}), "capture[0].sink"),
         Refusal({"vllm_xargs": {"weir": json.dumps(capture({"sink": own_sink})["weir"])}}, "capture[0].sink"),
         Refusal(weir(lens={"kind": "tuned", "path": "/etc"}), "lens.path", why="over HTTP"),
+        Refusal(weir(lens=[{}, {"kind": "tuned", "path": "/etc"}]), "lens[1].path", why="over HTTP"),
+        Refusal(weir(lens=[{}, {"top_k": 3}]), "lens[1]", ADMISSION, why="two lenses are called 'logit'"),
         Refusal(weir(probes=[probe | {"name": "sites"}]), "probes[0].name"),
         # Where nobody reads them, or in another's words.
         Refusal({"wier": CAPTURE}, "wier", why="did you mean 'weir'?", sent=True),

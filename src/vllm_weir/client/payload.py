@@ -18,7 +18,7 @@ from vllm_weir.schema.request import (
     parse_features,
     parse_hooks,
     parse_interventions,
-    parse_lens,
+    parse_lenses,
     parse_modules,
 )
 from vllm_weir.schema.stop_rules import parse_stop_when
@@ -60,7 +60,7 @@ def weir_object(asked: Asked, inline_bytes: int | None, stream: bool) -> dict[st
         parse_captures(asked.capture, "capture"),
         parse_interventions(asked.interventions, "interventions"),
         features=parse_features(asked.features, "features"),
-        lens=parse_lens(asked.lens, "lens"),
+        lens=parse_lenses(asked.lens, "lens"),
         probes=parse_probes(asked.probes, "probes"),
         stop_when=parse_stop_when(asked.stop_when, "stop_when"),
         dose=parse_flag(asked.dose, "dose"),

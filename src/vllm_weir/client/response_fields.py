@@ -16,7 +16,7 @@ from safetensors.torch import load as load_tensors
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.read_outs import FeatureValues, LensReadings, LensTokens, nested
+from vllm_weir.results.read_outs import FeatureValues, Lenses, LensReadings, LensTokens, nested
 from vllm_weir.results.receipt import InterventionReceipt, Receipt
 from vllm_weir.results.scores import HookValues, Scores
 from vllm_weir.schema.hooks import Site, parse_site
@@ -89,8 +89,14 @@ def features_of(data: Mapping[str, Any]) -> dict[str, Any]:
     return nested(found)
 
 
-def lens_of(data: Mapping[str, Any]) -> dict[int, LensTokens]:
+def lens_of(data: Mapping[str, Any]) -> Lenses:
     """Return a response's ``lens``; null (not finite) becomes NaN."""
+    if data and all("positions" not in one for one in data.values()):
+        return {label: _readings_of(one) for label, one in data.items()}
+    return _readings_of(data)
+
+
+def _readings_of(data: Mapping[str, Any]) -> LensReadings:
     return LensReadings(
         (int(layer), LensTokens(_ints(one["positions"]), _ints(one["token_ids"]), _matrix(one["logprobs"])))
         for layer, one in data.items()

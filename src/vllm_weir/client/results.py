@@ -24,7 +24,7 @@ from vllm_weir.client.response_fields import (
 )
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.read_outs import LensTokens
+from vllm_weir.results.read_outs import Lenses, LensReadings
 from vllm_weir.results.receipt import Receipt
 from vllm_weir.results.scores import HookValues, Scores
 
@@ -49,7 +49,7 @@ class Choice:
             float32 [rows, m]; otherwise None.
         probe_scores: The scores of probes, for a request with ``probes``; otherwise None.
         features: Features of autoencoders by name, for a request with ``features``.
-        lens: The likeliest next tokens by block, for a request with ``lens``.
+        lens: The likeliest next tokens by block, for a request with ``lens``; of several lenses by label.
         hook_values: What hooks gave for rows, for a request with ``hooks``; otherwise None.
         hook_saved: What they saved, likewise.
         values_refusal: Why the server sent neither; empty if it did.
@@ -69,7 +69,7 @@ class Choice:
     projected: Activations | None = None
     probe_scores: Scores | None = None
     features: dict[str, Any] = field(default_factory=dict)
-    lens: dict[int, LensTokens] = field(default_factory=dict)
+    lens: Lenses = field(default_factory=LensReadings)
     hook_values: HookValues | None = None
     hook_saved: dict[str, Any] | None = None
     values_refusal: str = ""
@@ -181,8 +181,8 @@ class Completion:
         return self.choices[0].features
 
     @property
-    def lens(self) -> dict[int, LensTokens]:
-        """The likeliest next tokens by block, for a request with ``lens``."""
+    def lens(self) -> Lenses:
+        """The likeliest next tokens by block, for a request with ``lens``; of several lenses by label."""
         return self.choices[0].lens
 
     @property
@@ -228,7 +228,7 @@ class Chunk:
     projected: Activations | None = None
     probe_scores: Scores | None = None
     features: dict[str, Any] = field(default_factory=dict)
-    lens: dict[int, LensTokens] = field(default_factory=dict)
+    lens: Lenses = field(default_factory=LensReadings)
     values: HookValues | None = None
     result: Completion | None = None
     raw: Any = field(default=None, repr=False)

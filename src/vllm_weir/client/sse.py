@@ -12,7 +12,7 @@ from vllm_weir.client.response_fields import features_of, hook_values_of, lens_o
 from vllm_weir.client.results import Choice, Chunk, Completion, add_weir_fields, raw_type, weir_missing
 from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.read_outs import FeatureValues, LensTokens, by_block, nested
+from vllm_weir.results.read_outs import FeatureValues, LensReadings, LensTokens, by_block, each_lens, nested
 from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site
 
@@ -54,7 +54,7 @@ class StreamAssembler:
         self._choices: dict[int, Choice] = {}
         self._completion = Completion([])
         self._score_counts: dict[int, dict[Site, int]] = {}
-        self._row_counts: dict[int, dict[int | tuple[str, str | int | None], int]] = {}
+        self._row_counts: dict[int, dict[tuple[Any, ...], int]] = {}
         self._failure: WeirError | None = None
         self.done = False
 
@@ -122,8 +122,9 @@ class StreamAssembler:
                 rows[kind, name] = rows.get((kind, name), 0) + len(values)
         for block, features in by_block(chunk.features).items():
             rows[block] = rows.get(block, 0) + len(features)
-        for layer, lens in chunk.lens.items():
-            rows[layer] = rows.get(layer, 0) + len(lens)
+        for label, lens in each_lens(chunk.lens).items():
+            for layer, tokens in lens.items():
+                rows["lens", label, layer] = rows.get(("lens", label, layer), 0) + len(tokens)
 
     def _finish(self, choice: Choice, chunk: Chunk, weir: dict[str, Any] | None) -> None:
         """Add the ``weir`` object of a choice's last event, which repeats all its scores."""
@@ -146,11 +147,9 @@ class StreamAssembler:
             if (n := seen.get(block, 0)) < len(one)
         }
         chunk.features = nested(later)
-        chunk.lens = {
-            layer: LensTokens(one.positions[n:], one.token_ids[n:], one.logprobs[n:])
-            for layer, one in choice.lens.items()
-            if (n := seen.get(layer, 0)) < len(one)
-        }
+        late = {label: _skip_lens(lens, label, seen) for label, lens in each_lens(choice.lens).items()}
+        late = {label: lens for label, lens in late.items() if lens}
+        chunk.lens = late.get("", LensReadings()) if isinstance(choice.lens, LensReadings) else late
 
     def result(self) -> Completion:
         """Return the whole completion.
@@ -175,6 +174,15 @@ def _skip_scores(scores: SomeScores | None, seen: Mapping[Any, int], kind: str) 
     left = {name: n for name in scores if (n := seen.get((kind, name), 0)) < len(scores[name])}
     values = {name: scores[name][n:] for name, n in left.items()}
     return type(scores)(values, {name: scores.positions[name][n:] for name, n in left.items()}) if left else None
+
+
+def _skip_lens(lens: LensReadings, label: str, seen: Mapping[Any, int]) -> LensReadings:
+    """Return `lens` without the first ``seen["lens", label, layer]`` rows of each block that has more."""
+    return LensReadings(
+        (layer, LensTokens(one.positions[n:], one.token_ids[n:], one.logprobs[n:]))
+        for layer, one in lens.items()
+        if (n := seen.get(("lens", label, layer), 0)) < len(one)
+    )
 
 
 def _skip_rows(scores: Activations, counts: dict[Site, int]) -> Activations:

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from vllm_weir.errors import WeirError
+from vllm_weir.experiments.attribute.question import parse_count
 from vllm_weir.experiments.attribute.run import load_tokenizer
 from vllm_weir.experiments.attribute.twin import Twin
 from vllm_weir.experiments.prompts import Prompt, check_tokens, encode, named, parse_prompts
 from vllm_weir.lenses.fitted import FittedLens
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.storage.cli import progress_bar
 from vllm_weir.util.atomic_write import atomic_write
 from vllm_weir.util.foreign_files import load_torch
@@ -84,8 +84,8 @@ def fit_lens(
     """
     if kind not in KINDS:
         raise WeirError(f"expected one of {', '.join(KINDS)}, got {kind!r}", "kind")
-    skip_first, max_tokens = _count(skip_first, "skip_first", 0), _count(max_tokens, "max_tokens")
-    batch, epochs = _count(batch, "batch"), _count(epochs, "epochs")
+    skip_first, max_tokens = parse_count(skip_first, "skip_first"), parse_count(max_tokens, "max_tokens", 1)
+    batch, epochs = parse_count(batch, "batch", 1), parse_count(epochs, "epochs", 1)
     prompts, blocks, path = parse_prompts(texts, "texts"), parse_layers(layers, "layers"), Path(out)
     if kind == "tuned" and blocks != "all":
         raise WeirError("a tuned lens has a map for each block; leave layers out", "layers")
@@ -208,10 +208,3 @@ def _encoded(
         logger.warning("%d of %d texts have fewer than %d tokens, and are left out", len(found) - len(long),
                        len(found), skip_first + 2)  # fmt: skip
     return long
-
-
-def _count(value: Any, field: str, least: int = 1) -> int:
-    value = plain(value)
-    if not is_int(value) or not least <= value <= 10**6:
-        raise WeirError(f"expected an int from {least}, got {value!r}", field)
-    return int(value)

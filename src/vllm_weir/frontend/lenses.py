@@ -61,7 +61,7 @@ def _check_token(frontend: EngineFrontend, token_id: int) -> None:
 
 
 def _row_of(answers: list[dict[str, Any]]) -> torch.Tensor:
-    """Return the row that the first worker has read; raise WeirError if it could not."""
+    """Return the row that the first worker has read, as all have; raise WeirError if it could not."""
     if "error" in answers[0]:
         raise WeirError(answers[0]["error"], "token_id")
     return torch.from_numpy(np.frombuffer(answers[0]["rows"], np.float32).copy())

@@ -87,7 +87,7 @@ def step_extras(extras: dict[str, Any]) -> dict[str, Any]:
                 f"{intervention.path}.when",
             )
     gated = any(intervention.when is not None for intervention in spec.interventions)
-    kept = replace(spec, capture=(), features=(), lens=None, dose=False, probes=spec.probes if gated else ())
+    kept = replace(spec, capture=(), features=(), lens=(), dose=False, probes=spec.probes if gated else ())
     return {**extras, WIRE_KEY: kept.to_json()}
 
 

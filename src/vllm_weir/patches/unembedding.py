@@ -11,41 +11,55 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm_weir.errors import WeirError
+from vllm_weir.patches.whole_head import HeadForm, WholeHead, find_head
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import pick
 from vllm_weir.worker.discovery.matcher import Matcher
-from vllm_weir.worker.discovery.output_path import OutputPath
+from vllm_weir.worker.discovery.output_path import Link
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.lenses import Unembedding
 from vllm_weir.worker.model_info import ModelInfo
 from vllm_weir.worker.tap.install import untapped
 
-UNIT_ROWS = 256
-"""Products with so many unit rows are taken at once: each has as many numbers as the vocabulary."""
+FAILURES = (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError, KeyError)
+"""What code of a model that is called out of its usual order may raise."""
 
 
 def unembedding_of(model: Any, sites: SiteMap, config: Any) -> Unembedding:
-    """Return what a lens needs of a loaded model, or why it serves none.
+    """Return what a lens needs of a loaded model that one rank has in whole, or why it serves none.
 
     The lens of the last block has to give the logits that the model gives itself.
     """
-    parallel, vocabulary = config.parallel_config, config.model_config.get_vocab_size()
-    if parallel.pipeline_parallel_size > 1:
-        return _refused("only the last pipeline stage has the unembedding; start the engine with one stage")
-    if parallel.tensor_parallel_size > 1:
-        return _refused(
-            "tensor-parallel workers hold the unembedding in parts; start the engine with tensor_parallel_size=1"
-        )
-    if config.model_config.runner_type == "pooling":
-        return _refused("the engine pools, and vLLM has removed the model's unembedding")
-    if not hasattr(model, "compute_logits"):
-        return _refused("the model computes no logits")
+    if why := why_none(model, sites, config):
+        return refused(why)
     path = sites.output_path
-    if path is None:
+    assert path is not None, "else there is a reason why"
+    own_logits, logits = ways(model, path.links, path.scale, model.get_submodule)
+    dtype, vocabulary = config.model_config.dtype, config.model_config.get_vocab_size()
+    why = why_apart(lambda: own_logits(path.output.to(dtype)), logits, path.stream.to(dtype), dtype, vocabulary)
+    return refused(why) if why else Unembedding(logits, vocabulary, "")
+
+
+def why_none(model: Any, sites: SiteMap, config: Any) -> str:
+    """Return why a model, or its last stage, serves no lens, as far as that is known before it is tried."""
+    if config.model_config.runner_type == "pooling":
+        return "the engine pools, and vLLM has removed the model's unembedding"
+    if not hasattr(model, "compute_logits"):
+        return "the model computes no logits"
+    if sites.output_path is None:
         last = sites.refused.get(Site("resid_post", sites.num_layers - 1), "")
         why = last or sites.refused.get(Site("final_norm", 0), "it was not found")
-        return _refused(f"what the model does between its last block and its logits is not known: {why}")
+        return f"what the model does between its last block and its logits is not known: {why}"
+    return ""
 
+
+def ways(
+    model: Any, links: Sequence[Link], scale: float, find: Callable[[str], Any]
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """Return how a model computes logits of what it returns, and of what leaves its last block.
+
+    `find` gives the module of a path, of those on the way.
+    """
     adapted = [
         module for name, module in model.named_modules() if hasattr(module, "punica_wrapper") and not _in_a_list(name)
     ]
@@ -56,58 +70,32 @@ def unembedding_of(model: Any, sites: SiteMap, config: Any) -> Unembedding:
 
     def logits(rows: torch.Tensor) -> torch.Tensor:
         with _without_adapters(adapted):
-            for link in path.links:
-                result = untapped(model.get_submodule(link.module))(_times(link.scale, rows))
+            for link in links:
+                result = untapped(find(link.module))(_times(link.scale, rows))
                 rows = pick(link.result, (), {}, result)
-        return own_logits(_times(path.scale, rows))
+        return own_logits(_times(scale, rows))
 
-    why = _why_apart(own_logits, logits, path, config.model_config.dtype, vocabulary)
-    return _refused(why) if why else Unembedding(logits, vocabulary, "")
+    return own_logits, logits
 
 
-def unembedding_rows(model: Any, model_info: ModelInfo, token_ids: Sequence[int]) -> dict[str, Any]:
+def unembedding_rows(
+    model: Any, model_info: ModelInfo, whole: WholeHead | None, token_ids: Sequence[int]
+) -> dict[str, Any]:
     """Return what the logits of tokens are products with: ``rows``, float32 [tokens, d_model], or ``error``.
 
-    They are read off products with unit rows, whatever form the weights have in memory.
+    They are read off products with unit rows, whatever form the weights have in memory. Called on all ranks alike.
     """
     try:
-        head = _head_of(model, model_info)
+        if whole is None:
+            row = torch.zeros(1, model_info.d_model, dtype=model_info.dtype, device=model_info.device)
+            head = find_head(model, row)
+            form = HeadForm.of(head, model_info.dtype, model_info.device, 1)
+            whole = WholeHead(model, form, model_info.device, head, lambda part: part, None)
     except WeirError as e:
         return {"error": e.message}
-    ids = torch.tensor(token_ids, device=model_info.device)
-    with torch.inference_mode():
-        unit = torch.eye(model_info.d_model, dtype=model_info.dtype, device=model_info.device)
-        products = [head.quant_method.apply(head, some)[:, ids] for some in unit.split(UNIT_ROWS)]
-    return {"rows": torch.cat(products).T.float().cpu().contiguous().numpy().tobytes()}
-
-
-class _Given(Exception):
-    """Raised where a model is about to take products with its unembedding."""
-
-
-def _head_of(model: Any, model_info: ModelInfo) -> Any:
-    """Return the module that has the unembedding; raise WeirError if it does not take rows of the stream's width."""
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-    def stop(_module: Any, args: tuple, kwargs: dict) -> None:
-        raise _Given(args[0] if args else kwargs["lm_head"])
-
-    processors = [one for one in model.modules() if isinstance(one, LogitsProcessor)]
-    handles = [one.register_forward_pre_hook(stop, with_kwargs=True) for one in processors]
-    row = torch.zeros(1, model_info.d_model, dtype=model_info.dtype, device=model_info.device)
-    try:
-        with torch.inference_mode():
-            model.compute_logits(row)
-    except _Given as e:
-        head = getattr(e.args[0], "base_layer", e.args[0])
-        if head.embedding_dim == model_info.d_model:
-            return head
-    except RuntimeError as e:
-        raise WeirError(f"the unembedding is not found: {str(e)[:200]}") from None
-    finally:
-        for handle in handles:
-            handle.remove()
-    raise WeirError(f"the model's unembedding takes no rows of the stream's width, {model_info.d_model}")
+    if whole.width != model_info.d_model:
+        return {"error": f"the model's unembedding takes no rows of the stream's width, {model_info.d_model}"}
+    return {"rows": whole.columns_of(token_ids).float().cpu().contiguous().numpy().tobytes()}
 
 
 def refuse_adapter(lora_request: Any, field: str) -> None:
@@ -165,21 +153,26 @@ def _times(scale: float, rows: torch.Tensor) -> torch.Tensor:
     return rows if scale == 1 else scale * rows
 
 
-def _why_apart(
-    own_logits: Callable[[torch.Tensor], torch.Tensor],
+def why_apart(
+    own_logits: Callable[[], torch.Tensor],
     logits: Callable[[torch.Tensor], torch.Tensor],
-    path: OutputPath,
+    stream: torch.Tensor,
     dtype: torch.dtype,
     vocabulary: int,
 ) -> str:
     """Return why the lens of the last block is not what the model computes from its output; "" if it is.
 
-    The rows are given in another order, which must not matter.
+    Args:
+        own_logits: returns the model's logits.
+        logits: the lens.
+        stream: what has left the last block. It is given in another order, which must not matter.
+        dtype: the model's.
+        vocabulary: how many tokens there are.
     """
     try:
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
-            own = own_logits(path.output.to(dtype))
-            lens = logits(path.stream.to(dtype).flip(0)).flip(0)
+            own = own_logits()
+            lens = logits(stream.flip(0)).flip(0)
             if own.dim() != 2 or own.shape != lens.shape or own.shape[1] < vocabulary:
                 shapes = f"{tuple(lens.shape)} and {tuple(own.shape)}"
                 return (
@@ -190,8 +183,8 @@ def _why_apart(
                 return "the lens of the last block and the model rule out different tokens"
             # What all logits of a row share is no matter of theirs.
             own, lens = (_centred(one.double(), finite) for one in (own, lens))
-    except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError, KeyError) as e:
-        return f"the model's own way to its logits cannot be taken alone ({type(e).__name__}: {str(e)[:300]})"
+    except FAILURES as e:
+        return not_alone(e)
     size, apart = (float(one.square().mean().sqrt()) for one in (own, lens - own))
     if not size > 0 or not apart <= Matcher(dtype).tolerance * size:
         return (
@@ -201,11 +194,17 @@ def _why_apart(
     return ""
 
 
+def not_alone(e: Exception) -> str:
+    """Return that a model's logits cannot be computed by themselves."""
+    return f"the model's own way to its logits cannot be taken alone ({type(e).__name__}: {str(e)[:300]})"
+
+
 def _centred(logits: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
     """Return logits less the mean of each row's finite ones, with zeros for the others."""
     zeroed = logits.where(finite, 0.0)
     return (zeroed - zeroed.sum(1, keepdim=True) / finite.sum(1, keepdim=True)).where(finite, 0.0)
 
 
-def _refused(why: str) -> Unembedding:
+def refused(why: str) -> Unembedding:
+    """Return what says why no lens is served."""
     return Unembedding(refused=f"no lens is served: {why}")

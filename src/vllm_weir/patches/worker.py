@@ -14,13 +14,17 @@ from vllm_weir.errors import WeirError
 from vllm_weir.patches import cuda_graphs
 from vllm_weir.patches.discovery import find_sites
 from vllm_weir.patches.kv_connectors import RELOADED
+from vllm_weir.patches.lens_ranks import agree, unembedding_of_ranks
 from vllm_weir.patches.parameters import parameters_of
 from vllm_weir.patches.scheduler import WAITING, engine_request_of
 from vllm_weir.patches.speculation import drafts_of, patch_sample_tokens, traits_of
 from vllm_weir.patches.unembedding import unembedding_of, unembedding_rows
 from vllm_weir.patches.weights import weights_now
+from vllm_weir.patches.whole_head import WholeHead
 from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.keys import WIRE_KEY
+from vllm_weir.schema.read_outs import LENS
 from vllm_weir.util.frozen_heap import frozen_heap
 from vllm_weir.worker.model_info import ModelInfo
 from vllm_weir.worker.runtime import WorkerRuntime
@@ -89,7 +93,8 @@ def _start_warmup(worker: Any) -> TapWarmup | None:
 def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> None:
     """Place the taps on the loaded model and patch the runner; report the reason if that cannot be done."""
     runner, config = worker.model_runner, worker.vllm_config
-    settings = Settings.load(config.additional_config)
+    settings, parallel = Settings.load(config.additional_config), config.parallel_config
+    whole, stages_told = None, False
     try:
         one_set = not worker.use_v2_model_runner and config.compilation_config.cudagraph_mode.name != "NONE"
         if one_set and settings.hooks is None:
@@ -97,7 +102,11 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
         model_info = _model_info(runner, config, worker.use_v2_model_runner)
         assert warmup is not None, "the model's width is known"
         sites = find_sites(runner, config, model_info, settings, worker.use_v2_model_runner)
-        unembedding = unembedding_of(runner.get_model(), sites, config)
+        stages_told = True
+        if parallel.pipeline_parallel_size * parallel.tensor_parallel_size == 1:
+            unembedding = unembedding_of(runner.get_model(), sites, config)
+        else:
+            unembedding, whole = unembedding_of_ranks(runner.get_model(), sites, config, runner.device)
         model, controllers = runner.get_model(), make_sync(settings.controllers)
         runtime = WorkerRuntime(
             model, model_info, settings, sites, unembedding, controllers, parameters_of(model, config)
@@ -105,6 +114,8 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
         warmup.add({shard.stop - shard.start for shard in runtime.layout.shards.values()})
         patch_inputs = _v2_inputs(runner) if worker.use_v2_model_runner else _v1_inputs(runner)
     except (WeirError, AttributeError, TypeError) as e:
+        if not stages_told:
+            agree(str(e))
         if settings.refused == "start":
             raise
         # The engine serves plain requests; those with Weir's keys are told this reason.
@@ -129,7 +140,10 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
     worker.weir_usage = runtime.usage
     worker.weir_warm = functools.partial(_warm, runtime, graphs)
     worker.weir_weights = functools.partial(weights_now, runner)
-    worker.weir_unembedding = functools.partial(unembedding_rows, model, model_info)
+    worker.weir_unembedding = functools.partial(unembedding_rows, model, model_info, whole)
+    if whole is not None:
+        whole.keeps = runtime.sends
+        _patch_lens_ranks(worker, whole, parallel.pipeline_parallel_size)
     worker.weir_load_sae, worker.weir_unload_sae = runtime.saes.load, runtime.saes.unload
     kept = runtime.kept_rows
     worker.weir_keep_rows, worker.weir_apply_to_rows, worker.weir_drop_rows = kept.begin, kept.apply, kept.end
@@ -201,6 +215,37 @@ def _patch_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
         return output
 
     runner.execute_model = wrapper
+
+
+def _patch_lens_ranks(worker: Any, whole: WholeHead, stages: int) -> None:
+    """Tell the parts of the unembedding which requests have a lens, before a stage waits for the rows of another.
+
+    Where there is one stage the runner is told, whose method vLLM's executor on Ray calls alone.
+    """
+    told = worker if stages > 1 else worker.model_runner
+    execute_model = told.execute_model
+
+    @functools.wraps(execute_model)
+    def wrapper(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run"):
+            return execute_model(scheduler_output, *args, **kwargs)
+        new = ((r.req_id, engine_request_of(r)) for r in scheduler_output.scheduled_new_reqs)
+        whole.follow((name for name, asked in new if _has_lens(asked)), scheduler_output.finished_req_ids)
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    told.execute_model = wrapper
+    usage = worker.weir_usage
+    worker.weir_usage = lambda: usage() | {"unembedding_bytes": whole.nbytes}
+
+
+def _has_lens(engine_request: EngineRequest | None) -> bool:
+    if engine_request is None:
+        return False
+    try:
+        postprocess = EngineSpec.from_wire(engine_request.spec).captures.postprocess
+    except WeirError:
+        return False  # the request fails when it joins
+    return postprocess is not None and any(one.kind == LENS for one in postprocess.read_outs)
 
 
 def _params(new_request: Any) -> dict[str, Any]:

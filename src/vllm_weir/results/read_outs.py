@@ -122,7 +122,7 @@ class LensTokens:
 
 
 class LensReadings(dict[int, LensTokens]):
-    """`LensTokens` by block."""
+    """`LensTokens` of one lens by block."""
 
     def __repr__(self) -> str:
         return f"{{{', '.join(f'{layer}: {tokens!r}' for layer, tokens in self.items())}}}"
@@ -148,6 +148,20 @@ class LensReadings(dict[int, LensTokens]):
         )
 
 
+Lenses = LensReadings | dict[str, LensReadings]
+"""What the lens of a request has read, by block; of several lenses by label."""
+
+
+def lenses_of(by_label: Mapping[str, LensReadings]) -> Lenses:
+    """Return what a request's output has of its lenses."""
+    return dict(by_label) if len(by_label) > 1 else next(iter(by_label.values()), LensReadings())
+
+
+def each_lens(lenses: Lenses) -> dict[str, LensReadings]:
+    """Return the lenses by label, "" for the only one."""
+    return {"": lenses} if isinstance(lenses, LensReadings) else lenses
+
+
 def _first(rows: FeatureValues | LensTokens) -> int:
     """Return how many rows are shown."""
     return min(len(rows), notebook.MAX_ROWS)
@@ -167,14 +181,15 @@ class ReadValues:
 
     Attributes:
         features: by the autoencoder's name; of a cross-layer transcoder by block then.
-        lens: by block.
+        lens: by block; of several lenses by label.
     """
 
     features: Mapping[str, AnyFeatures]
-    lens: Mapping[int, LensTokens]
+    lens: Lenses
 
     @property
     def rows(self) -> int:
         """How many rows these are of, each counted once for each read-out."""
-        read: list[Any] = [*by_block(self.features).values(), *self.lens.values()]
+        lenses = (one for lens in each_lens(self.lens).values() for one in lens.values())
+        read: list[Any] = [*by_block(self.features).values(), *lenses]
         return sum(map(len, read))

@@ -16,7 +16,7 @@ from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import number
 
-MAX_TOP_K, MAX_IDS, MAX_NAME = 1024, 4096, 256
+MAX_TOP_K, MAX_IDS, MAX_NAME, MAX_LENSES = 1024, 4096, 256, 16
 MAX_FEATURE = 2**31 - 1
 LensKind = Literal["logit", "tuned", "jacobian"]
 LENSES: tuple[str, ...] = get_args(LensKind)
@@ -246,6 +246,12 @@ class Lens:
         if kind != "logit" and hook != "resid_post":
             raise WeirError("a fitted lens reads what leaves a block, resid_post", f"{self.at}.hook")
         return hook
+
+    @property
+    def label(self) -> str:
+        """What it is called among several: its name or kind, and the hook point if that is not ``resid_post``."""
+        called = self.name if self.name is not None else str(self.kind)
+        return called if self.hook == "resid_post" else f"{called}:{self.hook}"
 
     @classmethod
     def from_json(cls, data: object, at: str = "lens") -> Lens:

@@ -65,12 +65,13 @@ class RecordLayout(NamedTuple):
     offsets: Mapping[ReadOut, int]
 
     @classmethod
-    def of(cls, read_outs: Iterable[ReadOut]) -> RecordLayout:
-        """Lay out the read-outs of a request."""
+    def of(cls, read_outs: Iterable[ReadOut], row_bytes: int = 0) -> RecordLayout:
+        """Lay out the read-outs of a request, behind a row of `row_bytes` bytes; 0 if the rows are not sent."""
+        first = -(-row_bytes // ITEM) * ITEM
         sizes: dict[Site, int] = {}
         offsets: dict[ReadOut, int] = {}
         for read_out in read_outs:
             if read_out not in offsets:
-                offsets[read_out] = sizes.get(read_out.site, 0)
+                offsets[read_out] = sizes.get(read_out.site, first)
                 sizes[read_out.site] = offsets[read_out] + read_out.record_bytes
-        return cls(max(sizes.values(), default=0), offsets)
+        return cls(max(sizes.values(), default=first), offsets)

@@ -13,7 +13,7 @@ import numpy as np
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compression import Compression
-from vllm_weir.schema.features import Features, Lens
+from vllm_weir.schema.features import MAX_LENSES, Features, Lens
 from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.intervention_base import MAX_INTERVENTIONS
@@ -111,7 +111,7 @@ class RequestSpec:
         interventions: what it changes, in order.
         modules: interventions kept by the server, applied before its own.
         features: the features of sparse autoencoders that it wants back.
-        lens: the next-token distributions inside the model that it wants back.
+        lens: the lenses whose next-token distributions inside the model it wants back.
         probes: what scores its rows; a text is the name of a registered one.
         stop_when: rules about the scores, any of which ends generation.
         dose: whether the relative doses of its interventions are measured.
@@ -124,7 +124,7 @@ class RequestSpec:
     interventions: tuple[AnyIntervention, ...] = ()
     modules: tuple[Module, ...] = ()
     features: tuple[Features, ...] = ()
-    lens: Lens | None = None
+    lens: tuple[Lens, ...] = ()
     probes: tuple[AnyProbe | str, ...] = ()
     stop_when: tuple[StopText, ...] = ()
     dose: bool = MEASURE_DOSE
@@ -164,9 +164,10 @@ class RequestSpec:
                 )
         interventions = parse_interventions(data.get("interventions", ()), "interventions")
         modules = parse_modules(data.get("modules", ()), "modules")
-        lens = parse_lens(data.get("lens"), "lens")
-        if is_text and lens is not None and lens.path is not None:
-            raise WeirError("a request given as text names a fitted lens, and gives no path", "lens.path")
+        lens = parse_lenses(data.get("lens"), "lens")
+        for one in lens:
+            if is_text and one.path is not None:
+                raise WeirError("a request given as text names a fitted lens, and gives no path", f"{one.at}.path")
         features = parse_features(data.get("features", ()), "features")
         probes = parse_probes(data.get("probes", ()), "probes")
         stop_when = parse_stop_when(data.get("stop_when"), "stop_when")
@@ -187,8 +188,8 @@ class RequestSpec:
             out["modules"] = [{"name": m.name, "scale": m.scale} for m in self.modules]
         if self.features:
             out["features"] = [one.to_json() for one in self.features]
-        if self.lens is not None:
-            out["lens"] = self.lens.to_json()
+        if self.lens:
+            out["lens"] = self.lens[0].to_json() if len(self.lens) == 1 else [one.to_json() for one in self.lens]
         if self.probes:
             out["probes"] = [one if isinstance(one, str) else one.to_json() for one in self.probes]
         if self.stop_when:
@@ -278,9 +279,25 @@ def _at(features: Features, path: str) -> Features:
     return features if features.path == path else replace(features, path=path)
 
 
-def parse_lens(lens: object, path: str) -> Lens | None:
-    """Parse a `Lens`, its wire form, or None."""
-    return None if lens is None else Lens.from_json(lens, path)
+def parse_lenses(lens: object, path: str) -> tuple[Lens, ...]:
+    """Parse a `Lens`, a list of them with different labels, or their wire form; None is none."""
+    if lens is None:
+        return ()
+    if not isinstance(lens, (list, tuple)):
+        return (Lens.from_json(lens, path),)
+    if len(lens) > MAX_LENSES:
+        raise WeirError(f"{len(lens)} lenses, more than the limit of {MAX_LENSES}; send separate requests", path)
+    found: dict[str, Lens] = {}
+    for i, given in enumerate(lens):
+        one = Lens.from_json(given, f"{path}[{i}]")
+        if one.label in found:
+            raise WeirError(
+                f"two lenses are called {brief(one.label)!r}; read them with separate requests, or name fitted ones "
+                "(weir.load_lens)",
+                f"{path}[{i}]",
+            )
+        found[one.label] = replace(one, at=f"{path}[{i}]")
+    return tuple(found.values())
 
 
 def _selectors(data: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
@@ -342,6 +359,7 @@ class Postprocess:
         directions: digests of the directions; empty for none.
         compression: how rows are compressed, or None.
         read_outs: what is read off the rows; empty for nothing.
+        with_rows: whether the rows are sent, too, where something is read off them.
         kept: key of the workers' collection in which the rows stay; "" if they leave the workers.
     """
 
@@ -350,6 +368,7 @@ class Postprocess:
     compression: Compression | None = None
     read_outs: tuple[ReadOut, ...] = ()
     kept: str = ""
+    with_rows: bool = False
 
     @property
     def folds(self) -> bool:
@@ -453,7 +472,7 @@ class ResolvedSpec:
 
     @property
     def postprocess_wire(self) -> list[Any] | None:
-        """The wire form of `postprocess`: [reduce, directions, compression, read_outs, kept]."""
+        """The wire form of `postprocess`: [reduce, directions, compression, read_outs, kept, with_rows]."""
         if self.postprocess is None:
             return None
         compression = self.postprocess.compression
@@ -463,6 +482,7 @@ class ResolvedSpec:
             None if compression is None else compression.to_json(),
             [read_out.to_wire() for read_out in self.postprocess.read_outs],
             self.postprocess.kept,
+            self.postprocess.with_rows,
         ]
 
     @classmethod
@@ -476,7 +496,7 @@ class ResolvedSpec:
         )
         if postprocess is None:
             return cls(site_requests)
-        reduce, directions, compression, read_outs, kept = postprocess
+        reduce, directions, compression, read_outs, kept, with_rows = postprocess
         parsed = None if compression is None else Compression.parse(compression, "compress")
         read = tuple(map(ReadOut.from_wire, read_outs))
-        return cls(site_requests, Postprocess(reduce, tuple(directions), parsed, read, kept))
+        return cls(site_requests, Postprocess(reduce, tuple(directions), parsed, read, kept, with_rows))

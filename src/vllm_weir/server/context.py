@@ -77,7 +77,7 @@ def _unread(spec: RequestSpec, scores_taken: bool) -> tuple[str, str] | None:
     """Return what a request computes for its response alone, and the field that asks for it; None for nothing."""
     if spec.features:
         return "features", "features"
-    if spec.lens is not None:
+    if spec.lens:
         return "a lens", "lens"
     if spec.dose:
         return "measured doses", "dose"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import sys
@@ -15,31 +14,29 @@ from vllm_weir.schema.functions import describe_in, find
 from vllm_weir.schema.named_hooks import nearest
 from vllm_weir.schema.user_hooks import Hook
 from vllm_weir.server.limits import HOOKS as VARIABLE
-from vllm_weir.server.names import check_name
+from vllm_weir.server.names import NamedOption
 from vllm_weir.server.state import ServerState
 
 OPTION = "--weir-hook"
+_NAMED = NamedOption(OPTION, VARIABLE)
 _NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _PLACE = re.compile(f"({_NAME}):({_NAME})")
 
 
 def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
     """Put the values of `OPTION`, ``name=module:attribute``, into the environment; raise WeirError if one is wrong."""
-    places: dict[str, str] = {}
-    for option in options:
-        name, equals, place = option.partition("=")
-        if not equals or not _PLACE.fullmatch(place):
-            raise WeirError(
-                f"expected NAME=module:attribute, got {brief(option, 200)!r}; a function is imported, and no file of "
-                "pickle, .pt or .pt2 is loaded, which could run anything",
-                OPTION,
-            )
-        if name in places:
-            raise WeirError(f"{brief(name)!r} is given twice", OPTION)
-        check_name(name, OPTION)
-        places[name] = place
-    if places:
-        environ[VARIABLE] = json.dumps(places)
+    _NAMED.put(options, _parse, environ)
+
+
+def _parse(option: str) -> tuple[str, str]:
+    name, equals, place = option.partition("=")
+    if not equals or not _PLACE.fullmatch(place):
+        raise WeirError(
+            f"expected NAME=module:attribute, got {brief(option, 200)!r}; a function is imported, and no file of "
+            "pickle, .pt or .pt2 is loaded, which could run anything",
+            OPTION,
+        )
+    return name, place
 
 
 def check_given(environ: Mapping[str, str] = os.environ) -> None:
@@ -50,11 +47,12 @@ def check_given(environ: Mapping[str, str] = os.environ) -> None:
     Raises:
         WeirError: if one cannot be imported, or is neither a `Hook` nor a function.
     """
-    given = json.loads(environ.get(VARIABLE) or "{}")
+    given = _NAMED.given(environ)
     if given and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     for name, place in given.items():
-        load(name, place)
+        with _NAMED.at(name):
+            load(place)
 
 
 async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ) -> None:
@@ -63,18 +61,14 @@ async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ
     Raises:
         WeirError: if the engine cannot serve one.
     """
-    given = json.loads(environ.get(VARIABLE) or "{}")
-    if given:
-        await state.capabilities()
-    for name, place in given.items():
-        hook = load(name, place)
-        try:
-            state.frontend.names.register_hook(name, hook)
-        except WeirError as e:
-            raise WeirError(f"{name}: {e}", OPTION) from None
+
+    async def register(name: str, place: str) -> None:
+        state.frontend.names.register_hook(name, load(place))
+
+    await _NAMED.load(state, register, environ)
 
 
-def load(name: str, place: str) -> Hook:
+def load(place: str) -> Hook:
     """Return the hook, or that of the function, which ``module:attribute`` names.
 
     Raises:
@@ -84,14 +78,14 @@ def load(name: str, place: str) -> Hook:
     try:
         found = module = importlib.import_module(module_name)
     except Exception as e:  # noqa: BLE001 - whatever the operator's module raises
-        raise WeirError(f"{name}: cannot import {module_name}: {type(e).__name__}: {e}", OPTION) from None
+        raise WeirError(f"cannot import {module_name}: {type(e).__name__}: {e}") from None
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = nearest(part, {one: None for one in vars(module) if not one.startswith("_")}, "it has")
-            raise WeirError(f"{name}: {module_name} has no {attribute}; {near}", OPTION)
+            raise WeirError(f"{module_name} has no {attribute}; {near}")
         found = getattr(found, part)
     if isinstance(found, type) or not (isinstance(found, Hook) or callable(found)):
         got = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise WeirError(f"{name}: {place} is {got}; expected a weir.Hook, or a function of (rows, ctx)", OPTION)
+        raise WeirError(f"{place} is {got}; expected a weir.Hook, or a function of (rows, ctx)")
     hook = found if isinstance(found, Hook) else Hook(found)
     return with_fields(hook, function=describe_in(module_name, attribute, find(hook.function)))

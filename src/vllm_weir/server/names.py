@@ -1,10 +1,16 @@
-"""The names that a server keeps vectors and autoencoders under."""
+"""The names of a server: how they are spelled, and what its operator gives names to in its options."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.server.state import ServerState
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -17,3 +23,65 @@ def check_name(name: str, field: str = "name") -> None:
             "a name has 1 to 128 letters, digits and . _ : @ + -, begins with a letter or digit, and is not a digest",
             field,
         )
+
+
+class NamedOption:
+    """An option of ``weir serve`` that names something and is given once for each; all processes of the server read it.
+
+    Args:
+        option: the option.
+        variable: of the environment, in which the names and what they stand for travel as JSON.
+        any_name: whether names that `check_name` refuses are taken, too.
+    """
+
+    def __init__(self, option: str, variable: str, any_name: bool = False) -> None:
+        self.option, self.variable, self._any_name = option, variable, any_name
+
+    def put(
+        self, values: Sequence[str], parse: Callable[[str], tuple[str, Any]], environ: MutableMapping[str, str]
+    ) -> None:
+        """Put the option's values into the environment; `parse` splits one into a name and JSON data.
+
+        Raises:
+            WeirError: naming the option, if a name is wrong, or is given twice.
+        """
+        found: dict[str, Any] = {}
+        for value in values:
+            name, named = parse(value)
+            if name in found:
+                raise WeirError(f"{brief(name)!r} is given twice", self.option)
+            if not self._any_name:
+                check_name(name, self.option)
+            found[name] = named
+        if found:
+            environ[self.variable] = json.dumps(found)
+
+    def given(self, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+        """Return what the environment has, by name."""
+        return dict(json.loads(environ.get(self.variable) or "{}"))
+
+    @contextmanager
+    def at(self, name: str) -> Iterator[None]:
+        """Let errors about what has this name begin with it, and name the option."""
+        try:
+            yield
+        except (WeirError, OSError) as e:
+            raise WeirError(f"{brief(name)}: {e}", self.option) from None
+
+    async def load(
+        self,
+        state: ServerState,
+        load: Callable[[str, Any], Awaitable[Any]],
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Load what the environment has, one after the other, in this process.
+
+        Raises:
+            WeirError: naming the option, if the engine cannot serve one.
+        """
+        given = self.given(environ)
+        if given:
+            await state.capabilities()
+        for name, named in given.items():
+            with self.at(name):
+                await load(name, named)

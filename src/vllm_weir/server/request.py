@@ -126,9 +126,13 @@ def _weir_object(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], _Resp
                 f"capture[{i}].sink",
             )
     _check_probe_names(weir_object.get("probes"))
-    lens = weir_object.get("lens")
-    if isinstance(lens, Mapping) and lens.get("path") is not None:
-        raise WeirError("over HTTP a fitted lens is named; the operator names it: --weir-lens NAME=PATH", "lens.path")
+    lenses = weir_object.get("lens")
+    by_path = {f"lens[{i}]": one for i, one in enumerate(lenses)} if isinstance(lenses, list) else {"lens": lenses}
+    for path, lens in by_path.items():
+        if isinstance(lens, Mapping) and lens.get("path") is not None:
+            raise WeirError(
+                "over HTTP a fitted lens is named; the operator names it: --weir-lens NAME=PATH", f"{path}.path"
+            )
     return weir_object, options
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.read_outs import by_block
+from vllm_weir.results.read_outs import LensReadings, by_block, each_lens
 from vllm_weir.results.scores import Scores
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server.hook_values import NUMBERS, ValueForm, floats
@@ -102,9 +102,9 @@ def probe_scores(view: OutputView) -> dict[str, Any]:
 
 
 def read_values(view: OutputView) -> dict[str, Any]:
-    """Return features by name and lenses by block, with rows; null for a value that is not finite.
+    """Return features by name, and the lens by block, of several each by label; null for a value that is not finite.
 
-    Features of a cross-layer transcoder are by block under its name.
+    Those without rows are left out. Features of a cross-layer transcoder are by block under its name.
     """
     if not view.part.read_outs:
         return {}
@@ -114,16 +114,22 @@ def read_values(view: OutputView) -> dict[str, Any]:
         if len(one):
             own = {"positions": one.positions.tolist(), "ids": one.ids.tolist(), "values": floats(one.values)}
             features |= {name: own if layer is None else features.get(name, {}) | {str(layer): own}}
-    lens = {
+    found = {label: lens for label, one in each_lens(values.lens).items() if (lens := _lens(one))}
+    lens = found.get("", {}) if isinstance(values.lens, LensReadings) else found
+    return ({"features": features} if features else {}) | ({"lens": lens} if lens else {})
+
+
+def _lens(readings: LensReadings) -> dict[str, Any]:
+    """Return what one lens has read by block, with rows."""
+    return {
         str(layer): {
             "positions": one.positions.tolist(),
             "token_ids": one.token_ids.tolist(),
             "logprobs": floats(one.logprobs),
         }
-        for layer, one in values.lens.items()
+        for layer, one in readings.items()
         if len(one)
     }
-    return ({"features": features} if features else {}) | ({"lens": lens} if lens else {})
 
 
 def new_projected(view: OutputView, start: int) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import secrets
 from collections.abc import Awaitable, Mapping, MutableMapping, Sequence
@@ -12,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_weir.errors import StoreError, WeirError, brief
+from vllm_weir.errors import StoreError, WeirError
 from vllm_weir.frontend import saes as loading
 from vllm_weir.frontend.admission.sae_registry import LoadedSAE, SharedSAE
 from vllm_weir.frontend.admission.vector_registry import RegistryContents
@@ -23,10 +22,11 @@ from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.server.errors import StateNotSaved
 from vllm_weir.server.limits import SAES as VARIABLE
-from vllm_weir.server.names import check_name
+from vllm_weir.server.names import NamedOption, check_name
 from vllm_weir.server.state import ServerState
 
 OPTION = "--weir-sae"
+_NAMED = NamedOption(OPTION, VARIABLE)
 
 
 class SAESource(NamedTuple):
@@ -47,15 +47,12 @@ def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
     Raises:
         WeirError: if one is wrong.
     """
-    sources: dict[str, list[Any]] = {}
-    for option in options:
-        name, path, site = NamedPath.parse(option, OPTION)
-        if name in sources:
-            raise WeirError(f"{brief(name)!r} is given twice", OPTION)
-        check_name(name, OPTION)
-        sources[name] = [path] if site is None else [path, list(site)]
-    if sources:
-        environ[VARIABLE] = json.dumps(sources)
+    _NAMED.put(options, _parse, environ)
+
+
+def _parse(option: str) -> tuple[str, list[Any]]:
+    name, path, site = NamedPath.parse(option, OPTION)
+    return name, [path] if site is None else [path, list(site)]
 
 
 def check_given(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
@@ -64,16 +61,13 @@ def check_given(arguments: Sequence[str], environ: Mapping[str, str] = os.enviro
     Raises:
         WeirError: if one cannot be loaded, or is for another model.
     """
-    sources = json.loads(environ.get(VARIABLE) or "{}")
     config = ModelConfig.read(*model_in(arguments))
-    for name, source in sources.items():
-        try:
+    for name, source in _NAMED.given(environ).items():
+        with _NAMED.at(name):
             path, site = SAESource(*source)
             sae = SAE.load(path, site=site, name=name)
             config.check_layers(sae.site.hook, sae.layers or (sae.site.layer,), "site")
             config.check_width(sae.site.hook, sae.d_in, "d_in")
-        except WeirError as e:
-            raise WeirError(f"{name}: {e}", OPTION) from None
 
 
 def model_in(arguments: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -93,11 +87,11 @@ async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ
     Raises:
         WeirError: if one cannot be loaded.
     """
-    for name, source in json.loads(environ.get(VARIABLE) or "{}").items():
-        try:
-            await load(state, name, SAESource(*source), again=True)
-        except WeirError as e:
-            raise WeirError(f"{name}: {e}", OPTION) from None
+
+    async def load_one(name: str, source: list[Any]) -> None:
+        await load(state, name, SAESource(*source), again=True)
+
+    await _NAMED.load(state, load_one, environ)
 
 
 async def load(state: ServerState, name: str, source: SAESource, again: bool = False) -> SAEInfo:

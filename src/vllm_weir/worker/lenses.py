@@ -28,11 +28,13 @@ class Unembedding:
             is served.
         vocabulary: how many logits a row has.
         refused: why no lens is served; "" if it is.
+        lacking: returns why this rank cannot read rows now, though lenses are served; "" if it can.
     """
 
     logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     vocabulary: int = 0
     refused: str = "no lens is served: the model's unembedding was not found"
+    lacking: Callable[[], str] = str
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +107,8 @@ class Lenses:
         """
         if self.unembedding.logits is None:
             raise WeirError(self.unembedding.refused, "lens")
+        if why := self.unembedding.lacking():
+            raise WeirError(why, "lens")
         translator = self._translator(read_out) if read_out.key else None
         ids = torch.tensor(read_out.ids, device=self._device) if read_out.ids else None
         return LensReader(self.unembedding, self._d_model, read_out.top_k, translator, ids)

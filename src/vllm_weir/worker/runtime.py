@@ -78,6 +78,7 @@ class WorkerRuntime:
         sender: is told that a forward pass was issued, and that its tokens are sampled.
         saes: the sparse autoencoders on the device.
         kept_rows: rows that stay here.
+        sends: whether rows leave this worker.
         all_live: whether at least as many live requests capture or are steered as the coming step
             has; alike on all ranks.
     """
@@ -101,7 +102,8 @@ class WorkerRuntime:
             sites.shapes, sites.shards, d_model, sites.num_layers, model_info.rank, model_info.ranks
         )
         sent_taps = self._taps_to_send()
-        self._make_buffers(bool(sent_taps))
+        self.sends = bool(sent_taps)
+        self._make_buffers(self.sends)
         sizes = settings.table_sizes(d_model)
         self._sites_of = {tap_of(site): site for site in sites.anchors if site.hook != "resid_pre" or not site.layer}
         self.in_graphs = MappedTaps(self._sites_of, model_info.max_tokens, device)
@@ -132,7 +134,7 @@ class WorkerRuntime:
         failures = RequestFailures(self.planner, self.notifier, model_info.traits.uncertainty)
         codecs = Codecs(d_model, device, model_info.dtype)
         self.requests = self._make_requests(codecs, ModulePath(model, anchors.values()), failures)
-        self._make_steps(codecs, failures, bool(sent_taps))
+        self._make_steps(codecs, failures, self.sends)
 
     def _taps_to_send(self) -> Sequence[int]:
         """Return the taps whose rows this worker sends.
@@ -206,7 +208,9 @@ class WorkerRuntime:
         vectors = VectorFetcher()
         directions = Directions(vectors, device, codecs, d_model)
         lenses = Lenses(self._unembedding, sites.num_layers, d_model, device)
-        read_outs = ReadOuts(codecs, self.saes.hold, sites.shapes, d_model, device, lenses)
+        read_outs = ReadOuts(
+            codecs, self.saes.hold, sites.shapes, d_model, device, lenses, self.model_info.dtype.itemsize
+        )
         return LiveRequests(
             self.planner,
             self._active_taps,

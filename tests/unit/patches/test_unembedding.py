@@ -33,10 +33,9 @@ from vllm_weir.schema.hooks import Site
 VOCABULARY = 23
 
 
-def config(dtype=torch.float32, vocabulary=VOCABULARY, pp=1, tp=1, runner="generate"):
+def config(dtype=torch.float32, vocabulary=VOCABULARY, runner="generate"):
     model = SimpleNamespace(dtype=dtype, runner_type=runner, get_vocab_size=lambda: vocabulary)
-    parallel = SimpleNamespace(pipeline_parallel_size=pp, tensor_parallel_size=tp)
-    return SimpleNamespace(model_config=model, parallel_config=parallel)
+    return SimpleNamespace(model_config=model)
 
 
 class SlightlyScaled(More):
@@ -186,16 +185,8 @@ def test_a_way_that_gives_something_else_is_refused():
     assert "is not what the model says itself" in unembedding_of(model, sites, config()).refused
 
 
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ({"pp": 2}, "last pipeline stage"),
-        ({"tp": 2}, "tensor_parallel_size=1"),
-        ({"runner": "pooling"}, "engine pools"),
-    ],
-)
-def test_engines_that_have_no_whole_unembedding(more, why):
-    assert why in unembedding_of(*loaded(toys.Model), config(**more)).refused
+def test_an_engine_that_pools_has_no_unembedding():
+    assert "engine pools" in unembedding_of(*loaded(toys.Model), config(runner="pooling")).refused
 
 
 def test_an_adapter_of_blocks_alone_may_have_a_lens(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import subprocess
 import urllib.parse
@@ -170,6 +171,45 @@ def test_features_of_tokens(tmp_path):
     ]
     assert found["asked"] == [{"name": "mood", "top_k": 8, "positions": "sampled"}]
     assert weir.Features.from_json(found["asked"][0]).positions.kind == "sampled"
+
+
+def test_readings_of_a_lens(tmp_path):
+    """By chunks; the texts of its tokens are asked for once, and are no markup."""
+    first = {"1": {"token_ids": [[7, 3], [3, 9]], "logprobs": [[-0.5, -2.0], [-0.25, None]]}}
+    first["4"] = {"token_ids": [[7, 8], [7, 8]], "logprobs": [[-0.125, -3.0], [-0.125, -3.0]]}
+    second = {"1": {"token_ids": [[1, 2]], "logprobs": [[-1.0, -1.5]]}}
+    found = run(tmp_path, f"""
+        import {{ addTexts, enterLens, fillReading, lensOf, readingLines, showLenses, textsBody }} from "./lens.js";
+        globalThis.Option = class {{ constructor(text, value) {{ Object.assign(this, {{ text, value }}); }} }};
+        const tokens = [{{}}, {{}}, {{}}], table = document.createElement("table"), texts = new Map(), asked = [];
+        const next = enterLens(tokens, {json.dumps(second)}, enterLens(tokens, {json.dumps(first)}, 0));
+        const textsOf = async (ids) => (asked.push(ids), [...ids.map((id) => `<b>${{id}}`), "made after the prompt"]);
+        for (const {{ reading }} of [tokens[0], tokens[0], tokens[1]]) await addTexts(texts, reading, textsOf);
+        const many = Object.fromEntries([...Array(80).keys()].map((layer) => [layer, [[7, 0.5]]]));
+        fillReading(table, tokens[0].reading, texts, 3);
+        const select = document.createElement("select");
+        select.value = "name:gone";
+        const blocks = showLenses(select, [{{ name: "j", kind: "jacobian", layers: [0, 1, 9] }}], [0, 1, 2, 3]);
+        const lines = tokens.slice(0, 2).map((token) => readingLines(token.reading, texts));
+        console.log(JSON.stringify({{ tokens, next, asked, table, lines,
+          many: readingLines(many, texts).length, last: readingLines(many, texts)[0], blocks, chosen: select.value,
+          lenses: ["logit", "name:j"].map((one) => lensOf(one, blocks)), body: textsBody("m", [4, 5]) }}));
+    """)  # fmt: skip
+    assert found["next"] == 3 and list(found["tokens"][2]["reading"]) == ["1"]
+    assert [id for id, _ in found["tokens"][1]["reading"]["1"]] == [3, 9]
+    assert found["tokens"][0]["reading"]["4"][0] == [7, pytest.approx(math.exp(-0.125))]
+    assert found["asked"] == [[7, 3, 8], [9]]
+    assert found["lines"][0] == ["block 4: <b>7 (88.2%)", "block 1: <b>7 (60.7%)"]
+    assert found["many"] == 16 and found["last"] == "block 79: <b>7 (50.0%)"
+    rows = found["table"]["children"][0]["children"]
+    assert [[one["textContent"] for one in row["children"]] for row in rows] == [
+        ["4", "<b>7", "<b>8"],
+        ["1", "<b>7", "<b>3"],
+    ]
+    assert found["blocks"] == {"logit": [0, 1, 2, 3], "name:j": [0, 1, 3]} and found["chosen"] == ""
+    assert found["lenses"][0] == {"kind": "logit", "layers": [0, 1, 2, 3], "top_k": 5, "positions": "sampled"}
+    assert weir.Lens.from_json(found["lenses"][1]).name == "j"
+    assert found["body"]["prompt"] == [4, 5] and found["body"]["echo"] is True
 
 
 def test_sliders_of_features(tmp_path):

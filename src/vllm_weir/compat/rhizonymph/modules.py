@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -15,9 +14,11 @@ from vllm_weir.compat.rhizonymph.steering_schemas import RegisterModule
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.json_text import loads
 from vllm_weir.server.limits import MODULES as VARIABLE
+from vllm_weir.server.names import NamedOption
 from vllm_weir.server.state import ServerState
 
 OPTION = "--steering-modules"
+_NAMED = NamedOption(OPTION, VARIABLE, any_name=True)
 
 
 def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
@@ -26,21 +27,21 @@ def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
     Raises:
         WeirError: if one is wrong.
     """
-    paths: dict[str, str] = {}
-    for option in options:
-        name, _, path = option.partition("=")
-        if option.startswith("{"):
-            given = loads(option, OPTION)
-            name, path = (given.get(key) for key in ("name", "path"))
-            if set(given) != {"name", "path"}:
-                name = ""
-        if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
-            raise WeirError(f'expected NAME=FILE or {{"name", "path"}}, got {brief(option)!r}', OPTION)
-        if name in paths:
-            raise WeirError(f"{brief(name)!r} is given twice", OPTION)
-        paths[name] = path
-    if paths:
-        environ[VARIABLE] = json.dumps(paths)
+    _NAMED.put(options, _parse, environ)
+
+
+def _parse(option: str) -> tuple[str, str]:
+    name: Any
+    path: Any
+    name, _, path = option.partition("=")
+    if option.startswith("{"):
+        given = loads(option, OPTION)
+        name, path = (given.get(key) for key in ("name", "path"))
+        if set(given) != {"name", "path"}:
+            name = ""
+    if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
+        raise WeirError(f'expected NAME=FILE or {{"name", "path"}}, got {brief(option)!r}', OPTION)
+    return name, path
 
 
 async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ) -> None:
@@ -49,14 +50,11 @@ async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ
     Raises:
         WeirError: naming the module, if one cannot be registered.
     """
-    given = json.loads(environ.get(VARIABLE) or "{}")
-    if given:
-        await state.capabilities()
-    for name, path in given.items():
-        try:
-            await state.change(functools.partial(_register, state, name, path))
-        except (WeirError, OSError) as e:
-            raise WeirError(f"{brief(name)}: {e}", OPTION) from None
+
+    async def register(name: str, path: str) -> None:
+        await state.change(functools.partial(_register, state, name, path))
+
+    await _NAMED.load(state, register, environ)
 
 
 def _register(state: ServerState, name: str, path: str) -> None:

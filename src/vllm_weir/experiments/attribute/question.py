@@ -207,9 +207,9 @@ def parse_method(method: Any, steps: Any) -> tuple[Method, int]:
     return "integrated_gradients", int(steps)
 
 
-def parse_count(value: Any, field: str) -> int:
-    """Return a number of places, at least 0."""
+def parse_count(value: Any, field: str, least: int = 0) -> int:
+    """Return a number of things, at least `least`."""
     value = plain(value)
-    if not is_int(value) or value < 0:
-        raise WeirError(f"expected an int that is not negative, got {brief(value)}", field)
+    if not is_int(value) or value < least:
+        raise WeirError(f"expected an int from {least}, got {brief(value)}", field)
     return int(value)

@@ -26,7 +26,7 @@ from vllm_weir.frontend.admission.lowering import lower
 from vllm_weir.frontend.admission.postprocesses import PostprocessChoice, postprocesses_of
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, asked_of, resolve_tokens
-from vllm_weir.frontend.admission.read_outs import AskedReadOut, on_device, read_outs_of
+from vllm_weir.frontend.admission.read_outs import AskedReadOut, read_late, read_outs_of
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.scoring import ProbeResolver
 from vllm_weir.frontend.admission.units import check_units
@@ -133,8 +133,9 @@ def _refuse_paths(spec: RequestSpec) -> None:
     for one in (*spec.interventions, *spec.hooks):
         if isinstance(one, Hook):
             raise WeirError(NO_CODE, one.path)
-    if spec.lens is not None and spec.lens.path is not None:
-        raise WeirError("over HTTP only the logit lens is served, which has no path", f"{spec.lens.at}.path")
+    for lens in spec.lens:
+        if lens.path is not None:
+            raise WeirError("over HTTP a fitted lens is named, and has no path", f"{lens.at}.path")
 
 
 class _ResolvedCaptures(NamedTuple):
@@ -189,7 +190,7 @@ class _Admission:
         ).resolve(spec.probes, spec.stop_when, interventions, len(interventions) - len(own), spec.dose)
         captures = self._captures(spec)
         captured = _nothing_captured(capabilities.dtype)
-        if captures or spec.features or spec.lens is not None:
+        if captures or spec.features or spec.lens:
             captured = self._resolve(captures, spec, scoring.probes)
         asked = (*asked_of((*spec.capture, *own)), *scoring.asked, *captured.asked)
         admitted = AdmittedRequest(
@@ -303,11 +304,12 @@ class _Admission:
         if not read_outs:
             return parts, postprocesses.device
         alone = not expansion.captures and not expansion.sources
-        read_on_device = on_device(read_outs, capabilities, alone)
-        parts = with_read_outs(parts, read_outs, capabilities, has_token_ids, check, not read_on_device)
-        if not read_on_device:
+        late = read_late(read_outs, capabilities, alone)
+        parts = with_read_outs(parts, read_outs, capabilities, has_token_ids, check, late)
+        on_workers = tuple(dict.fromkeys(one.read_out for one in read_outs if one not in late))
+        if not on_workers:
             return parts, postprocesses.device
-        return parts, Postprocess(None, read_outs=tuple(dict.fromkeys(one.read_out for one in read_outs)))
+        return parts, Postprocess(None, read_outs=on_workers, with_rows=bool(late) or not alone)
 
     def _check(self, site: Site, path: str, layers_field: str = "") -> None:
         """Raise WeirError, naming the field, unless the request can have the site."""

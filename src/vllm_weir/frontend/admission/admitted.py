@@ -94,6 +94,11 @@ class AdmittedRequest:
     functions: tuple[Travelling, ...] = ()
 
     @property
+    def sends_rows(self) -> bool:
+        """Whether workers that read something off its rows send these, too."""
+        return self.spec.postprocess is not None and self.spec.postprocess.with_rows
+
+    @property
     def cells(self) -> CellLayout:
         return self.engine_spec.layout
 

@@ -46,7 +46,7 @@ class CaptureGroup:
         sources: the captures whose rows `recipes` take; None if there are none.
         read_outs: the request's features and lens.
         read_rows: the captures of the rows that `read_outs` are read off; None if there are none.
-        reads_late: whether this process reads them, not the workers.
+        late_rows: the captures of the rows that this process reads them off; None if workers read them all.
     """
 
     spec: ResolvedSpec
@@ -64,7 +64,7 @@ class CaptureGroup:
     sources: CaptureGroup | None = None
     read_outs: tuple[AskedReadOut, ...] = ()
     read_rows: CaptureGroup | None = None
-    reads_late: bool = False
+    late_rows: CaptureGroup | None = None
 
     @property
     def has_rows(self) -> bool:
@@ -215,15 +215,19 @@ def with_read_outs(
     capabilities: EngineCapabilities,
     has_token_ids: bool,
     check: Callable[[Site, str], None],
-    late: bool,
+    late: Sequence[AskedReadOut],
 ) -> tuple[CaptureGroup, ...]:
-    """Return the groups, of which the first returns what features and lens read; `late`: this process reads it.
+    """Return the groups, of which the first returns what features and lens read; `late`: what this process reads.
 
     Raises:
         WeirError: naming the field, if rows that are read are captured before interventions.
     """
-    captures = [one.source for one in asked]
-    rows, *_ = make_groups(captures, capabilities, PostprocessChoice.none(captures), has_token_ids, check, ())
+
+    def rows_of(some: Sequence[AskedReadOut]) -> CaptureGroup:
+        captures = [one.source for one in some]
+        rows, *_ = make_groups(captures, capabilities, PostprocessChoice.none(captures), has_token_ids, check, ())
+        return rows
+
     before = {request.site for group in groups for request in group.spec.site_requests if request.before}
     for one in asked:
         if one.read_out.site in before:
@@ -232,7 +236,8 @@ def with_read_outs(
                 "them; send separate requests",
                 one.path,
             )
-    return (replace(groups[0], read_outs=asked, read_rows=rows, reads_late=late), *groups[1:])
+    late_rows = rows_of(late) if late else None
+    return (replace(groups[0], read_outs=asked, read_rows=rows_of(asked), late_rows=late_rows), *groups[1:])
 
 
 def _pick(capture: Capture, site: Site, shape: RowShape, picks: dict[Site, RowPick]) -> None:

@@ -9,6 +9,7 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.lenses.files import LensFile, open_lens
 from vllm_weir.schema.features import MAX_NAME
+from vllm_weir.schema.named_hooks import nearest
 
 MAX_NAMES = 10_000
 
@@ -46,7 +47,7 @@ class LensRegistry:
         """Return the path of the lens under a name; raise WeirError naming `field` if there is none."""
         path = self._paths.get(name)
         if path is None:
-            known = f"named are {', '.join(sorted(self._paths)[:20])}" if self._paths else "none is"
+            known = nearest(name, self._paths, "named are") if self._paths else "none is"
             how = "weir.load_lens does that, or weir serve --weir-lens NAME=PATH"
             raise WeirError(f"no lens is named {brief(name)!r}; {known} ({how})", field)
         return path

@@ -28,13 +28,13 @@ class AskedReadOut:
     """A read-out of a request.
 
     Attributes:
-        name: the autoencoder's, or the block of a lens.
+        name: the autoencoder's, or the label of a lens.
         path: names it in errors.
         sae: its autoencoder in this process; None for a lens.
         by_layer: whether it is of one block of several under its name, those of a cross-layer transcoder.
     """
 
-    name: str | int
+    name: str
     read_out: ReadOut
     positions: Positions
     path: str
@@ -50,7 +50,7 @@ class AskedReadOut:
 
 def read_outs_of(
     features: Sequence[Features],
-    lens: Lens | None,
+    lenses: Sequence[Lens],
     capabilities: EngineCapabilities,
     find: FindSAE,
     find_lens: FindLens,
@@ -58,29 +58,25 @@ def read_outs_of(
 ) -> tuple[AskedReadOut, ...]:
     """Return the read-outs of a request; raise WeirError naming the field, for what cannot be read."""
     found = [read_out for one in features for read_out in _features(one, find, vocabulary)]
-    if lens is not None:
+    for lens in lenses:
         found += _lens(lens, capabilities, find_lens, vocabulary)
     return tuple(found)
 
 
-def on_device(asked: Sequence[AskedReadOut], capabilities: EngineCapabilities, alone: bool) -> bool:
-    """Return whether workers read these off the rows; else this process does it.
+def read_late(asked: Sequence[AskedReadOut], capabilities: EngineCapabilities, alone: bool) -> tuple[AskedReadOut, ...]:
+    """Return those that this process reads off rows; workers read the others.
 
-    `alone`: whether the request wants no rows.
+    These are the features, if rows come back anyway, or if tensor-parallel workers have the rows of one in parts. Only
+    workers have the unembedding that a lens needs.
 
-    Raises:
-        WeirError: naming the field, for a lens that would have to be read in this process, which
-            has no unembedding.
+    Args:
+        asked: the read-outs of a request.
+        capabilities: what the engine serves.
+        alone: whether the request wants no rows.
     """
-    if alone and not any(len(capabilities.shards.get(one.read_out.site, ())) > 1 for one in asked):
-        return True
-    lens = next((one for one in asked if one.sae is None), None)
-    if lens is not None:
-        why = "the request, or a sink of the engine for all requests, captures rows"
-        if alone:
-            why = "tensor-parallel workers hold the rows of its features in parts"
-        raise WeirError(f"{why}, and a lens is read on the workers; send a request with the lens alone", lens.path)
-    return False
+    features = tuple(one for one in asked if one.sae is not None)
+    in_parts = any(len(capabilities.shards.get(one.read_out.site, ())) > 1 for one in features)
+    return () if alone and not in_parts else features
 
 
 def _features(asked: Features, find: FindSAE, vocabulary: Vocabulary) -> list[AskedReadOut]:
@@ -110,7 +106,7 @@ def _lens(asked: Lens, capabilities: EngineCapabilities, find: FindLens, vocabul
     layers = Capture(asked.hook, asked.layers, path=asked.at).resolve_layers(capabilities.num_layers)
     path = _lens_path(asked, capabilities, find, layers)
     read_outs = (ReadOut(LENS, Site(asked.hook, layer), path, asked.top_k or 0, asked.tokens or ()) for layer in layers)
-    return [AskedReadOut(one.site.layer, one, positions, asked.at) for one in read_outs]
+    return [AskedReadOut(asked.label, one, positions, asked.at) for one in read_outs]
 
 
 def _lens_path(asked: Lens, capabilities: EngineCapabilities, find: FindLens, layers: Sequence[int]) -> str:

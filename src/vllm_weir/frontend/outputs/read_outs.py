@@ -10,7 +10,7 @@ import torch
 from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.receive.pending_sequence import TakenRows
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.read_outs import FeatureValues, LensReadings, LensTokens, ReadValues, nested
+from vllm_weir.results.read_outs import FeatureValues, LensReadings, LensTokens, ReadValues, lenses_of, nested
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.read_outs import ITEM, ReadOut, RecordLayout
 from vllm_weir.util.token_texts import SequenceTexts
@@ -22,25 +22,33 @@ Values = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def collect(values: Mapping[AskedReadOut, Values], texts: SequenceTexts) -> ReadValues:
     """Return what was read, by name; `texts` are those of the sequence's tokens."""
     features = {
-        (str(one.name), one.read_out.site.layer if one.by_layer else None): FeatureValues(*values[one], texts)
+        (one.name, one.read_out.site.layer if one.by_layer else None): FeatureValues(*values[one], texts)
         for one in values
         if one.sae is not None
     }
-    lens = {int(one.name): LensTokens(*values[one], texts) for one in values if one.sae is None}
-    return ReadValues(nested(features), LensReadings(lens))
+    lenses: dict[str, LensReadings] = {}
+    for one in values:
+        if one.sae is None:
+            tokens = LensTokens(*values[one], texts)
+            lenses.setdefault(one.name, LensReadings())[one.read_out.site.layer] = tokens
+    return ReadValues(nested(features), lenses_of(lenses))
 
 
 def from_records(
     asked: Sequence[AskedReadOut],
     wanted: Callable[[AskedReadOut], np.ndarray],
     take: Callable[[Sequence[Site], np.ndarray], list[TakenRows]],
+    row_bytes: int,
 ) -> dict[AskedReadOut, Values]:
     """Return what workers have read.
 
-    `asked` are all read-outs of the request, which determine the layout of its records; `wanted` returns
-    the positions of one; `take` is (sites, positions) -> their records.
+    Args:
+        asked: all read-outs of the request that workers read, which determine the layout of its records.
+        wanted: returns the positions of one.
+        take: (sites, positions) -> their records.
+        row_bytes: of the row that begins a record; 0 if it has none.
     """
-    layout = RecordLayout.of(one.read_out for one in asked)
+    layout = RecordLayout.of((one.read_out for one in asked), row_bytes)
     by_positions: dict[object, list[AskedReadOut]] = {}
     for one in asked:
         by_positions.setdefault(one.positions, []).append(one)

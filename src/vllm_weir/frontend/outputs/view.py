@@ -190,13 +190,14 @@ class OutputView:
         if self._cached_read_values is None:
             part = self.part
             self.pending.check()
-            if part.reads_late:
-                assert part.read_rows is not None
-                values = from_rows(
-                    part.read_outs, self._read_at, self.with_start(self.start, part.read_rows).activations()
-                )
-            else:
-                values = from_records(part.read_outs, self._read_at, self._take_records)
+            late = part.late_rows is not None
+            on_workers = [one for one in part.read_outs if one.sae is None or not late]
+            row_bytes = self.d_model * DTYPES[part.dtype].itemsize if self.pending.admitted.sends_rows else 0
+            values = from_records(on_workers, self._read_at, self._take_records, row_bytes)
+            if part.late_rows is not None:
+                features = [one for one in part.read_outs if one.sae is not None]
+                rows = self.with_start(self.start, part.late_rows).activations()
+                values = from_rows(features, self._read_at, rows) | values
             self._cached_read_values = collect(values, self._texts)
         return self._cached_read_values
 

@@ -230,7 +230,7 @@ class PendingSequence:
                         f"{timeout:g} s (first missing position {missing[0]}); see the worker's log for the cause"
                     )
         self.check()
-        return [self._collect(some_sites, locations, positions, copy) for some_sites, locations in found]
+        return [self._collect(some_sites, locations, positions, kind, copy) for some_sites, locations in found]
 
     def arrived(
         self, sites: Sequence[Site | RowShard], positions: np.ndarray, kind: str = "rows", copy: bool = False
@@ -244,7 +244,7 @@ class PendingSequence:
 
         # Under the store's lock: arrivals recorded while a view's positions are read would be lost.
         self._store.wait(look, 0.0)
-        return [self._collect(some_sites, locations, positions, copy) for some_sites, locations in found]
+        return [self._collect(some_sites, locations, positions, kind, copy) for some_sites, locations in found]
 
     def has(self, sites: Sequence[Site | RowShard], positions: np.ndarray, kind: str = "rows") -> bool:
         """Return whether `take` would return at once, by the arrivals that have been read."""
@@ -255,7 +255,8 @@ class PendingSequence:
         if self.admitted.shard_widths:
             return  # parts are joined once they are here
         for some_sites, row_views in self._group_by_views(sites, kind):
-            if len(row_views) == 1 and row_views[0].columns == self.admitted.columns_of(some_sites):
+            alone = len(row_views) == 1 and row_views[0].kind == kind
+            if alone and row_views[0].columns == self.admitted.columns_of(some_sites):
                 row_views[0].preslice(some_sites, first, count)
 
     def complete_preslice(self, sites: Sequence[Site]) -> SlicedRows | None:
@@ -289,7 +290,7 @@ class PendingSequence:
         self, sites: Sequence[Site | RowShard], kind: str
     ) -> list[tuple[Sequence[Site | RowShard], list[RowSequenceView]]]:
         """Group the sites by the views that their rows are in."""
-        row_views = [row_view for row_view in self.row_views if row_view.kind == kind]
+        row_views = [row_view for row_view in self.row_views if row_view.gives(kind)]
         columns = self.admitted.columns_of(sites)
         if len(row_views) == 1 and columns == row_views[0].columns:
             return [(sites, row_views)]
@@ -300,7 +301,7 @@ class PendingSequence:
         return [(some_sites, [row_views[k] for k in key]) for key, some_sites in groups.items()]
 
     def _collect(
-        self, sites: Sequence[Site | RowShard], locations: RowLocations, positions: np.ndarray, copy: bool
+        self, sites: Sequence[Site | RowShard], locations: RowLocations, positions: np.ndarray, kind: str, copy: bool
     ) -> TakenRows:
         """Return the rows that were located."""
         if locations.first_rank is not None:
@@ -309,7 +310,7 @@ class PendingSequence:
                 presliced = row_view.presliced_run(sites, first_rank, len(positions))
                 if presliced is not None:
                     return TakenRows(sites, positions, presliced)
-            rows = row_view.gather_run(first_rank, len(positions))
+            rows = row_view.gather_run(first_rank, len(positions), kind)
             return TakenRows(sites, positions, self._slice(sites, row_view, rows, copy))
         here = locations.view_index >= 0
         positions, view_index, ranks = positions[here], locations.view_index[here], locations.rank[here]
@@ -319,7 +320,7 @@ class PendingSequence:
         pieces: list[tuple[RowSequenceView, torch.Tensor]] = []
         for a, b in itertools.pairwise(bounds):
             row_view = locations.row_views[int(view_index[a])]
-            pieces.append((row_view, row_view.gather(ranks[a:b])))
+            pieces.append((row_view, row_view.gather(ranks[a:b], kind)))
         if len(pieces) == 1:
             return TakenRows(sites, positions, self._slice(sites, *pieces[0], copy))
         columns = self.admitted.columns_of(sites)

@@ -148,26 +148,30 @@ class RowSequenceView:
         That is [ranks, columns, d_model] for rows, [ranks, columns, values] for scores (float32)
         and compressed rows and read-outs (uint8), and [ranks, arena rows of a cell, d_model] for reductions.
         """
-        if self.kind in ("packed", "read_outs"):
+        if self.kind in ("packed", "read_outs", "rows_read"):
             return memory.view(-1, len(self.columns), self.values)
         if self.kind == "scores":
             return memory.view(torch.float32).view(-1, len(self.columns), self.values)
         return memory.view(self._dtype).view(-1, self.rows, self._d_model)
 
-    def gather(self, ranks: np.ndarray) -> torch.Tensor:
+    def gives(self, kind: str) -> bool:
+        """Return whether `gather` can return this kind."""
+        return kind == self.kind or (self.kind == "rows_read" and kind in ("rows", "read_outs"))
+
+    def gather(self, ranks: np.ndarray, kind: str) -> torch.Tensor:
         """Return the rows at `ranks`, ascending, not copied if they follow each other in memory.
 
         They are [n, columns, d_model]; for scores and reductions float32 [n, columns, values], for
-        compressed rows and read-outs uint8 [n, columns, values].
+        compressed rows and read-outs uint8 [n, columns, values]. `kind`: which of these, see `gives`.
         """
-        return self._without_padding(self._gather(ranks))
+        return self._part_of(self._gather(ranks), kind)
 
-    def gather_run(self, first: int, count: int) -> torch.Tensor:
+    def gather_run(self, first: int, count: int, kind: str) -> torch.Tensor:
         """Return `count` ranks from `first` on, as `gather` does."""
         if len(self.extents) > 1:
-            return self.gather(np.arange(first, first + count))
+            return self.gather(np.arange(first, first + count), kind)
         (extent,) = self.extents
-        return self._without_padding(extent.rows[first - extent.rank : first - extent.rank + count])
+        return self._part_of(extent.rows[first - extent.rank : first - extent.rank + count], kind)
 
     def preslice(self, sites: Sequence[Site | RowShard], first: int, count: int) -> None:
         """Make tensors of the first `count` ranks, arrived or not, if they have a place.
@@ -176,7 +180,7 @@ class RowSequenceView:
         """
         if len(self.extents) == 1 and not self.extents[0].rank and 0 < count <= len(self.extents[0].rows):
             memory = self.extents[0].rows
-            block = SiteSlices(sites, None, self._without_padding(memory[:count]))
+            block = SiteSlices(sites, None, self._part_of(memory[:count], self.kind))
             block.every  # noqa: B018 - the first look makes them
             at = torch.arange(first, first + count)
             self.presliced = SlicedRows(memory, block, first, {site: at for site in sites if isinstance(site, Site)})
@@ -219,8 +223,10 @@ class RowSequenceView:
                 pieces.append(extent.rows[torch.from_numpy(ranks[low:high] - extent.rank)])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _without_padding(self, ranks: torch.Tensor) -> torch.Tensor:
-        """Return whole ranks without what fills up a reduction's last arena row."""
+    def _part_of(self, ranks: torch.Tensor, kind: str) -> torch.Tensor:
+        """Return of whole ranks the rows, if only these are wanted, or all but a reduction's padding."""
+        if kind != self.kind and kind == "rows":
+            return ranks[..., : self._d_model * self._dtype.itemsize].view(self._dtype)
         if self.kind != "fold":
             return ranks
         values = ranks.reshape(len(ranks), -1).view(torch.float32)[:, : len(self.columns) * self.values]

@@ -16,6 +16,7 @@ FILES = {
     "/weir/vectors.js": ("vectors.js", "text/javascript"),
     "/weir/heatmap.js": ("heatmap.js", "text/javascript"),
     "/weir/features.js": ("features.js", "text/javascript"),
+    "/weir/lens.js": ("lens.js", "text/javascript"),
     "/weir/probes.js": ("probes.js", "text/javascript"),
     "/weir/share.js": ("share.js", "text/javascript"),
     "/weir/words.js": ("words.js", "text/javascript"),

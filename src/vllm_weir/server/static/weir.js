@@ -3,6 +3,7 @@
 import { FeatureSliders, described, enterFeatures, featuresOf, fillFeatures, listed } from "./features.js";
 import { colour, fillTable, format, magnitude } from "./heatmap.js";
 import { bodyOf, fillHeads, fillNeurons, read, servedBlocks } from "./inside.js";
+import { addTexts, enterLens, fillReading, lensOf, readingLines, showLenses, textsBody } from "./lens.js";
 import { addGate, addProbeScores, askProbe, chosenProbe, ownScores, paintProbe, showProbes, ungated } from "./probes.js";
 import { encode, events, fromBase64, safetensors, visibleParts } from "./rows.js";
 import { fromFragment, toFragment } from "./share.js";
@@ -11,9 +12,9 @@ import { EXAMPLES, UNKNOWN, isUnknown, shortName, unknownWords } from "./words.j
 
 const base = location.pathname.replace(/\/weir\/?$/, "");
 const $ = (id) => document.getElementById(id);
-const state = { model: "", layers: [], inside: {}, saes: new Map(), messages: [], chat: true, stop: null, open: null, linked: true };
+const state = { model: "", layers: [], inside: {}, saes: new Map(), lenses: {}, texts: new Map(), messages: [], chat: true, stop: null, open: null, linked: true };
 /** Inputs whose values a link carries. */
-const SHARED = ["probe", "probe-layer", "by-probe", "gate-side", "gate-threshold", "sae", "temperature", "max-tokens", "seed"];
+const SHARED = ["probe", "probe-layer", "by-probe", "gate-side", "gate-threshold", "sae", "lens", "temperature", "max-tokens", "seed"];
 const vectors = new Vectors({ select: $("probe"), box: $("sliders"), hint: $("no-sliders"), layer: $("probe-layer") });
 const featureSliders = new FeatureSliders($("feature-sliders"), () => ($("no-features").hidden = featureSliders.chosen.size > 0));
 
@@ -58,6 +59,7 @@ async function connect() {
     vectors.show();
     const { saes } = await (await call("/v1/saes")).json();
     showSAEs(await Promise.all(saes.map(async ({ name }) => (await call(`/v1/saes/${encodeURIComponent(name)}`)).json())));
+    state.lenses = showLenses($("lens"), (await (await call("/v1/lenses")).json()).lenses, state.layers);
     showProbes((await (await call("/v1/probes")).json()).probes);
     showExamples(info.examples.length ? info.examples : EXAMPLES);
   } catch (error) {
@@ -143,7 +145,8 @@ function weirFields(reply) {
     weir.capture = [{ hook: "resid_post", layers: state.layers, positions: "sampled", project: probe.wire(Number($("probe-layer").value)) }];
   }
   if ($("sae").value) weir.features = featuresOf($("sae").value);
-  if (weir.capture || weir.features) weir.response = { stream: true };
+  if (reply.lens) weir.lens = lensOf(reply.lens, state.lenses);
+  if (weir.capture || weir.features || weir.lens) weir.response = { stream: true };
   return askProbe(weir, reply.byProbe);
 }
 
@@ -176,8 +179,8 @@ async function answer() {
   try {
     await Promise.all(vectors.made(true).map(make));
     const steer = interventions(), ways = steer.length && $("both").checked ? [[], steer] : [steer];
-    turn.replies = ways.map((steer) => ({ turn, steer, text: "", tokens: [], ids: [], promptIds: [], scored: 0, featured: 0,
-      probe: $("probe").value, sae: $("sae").value, byProbe: chosenProbe() }));
+    turn.replies = ways.map((steer) => ({ turn, steer, text: "", tokens: [], ids: [], promptIds: [], scored: 0, featured: 0, read: 0,
+      probe: $("probe").value, sae: $("sae").value, lens: $("lens").value, byProbe: chosenProbe() }));
     const responses = await Promise.all(turn.replies.map((reply) => openStream(reply, control.signal)));
     state.messages.push(turn);
     showTurn(turn);
@@ -240,6 +243,7 @@ function addEvent(reply, event) {
     if (choice.weir?.scores?.sites) addScores(reply, choice.weir.scores, Boolean(choice.weir.receipt));
     if (choice.weir?.scores && reply.byProbe) addProbeScores(reply.byProbe, choice.weir.scores);
     if (choice.weir?.features) addFeatures(reply, choice.weir.features, Boolean(choice.weir.receipt));
+    if (choice.weir?.lens) addReadings(reply, choice.weir.lens, Boolean(choice.weir.receipt));
     if (choice.weir?.receipt) finish(reply, choice.weir.receipt);
     if (reply.byProbe) paint(reply.turn);
   }
@@ -252,6 +256,7 @@ function addToken(reply, text, name) {
   span.textContent = text;
   const index = reply.tokens.push({ text: name, scores: {}, span }) - 1;
   span.addEventListener("click", () => showMap(reply, index));
+  span.addEventListener("pointerenter", () => nameReading(reply, index).catch(showError));
   reply.body.append(span);
 }
 
@@ -270,6 +275,24 @@ function addFeatures(reply, features, complete) {
   reply.featured = enterFeatures(reply.tokens, features[reply.sae], complete ? 0 : reply.featured);
   reply.tokens.forEach((token) => label(reply, token));
   if (state.open?.reply === reply) showFeatures();
+}
+
+function addReadings(reply, lens, complete) {
+  reply.read = enterLens(reply.tokens, lens, complete ? 0 : reply.read);
+  if (state.open?.reply === reply) showReading().catch(showError);
+}
+
+/** Fetch the texts of what a lens reads at a token, and show them under the pointer. */
+async function nameReading(reply, index) {
+  const token = reply.tokens[index];
+  if (!token.reading || token.named === reply.read) return;
+  const read = reply.read;
+  await addTexts(state.texts, token.reading, async (ids) => {
+    const { choices } = await (await call("/v1/completions", textsBody(state.model, ids))).json();
+    return choices[0].logprobs.tokens;
+  });
+  token.named = read;
+  label(reply, token);
 }
 
 function finish(reply, receipt) {
@@ -304,6 +327,7 @@ function label(reply, token) {
   const layer = Number($("probe-layer").value), score = token.scores[layer];
   const lines = score === undefined ? [] : [`${reply.probe} at block ${layer}: ${format(score)}`];
   if (token.features) lines.push(listed(state.saes.get(reply.sae) ?? { name: reply.sae }, token.features));
+  if (token.named !== undefined) lines.push(...readingLines(token.reading, state.texts));
   if (isUnknown(token.text)) lines.push(UNKNOWN);
   token.span.title = lines.join("\n");
 }
@@ -314,6 +338,7 @@ function showMap(reply, index) {
   reply.tokens[index].span.classList.add("chosen");
   $("map").hidden = false;
   showFeatures();
+  showReading().catch(showError);
   showInside().catch(showError);
   if (!reply.probe) {
     $("map-title").textContent = "No vector was selected for this reply. Select one and send the message again.";
@@ -330,6 +355,17 @@ function showFeatures() {
   $("token-features").hidden = !features;
   $("token-features-title").textContent = `Features of ${reply.sae}`;
   fillFeatures($("token-features-list"), sae, features ?? [], (feature, value) => sae && featureSliders.choose(sae, feature, value));
+}
+
+/** Show what a lens reads at the token that is open, by block. */
+async function showReading() {
+  const { open } = state, { reply, index } = open, { reading } = reply.tokens[index];
+  $("reading").hidden = !reading;
+  if (!reading) return;
+  const name = reply.lens === "logit" ? "the logit lens" : reply.lens.slice("name:".length);
+  $("reading-title").textContent = `What ${name} reads at ${reply.tokens[index].text.trim() || "this token"}`;
+  await nameReading(reply, index);
+  if (state.open === open) fillReading($("reading-table"), reading, state.texts, reply.ids[index]);
 }
 
 /** Choose the feature of the number that was typed. */

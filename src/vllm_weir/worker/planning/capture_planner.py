@@ -228,9 +228,10 @@ class CapturePlanner:
                 cell = ResultCell("scores", values, 4 * values * len(columns), request.codec, self.row_bytes)
             elif postprocess.read_outs:
                 assert request.read_out_codec is not None
-                record_bytes = RecordLayout.of(postprocess.read_outs).record_bytes
+                kind, row_bytes = ("rows_read", self.row_bytes) if postprocess.with_rows else ("read_outs", 0)
+                record_bytes = RecordLayout.of(postprocess.read_outs, row_bytes).record_bytes
                 size, codec = record_bytes * len(columns), request.read_out_codec(columns)
-                cell = ResultCell("read_outs", record_bytes, size, codec, self.row_bytes)
+                cell = ResultCell(kind, record_bytes, size, codec, self.row_bytes)
             elif postprocess.folds:
                 in_prompt, rows = 0, rows - in_prompt
         return self._row_seqs.open(request.request_id, request.endpoint, columns, in_prompt, max(rows, 1), cell)

@@ -68,8 +68,8 @@ class ResultCell:
     A cell is float32 [columns, values], unless `kind` says otherwise.
 
     Attributes:
-        kind: ``"fold"`` for a reduction, or a codec's records: ``"scores"``, or ``"packed"`` and
-            ``"read_outs"``, [columns, values] bytes.
+        kind: ``"fold"`` for a reduction, or a codec's records: ``"scores"``, or ``"packed"``,
+            ``"read_outs"`` and ``"rows_read"``, [columns, values] bytes.
         values: per column.
         size: arena rows of the cell; bytes for records.
         codec: number of the codec, -1 for none.

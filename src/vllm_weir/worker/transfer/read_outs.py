@@ -91,12 +91,13 @@ class ReadOutCodec:
         columns: rows of the ring that a token has.
         record_bytes: of the record of each of these rows; the records of a site's readers are in
             that of the first row of the ring of its row.
+        with_rows: whether each record begins with the row of the ring itself.
     """
 
     quick, by_column = False, True
 
-    def __init__(self, places: Sequence[Place], columns: int, record_bytes: int) -> None:
-        self._places, self._columns, self.record_bytes = places, columns, record_bytes
+    def __init__(self, places: Sequence[Place], columns: int, record_bytes: int, with_rows: bool = False) -> None:
+        self._places, self._columns, self.record_bytes, self._with_rows = places, columns, record_bytes, with_rows
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the records of tokens' rows [n, d_model], those of a token side by side: uint8 [n, record_bytes]."""
@@ -119,7 +120,10 @@ class ReadOutCodec:
             found = group[0].reader.read(torch.cat([_rows_of(one, rows, place) for one in group]))
             for one, records in zip(group, found.split(tokens), strict=True):
                 out[:, one.first - place, one.offset : one.offset + records.shape[1]] = records
-        return out.view(torch.uint8)
+        records = out.view(torch.uint8)
+        if self._with_rows:
+            records[:, :, : rows.shape[2] * rows.itemsize] = rows.contiguous().view(torch.uint8)
+        return records
 
 
 def _rows_of(one: Place, rows: torch.Tensor, place: int) -> torch.Tensor:
@@ -135,6 +139,7 @@ class ReadOuts:
             raises WeirError.
         shapes: site -> shape of a row, where that is not (d_model,).
         d_model: values of a row of the ring.
+        itemsize: bytes of one.
     """
 
     def __init__(
@@ -145,27 +150,32 @@ class ReadOuts:
         d_model: int,
         device: torch.device,
         lenses: Lenses,
+        itemsize: int,
     ) -> None:
-        self._lenses = lenses
+        self._lenses, self._itemsize = lenses, itemsize
         self._codecs, self._hold_sae, self._shapes, self._d_model = codecs, hold_sae, shapes, d_model
         self._device = device
         self._numbers: dict[tuple, int] = {}
         self._users: dict[tuple, set[str]] = {}
         self._held: dict[str, set[tuple]] = {}
 
-    def hold(self, request_id: str, read_outs: tuple[ReadOut, ...]) -> Callable[[tuple[int, ...]], int]:
+    def hold(
+        self, request_id: str, read_outs: tuple[ReadOut, ...], with_rows: bool
+    ) -> Callable[[tuple[int, ...]], int]:
         """Return what gives the number of the codec for rows with these columns, until `release`.
+
+        `with_rows`: whether the rows are sent, too.
 
         Raises:
             WeirError: if something cannot be read.
         """
         readers = {read_out: self._reader(request_id, read_out) for read_out in read_outs}
-        layout = RecordLayout.of(read_outs)
+        layout = RecordLayout.of(read_outs, self._d_model * self._itemsize if with_rows else 0)
 
         def number_for(columns: tuple[int, ...]) -> int:
-            key = (columns, read_outs)
+            key = (columns, read_outs, with_rows)
             if key not in self._numbers:
-                self._numbers[key] = self._codecs.add(_codec(readers, layout, columns))
+                self._numbers[key] = self._codecs.add(_codec(readers, layout, columns, with_rows))
             self._users.setdefault(key, set()).add(request_id)
             self._held.setdefault(request_id, set()).add(key)
             return self._numbers[key]
@@ -189,10 +199,12 @@ class ReadOuts:
         return self._lenses.reader(read_out)
 
 
-def _codec(readers: Mapping[ReadOut, Reader], layout: RecordLayout, columns: tuple[int, ...]) -> ReadOutCodec:
+def _codec(
+    readers: Mapping[ReadOut, Reader], layout: RecordLayout, columns: tuple[int, ...], with_rows: bool
+) -> ReadOutCodec:
     places = []
     for read_out, reader in readers.items():
         column = column_of(read_out.site, False)
         if count := columns.count(column):
             places.append(Place(reader, columns.index(column), count, layout.offsets[read_out] // 4))
-    return ReadOutCodec(places, len(columns), layout.record_bytes)
+    return ReadOutCodec(places, len(columns), layout.record_bytes, with_rows)

@@ -35,7 +35,7 @@ class RequestCodecs:
         if postprocess.compression is not None:
             return self._compressions.hold(request_id, postprocess.compression), None
         if postprocess.read_outs:
-            return -1, self._read_outs.hold(request_id, postprocess.read_outs)
+            return -1, self._read_outs.hold(request_id, postprocess.read_outs, postprocess.with_rows)
         return -1, None
 
     def release(self, request_id: str) -> None:

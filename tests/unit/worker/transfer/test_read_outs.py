@@ -36,12 +36,12 @@ READ_OUTS = (
 def store() -> tuple[ReadOuts, Codecs]:
     codecs = Codecs(D, CPU)
     lenses = Lenses(Unembedding(lambda rows: rows @ HEAD, 50, ""), 4, D, CPU)
-    return ReadOuts(codecs, lambda _request, key: SAES[key], {NEURONS: (WIDE,)}, D, CPU, lenses), codecs
+    return ReadOuts(codecs, lambda _request, key: SAES[key], {NEURONS: (WIDE,)}, D, CPU, lenses, 4), codecs
 
 
 def test_records_of_several_columns():
     read_outs, codecs = store()
-    codec = codecs[read_outs.hold("r", READ_OUTS)(COLUMNS)]
+    codec = codecs[read_outs.hold("r", READ_OUTS, False)(COLUMNS)]
     rows = torch.randn(7, 4, D, generator=torch.Generator().manual_seed(2))
     layout = RecordLayout.of(READ_OUTS)
     assert layout.record_bytes == codec.record_bytes == 8 * 4 + 8 * 3
@@ -60,17 +60,33 @@ def test_records_of_several_columns():
 def test_columns_in_parts_give_the_same_records():
     """As a streamed step has them, whose strips hold some of a token's columns."""
     read_outs, codecs = store()
-    codec = codecs[read_outs.hold("r", READ_OUTS)(COLUMNS)]
+    codec = codecs[read_outs.hold("r", READ_OUTS, False)(COLUMNS)]
     rows = torch.randn(5, 4, D)
     parts = [codec.encode_columns(rows[:, :1], 0), codec.encode_columns(rows[:, 1:], 1)]
     assert torch.equal(torch.cat(parts, 1).flatten(0, 1), codec.encode(rows.flatten(0, 1)))
 
 
+def test_rows_that_are_sent_too_begin_their_records():
+    read_outs, codecs = store()
+    rows = torch.randn(5, 4, D)
+    alone, beside = (codecs[read_outs.hold("r", READ_OUTS, rows_too)(COLUMNS)] for rows_too in (False, True))
+    layouts = RecordLayout.of(READ_OUTS), RecordLayout.of(READ_OUTS, 4 * D)
+    assert {one: at + 4 * D for one, at in layouts[0].offsets.items()} == layouts[1].offsets
+    assert beside.record_bytes == alone.record_bytes + 4 * D == layouts[1].record_bytes
+    for first, end in ((0, 4), (0, 1), (1, 4)):  # also in strips
+        part = rows[:, first:end]
+        records = beside.encode_columns(part, first)
+        assert torch.equal(records[:, :, : 4 * D].contiguous().view(torch.float32), part)
+        assert torch.equal(records[:, :, 4 * D :], alone.encode_columns(part, first))
+    odd = torch.randn(5, 1, 3).bfloat16()
+    assert RecordLayout.of(READ_OUTS, odd.itemsize * 3).offsets[READ_OUTS[0]] == 8  # int32 begin at whole ones
+
+
 def test_requests_share_a_codec_until_the_last_leaves():
     read_outs, codecs = store()
-    number = read_outs.hold("r", READ_OUTS)(COLUMNS)
-    assert read_outs.hold("s", READ_OUTS)(COLUMNS) == number
-    assert read_outs.hold("t", READ_OUTS[:1])(COLUMNS) != number
+    number = read_outs.hold("r", READ_OUTS, False)(COLUMNS)
+    assert read_outs.hold("s", READ_OUTS, False)(COLUMNS) == number
+    assert read_outs.hold("t", READ_OUTS[:1], False)(COLUMNS) != number
     read_outs.release("r")
     assert codecs[number]
     read_outs.release("s")
@@ -90,7 +106,7 @@ def test_what_is_read_together_goes_to_its_own_column():
     sites = [STREAM, Site("resid_post", 2), Site("resid_post", 3)]
     read_outs, codecs = store()
     asked = tuple(ReadOut(LENS, site, "", 3) for site in sites)
-    codec = codecs[read_outs.hold("r", asked)(tuple(column_of(site, False) for site in sites))]
+    codec = codecs[read_outs.hold("r", asked, False)(tuple(column_of(site, False) for site in sites))]
     rows = torch.randn(5, 3, D, generator=torch.Generator().manual_seed(4))
     records = codec.encode_columns(rows, 0)
     for k in range(3):
