@@ -13,8 +13,8 @@ LENS_KEYS = {
     "output_residual_stream": SERVED,
     "apply_steering_vectors": SERVED,
     "apply_hooks": REFUSED,  # over HTTP; offline it is served
-    "output_qk": REFUSED,
-    "activations_transport": NEEDLESS,  # rows come in the response, as its client takes them, too
+    "output_qk": SERVED,
+    "activations_transport": SERVED,
     "skip_reading_prefix_cache": NEEDLESS,  # rows that are asked for are never read from the cache
 }
 """Keys of ``extra_args`` and ``vllm_xargs`` of vllm-lens."""
@@ -26,8 +26,8 @@ LENS_NAMES = {
     "serialize_tensor": SERVED,
     "Hook": SERVED,  # with arguments of its own, too
     "HookContext": SERVED,
-    "attention_patterns": REFUSED,
-    "compute_attention_weights": REFUSED,
+    "attention_patterns": SERVED,
+    "compute_attention_weights": SERVED,
     "deserialize_hook_results": REFUSED,
     "serialize_hook_results": REFUSED,
     "__version__": SERVED,
