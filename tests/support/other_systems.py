@@ -18,6 +18,28 @@ LENS_KEYS = {
     "skip_reading_prefix_cache": NEEDLESS,  # rows that are asked for are never read from the cache
 }
 """Keys of ``extra_args`` and ``vllm_xargs`` of vllm-lens."""
+LENS_ROUTES = {
+    ("get", "/v1/activations/{handle}"): SERVED,
+    **{
+        ("post", f"/v1/hooks/{call}"): REFUSED  # code never comes over HTTP
+        for call in ("register", "collect", "clear", "clear_results", "prefetch", "clear_prefetched")
+    },
+}
+"""Its routes, but for the one that sends files of the folder in which its server was started."""
+LENS_ANSWERS = {
+    "activations": {"residual_stream", "attn_q", "attn_k", "qk_layers", "qk_meta"},
+    "tensor": {"data", "dtype", "original_dtype", "shape", "compression"},
+    "fetched": {"handle", "nbytes", "transport", "dtype", "original_dtype", "shape", "compression"},
+    "qk_meta": {
+        "layer_name", "scale", "logits_soft_cap", "sliding_window", "alibi_slopes", "sinks", "use_alibi_sqrt",
+        "num_heads_local", "num_kv_heads_local", "head_size", "num_kv_heads_total",
+    },
+    "headers": {
+        "Content-Length", "Cache-Control", "X-Content-Type-Options", "X-VLLM-Lens-Dtype", "X-VLLM-Lens-Original-Dtype",
+        "X-VLLM-Lens-Shape", "X-VLLM-Lens-Compression",
+    },
+}  # fmt: skip
+"""Keys of its answers, by place; of those to hooks there are none."""
 LENS_NAMES = {
     "SteeringVector": SERVED,
     "decode_activations": SERVED,
