@@ -24,9 +24,11 @@ def attention_patterns(
         KeyError: if the request has not asked for ``output_qk``.
         WeirError: if it has not asked for this block.
     """
+    if "qk_layers" not in activations:
+        raise KeyError("these are no activations of a request with output_qk")
     layers = list(activations["qk_layers"])
     if layer not in layers:
-        raise WeirError(f"block {layer} is not among those of output_qk, which are {layers}", "layer")
+        raise WeirError(f"block {layer} was not captured; the blocks of output_qk are {layers}", "layer")
     k = layers.index(layer)
     meta = activations["qk_meta"][k]
     if meta.get("use_alibi_sqrt"):
@@ -101,8 +103,10 @@ def _checked_start(q: torch.Tensor, k: torch.Tensor, q_start: int | None) -> int
     """Return the position of the first query; raise WeirError if the shapes do not fit."""
     if q.ndim != 3 or k.ndim != 3:
         raise WeirError(f"expected [queries, heads, d_head], got {list(q.shape)} and {list(k.shape)}", "q")
-    if q.shape[2] != k.shape[2] or not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise WeirError(f"{list(k.shape[1:])} are no key-value heads of the queries' heads {list(q.shape[1:])}", "k")
+    if q.shape[2] != k.shape[2]:
+        raise WeirError(f"heads of {k.shape[2]} values, where those of the queries have {q.shape[2]}", "k")
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise WeirError(f"{q.shape[1]} heads of queries are not divisible by {k.shape[1]} key-value heads", "k")
     start = len(k) - len(q) if q_start is None else q_start
     if start < 0:
         raise WeirError(f"the first query is at {start}, before the first key", "q_start")

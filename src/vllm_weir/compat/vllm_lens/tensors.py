@@ -110,7 +110,8 @@ def _decoded(name: str, entry: Mapping[str, Any], fetch_bytes: Callable[[str], b
         return deserialize_tensor(entry)
     if fetch_bytes is None:
         raise WeirError(
-            f"{name} is to be fetched from /v1/activations/{entry['handle']}; give a function of the handle that does",
+            f"{name} came by binary transport, to be fetched from /v1/activations/{entry['handle']}; give a function "
+            "of the handle that does",
             "fetch_bytes",
         )
     return _tensor_of(fetch_bytes(entry["handle"]), entry)
