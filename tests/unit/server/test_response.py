@@ -32,7 +32,7 @@ from vllm_weir.server.request import WeirRequest
 from vllm_weir.server.response import ResponseBuilder
 from vllm_weir.server.response_body import projected
 from vllm_weir.server.shared.directory import locked
-from vllm_weir.server.shared.result_files import ResultFiles
+from vllm_weir.server.shared.result_files import ResultFiles, frame_key
 from vllm_weir.server.state import ServerState
 
 
@@ -224,6 +224,13 @@ def test_too_much_for_vllm_lens_is_refused(server, monkeypatch):
         asyncio.run(made.weir_objects())
     assert e.value.field == "output_residual_stream"
     assert activations_field(held, ServerLimits())[0]
+
+
+def test_frames_of_one_answer_do_not_make_room_for_each_other(server):
+    frames, keys = {frame_key(torch.zeros(2, n)): bytes(700_000) for n in (3, 4)}, []
+    with pytest.raises(WeirError, match="other results of this response"):
+        server.keep_frames(frames, keys)
+    assert keys == [next(iter(frames))] and server.spool.open(keys[0]).close() is None
 
 
 def test_trap_13_tensors_that_are_compressed_side_by_side_are_whole():
