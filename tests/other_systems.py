@@ -107,6 +107,13 @@ def test_the_keys_of_vllm_lens(source):
     assert {"output_residual_stream", "apply_steering_vectors"} <= read <= set(known.LENS_KEYS)
     exported = ast.literal_eval(re.search(r"__all__ = (\[.*?\])", text_of(package, "__init__.py"), re.S)[1])
     assert set(exported) <= set(known.LENS_NAMES)
+    found = re.findall(r'@(\w*)router\.(\w+)\("(/[^"]+)"', text_of(package, "_hooks_router.py"))
+    routes = {(how, f"/v1/{owner.rstrip('_') or 'hooks'}{path}") for owner, how, path in found}
+    assert routes - {("get", "/v1/hooks/ui/{filename:path}")} == set(known.LENS_ROUTES)
+    facts = re.search(
+        r"self\._qk_layer_meta\[layer_idx\] = (\{.*?\n            \})", text_of(package, "_worker_ext.py"), re.S
+    )
+    assert set(re.findall(r'^\s+"(\w+)":', facts[1], re.M)) == known.LENS_ANSWERS["qk_meta"]
 
 
 def test_the_arguments_of_vllm_probe_hook(source):
