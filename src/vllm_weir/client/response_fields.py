@@ -152,7 +152,7 @@ def activations_of(data: bytes) -> Activations:
         rows, positions, token_ids = (
             {s: tensors[f"{s.hook}.{s.layer}{part}"] for s in sites} for part in ("", ".positions", ".token_ids")
         )
-        return Activations(rows, positions, token_ids, Stacked.from_metadata(meta))
+        return Activations(rows, positions, token_ids, stacked=Stacked.from_metadata(meta))
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as e:
         if isinstance(e, WeirError):
             raise

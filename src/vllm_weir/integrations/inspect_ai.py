@@ -30,7 +30,7 @@ from vllm_weir.compat.vllm_lens.request import is_binary, lens_capture, lens_int
 from vllm_weir.compat.vllm_lens.tensors import decode_activations
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.stacked import STREAM, Stacked
+from vllm_weir.results.stacked import STREAM
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.json_text import loads
@@ -309,7 +309,7 @@ def _lens_rows(rows: Activations, lens: Capture, lens_only: bool) -> Activations
     layers = captured if lens.layers == "all" else lens.layers
     positions = {site: rows.positions_of(*site) for site in rows}
     token_ids = {site: rows.token_ids_of(*site) for site in rows}
-    with_lens = Activations({site: rows[site] for site in rows}, positions, token_ids, Stacked(tuple(layers)))
+    with_lens = Activations({site: rows[site] for site in rows}, positions, token_ids, layers)
     return {STREAM: with_lens[STREAM]} if lens_only else with_lens
 
 

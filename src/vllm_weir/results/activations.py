@@ -72,8 +72,9 @@ class Activations(Mapping):
         rows: the rows by site; empty if they are compressed.
         positions: int64 [rows] by site.
         token_ids: int64 [rows] by site.
-        stacked: blocks that were asked for by vllm-lens's keys.
+        lens_layers: blocks that were asked for by vllm-lens's ``output_residual_stream``.
         packed: the rows, if they are compressed.
+        stacked: in place of `lens_layers`, all that was asked for by vllm-lens's keys.
     """
 
     texts = SequenceTexts()
@@ -84,8 +85,9 @@ class Activations(Mapping):
         rows: Mapping[Site, torch.Tensor],
         positions: Mapping[Site, torch.Tensor],
         token_ids: Mapping[Site, torch.Tensor],
-        stacked: Stacked = NOT_STACKED,
+        lens_layers: tuple[int, ...] = (),
         packed: CompressedRows | None = None,
+        stacked: Stacked = NOT_STACKED,
     ) -> None:
         self._rows = rows
         self._packed = packed
@@ -93,7 +95,7 @@ class Activations(Mapping):
         """Rows by site that have been looked at. (A Site equals the plain pair of its names.)"""
         self._positions = positions
         self._token_ids = token_ids
-        self.stacked = stacked
+        self.stacked = Stacked(tuple(lens_layers)) if lens_layers else stacked
 
     def __getstate__(self) -> dict[str, Any]:
         rows = self._rows
@@ -297,7 +299,7 @@ class Activations(Mapping):
                         raise WeirError(
                             f"{path} is damaged: rows of {s} do not match their checksums; restore the file"
                         )
-                return cls(rows, positions, token_ids, Stacked.from_metadata(meta))
+                return cls(rows, positions, token_ids, stacked=Stacked.from_metadata(meta))
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as e:
             if isinstance(e, WeirError):
                 raise

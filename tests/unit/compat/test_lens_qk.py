@@ -139,7 +139,7 @@ def attended(facts, layers=(1, 3)):
     rows |= {Site("k_rot", n): torch.randn(N, KV_HEADS, SIZE, generator=made) for n in layers}
     at = dict.fromkeys(rows, torch.arange(N))
     engine = capabilities({n: replace(facts, keys_layer=n) for n in range(LAYERS)})
-    return Activations(rows, at, at, stacks(list(layers), engine).entries)
+    return Activations(rows, at, at, stacked=stacks(list(layers), engine).entries)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_weir import Activations, Site, WeirError
-from vllm_weir.results.stacked import Stacked
 
 RESID_POST = "blocks.3.hook_resid_post resid_post.3 resid_post[3] post_block.3"
 
@@ -41,7 +40,7 @@ def test_numpy_arrays(acts):
     site = Site("resid_post", 3)
     for dtype, expected in ((torch.bfloat16, "float32"), (torch.float32, "float32"), (torch.float16, "float16")):
         rows = values.to(dtype)
-        acts = Activations({site: rows}, {site: torch.arange(2)}, {site: torch.arange(2)}, stacked=Stacked((3,)))
+        acts = Activations({site: rows}, {site: torch.arange(2)}, {site: torch.arange(2)}, lens_layers=(3,))
         for key in (("resid_post", 3), (("resid_post", 3),), ("resid_post.3",), (site,), ("blocks.3.hook_resid_post",)):
             array = acts.numpy(*key)
             assert array.dtype == expected and array.shape == (2, 3)

@@ -134,7 +134,7 @@ def test_files_that_differ_in_one_thing_have_headers_of_their_own(tmp_path):
         values = {site: torch.randn(n, width).to(dtype) for site, n in zip(sites, own, strict=True)}
         at = {site: torch.arange(n) * 2 + k for k, (site, n) in enumerate(zip(sites, own, strict=True))}
         ids = {site: at[site] + 100 for site in sites}
-        made = Activations(values, at, ids, Stacked(lens))
+        made = Activations(values, at, ids, lens)
         for _ in range(2):
             back = Activations.load(made.save(tmp_path / "x"))
             assert back.sites == list(sites) and back.stacked == Stacked(lens)
