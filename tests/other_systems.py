@@ -38,15 +38,20 @@ SOURCES = {
 """Name -> address, and the folders that are looked at; none for all."""
 D, ROWS = 16, 5
 LENS_TESTS = (
-    "test_activations_chunked_prefill.py",
-    "test_activations_offline.py",
-    "test_serialize.py",
-    "test_steering.py",
-    "test_steering_offline.py",
+    "vllm_lens/tests/test_activations_chunked_prefill.py",
+    "vllm_lens/tests/test_activations_offline.py",
+    "vllm_lens/tests/test_qk_chunked_prefill.py",
+    "vllm_lens/tests/test_qk_match.py",
+    "vllm_lens/tests/test_steering.py",
+    "vllm_lens/tests/test_steering_offline.py",
+    "tests/unit/test_attention_helper.py",
+    "tests/unit/test_serialize.py",
 )
-"""vllm-lens's own, but for those that compare with results of one GPU, or need several or a server."""
-NOT_APPLYING = "tp or pp or qk"
-"""Names of its tests of what Weir refuses, or for which more than one device is needed."""
+"""vllm-lens's own, but for those that compare with results of one GPU, or need several or a server, and for those
+of what is inside it."""
+NOT_APPLYING = "tp or pp or MLARefusal or leaked_state or shapes_and_meta or alibi_sqrt"
+"""Names of its tests for which more than one device is needed, which look inside it, know another model's sizes, or
+want another class of error than Weir's."""
 
 
 @pytest.fixture(scope="session")
@@ -102,6 +107,13 @@ def test_the_keys_of_vllm_lens(source):
     assert {"output_residual_stream", "apply_steering_vectors"} <= read <= set(known.LENS_KEYS)
     exported = ast.literal_eval(re.search(r"__all__ = (\[.*?\])", text_of(package, "__init__.py"), re.S)[1])
     assert set(exported) <= set(known.LENS_NAMES)
+    found = re.findall(r'@(\w*)router\.(\w+)\("(/[^"]+)"', text_of(package, "_hooks_router.py"))
+    routes = {(how, f"/v1/{owner.rstrip('_') or 'hooks'}{path}") for owner, how, path in found}
+    assert routes - {("get", "/v1/hooks/ui/{filename:path}")} == set(known.LENS_ROUTES)
+    facts = re.search(
+        r"self\._qk_layer_meta\[layer_idx\] = (\{.*?\n            \})", text_of(package, "_worker_ext.py"), re.S
+    )
+    assert set(re.findall(r'^\s+"(\w+)":', facts[1], re.M)) == known.LENS_ANSWERS["qk_meta"]
 
 
 def test_the_arguments_of_vllm_probe_hook(source):
@@ -192,6 +204,8 @@ def test_vllm_mi_patchs_loader_reads_weirs_files(source, tmp_path):
 SHIM = {
     "__init__.py": "from vllm_weir import (Hook, HookContext, SteeringVector, decode_activations, deserialize_tensor,\n"
     "    serialize_activations, serialize_tensor)\n",
+    "_worker_ext.py": "HiddenStatesExtension = None\n",
+    "attention.py": "from vllm_weir import attention_patterns, compute_attention_weights\n",
     "_helpers/__init__.py": "",
     "_helpers/types.py": "from vllm_weir import Hook, SteeringVector\n",
     "_helpers/_serialize.py": "from vllm_weir.compat.vllm_lens.tensors import *\n",
@@ -219,7 +233,8 @@ def hf_model():
 def test_vllm_lenss_own_tests(source, tmp_path, file):
     """On Weir's shipped model, with Weir in place of the package."""
     pytest.importorskip("vllm")
-    theirs = source("vllm-lens") / "vllm_lens" / "tests"
+    folder = source("vllm-lens")
+    theirs = folder / "vllm_lens" / "tests"
     package = tmp_path / "vllm_lens"
     for name, text in SHIM.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
@@ -239,18 +254,20 @@ def test_vllm_lenss_own_tests(source, tmp_path, file):
     (package / "tests" / "conftest.py").write_text(
         CONFTEST.format(num_layers=6, layer=values["LAYER_IDX"], prompt=values["PROMPT"], prompts=values["PROMPTS"])
     )
-    text = text_of(theirs, file).replace('dtype="auto"', 'dtype="float32"')  # vLLM's auto halves float32
+    (package / "tests" / "_qk_asserts.py").write_text(text_of(theirs, "_qk_asserts.py"))
+    text = text_of(folder, file).replace('dtype="auto"', 'dtype="float32"')  # vLLM's auto halves float32
     if "async def test_" in text:
         pytest.importorskip("pytest_asyncio")
     if not torch.cuda.is_available():
-        text = text.replace('"cuda"', '"cpu"')
-    (package / "tests" / file).write_text(text)
+        text = re.sub(r'device_map="cuda",?', "", text).replace('"cuda"', '"cpu"')  # a map needs accelerate
+    copy = package / "tests" / Path(file).name
+    copy.write_text(text)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {"PYTHONPATH": path, "OTHER_SYSTEMS_MODEL": str(model), "VLLM_CPU_KVCACHE_SPACE": "1"}
     scopes = (f"asyncio_default_{kind}_loop_scope=module" for kind in ("test", "fixture"))
     options = ["addopts=", "asyncio_mode=auto", *scopes]
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *(f"-o{one}" for one in options),
-               "--rootdir", str(tmp_path), str(package / "tests" / file), "-k", f"not ({NOT_APPLYING})"]  # fmt: skip
+               "--rootdir", str(tmp_path), str(copy), "-k", f"not ({NOT_APPLYING})"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env, cwd=tmp_path, check=False)
     print(textwrap.indent(done.stdout[-6000:], "| "))
     assert done.returncode == 0, done.stderr[-2000:]

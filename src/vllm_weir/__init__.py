@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
     from vllm_weir.compat.probe_hook import LLM, AsyncLLM
     from vllm_weir.compat.rhizonymph.tiers import from_tiers
+    from vllm_weir.compat.vllm_lens.attention import attention_patterns, compute_attention_weights
     from vllm_weir.compat.vllm_lens.request import SteeringVector
     from vllm_weir.compat.vllm_lens.tensors import (
         decode_activations,
@@ -134,8 +135,10 @@ __all__ = [
     "When",
     "__version__",
     "add_controller",
+    "attention_patterns",
     "attribute",
     "clear_global",
+    "compute_attention_weights",
     "decode_activations",
     "demo_model",
     "demo_sae",

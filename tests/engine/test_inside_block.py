@@ -141,6 +141,32 @@ def test_shapes_and_what_the_points_are_to_each_other(case):
             assert rel_err(weights, acts["expert_weights", layer]) <= BOUND
 
 
+@pytest.mark.parametrize("size", [None, 7])
+def test_vllm_lens_s_output_qk(case, size):
+    """Queries and keys of all blocks, and patterns from them; beside a plain request, whose answer stays."""
+    heads, kv_heads, d_head = HEADS[case.family]
+    extra = {"output_qk": True, "output_residual_stream": [1]}
+    plain = sampling(5, logprobs=5)
+    with chunks(case.llm, size):
+        alone = run(case, plain, [30, 21])
+        out, other = run(case, [sampling(5, logprobs=5, extra_args=extra), plain], [30, 21])
+    acts, theirs, n = out.activations, case.rows(out), 34
+    assert acts["attn_q"].shape == (case.layers, n, heads, d_head)
+    assert acts["attn_k"].shape == (case.layers, n, kv_heads, d_head)
+    assert acts["qk_layers"] == list(range(case.layers)) and acts["residual_stream"].shape[:2] == (1, n)
+    for layer, meta in enumerate(acts["qk_meta"]):
+        for name, hook in (("attn_q", "q_rot"), ("attn_k", "k_rot")):
+            assert rel_err(acts[name][layer], theirs[hook, layer]) <= BOUND, (hook, layer)
+            assert rel_err(acts[name][layer, 30:], theirs[hook, layer][30:]) <= BOUND, (hook, layer, "generated")
+        pattern = theirs["pattern", layer].transpose(0, 1)
+        assert (weir.attention_patterns(acts, layer) - pattern).abs().max() <= BOUND, layer
+        assert (meta["num_heads_local"], meta["num_kv_heads_local"], meta["head_size"]) == (heads, kv_heads, d_head)
+        assert f".{layer}." in meta["layer_name"]
+    assert same_answers([out, other], alone)
+    del acts, out, other
+    assert_nothing_is_held(case.llm)
+
+
 def test_patterns_of_chosen_queries(case):
     """Rows of the chosen positions, with keys up to the last of them, in whole and chunked prompts."""
     selectors = ["last_prompt", "generated", [0, -1, 5], "2:30:3"]

@@ -101,6 +101,22 @@ def test_vllm_lens_first_example(model, told, offline_answers):
     assert every.metadata["activations"]["residual_stream"].shape == (6, prompt, 256)
 
 
+def test_vllm_lens_s_queries_and_keys(model, offline_answers):
+    """Alone, beside the stream, and beside steering, whose key makes the server answer in Weir's form, too."""
+    offline = weir.Activations.load(offline_answers / "lens.safetensors")["residual_stream"]
+    alone = ask(model, extra_args={"output_qk": [1, 3], "activations_transport": "binary"}).metadata["activations"]
+    assert list(alone) == ["attn_q", "attn_k", "qk_layers", "qk_meta"] and alone["qk_layers"] == [1, 3]
+    pattern = weir.attention_patterns(alone, 3)
+    assert pattern.shape[1] == offline.shape[1] and (pattern.sum(-1) - 1).abs().max() < 1e-5
+    both = ask(model, extra_args={"output_qk": "[1, 3]", "output_residual_stream": [1, 3]}).metadata["activations"]
+    assert torch.equal(both["residual_stream"], offline) and torch.equal(both["attn_q"], alone["attn_q"])
+    nothing = weir.Add(torch.zeros(256), layers=5)
+    steered = ask(model, extra_args={"output_qk": True}, weir={"interventions": [nothing]}).metadata["activations"]
+    assert steered["qk_layers"] == list(range(6)) and torch.equal(steered["attn_k"][[1, 3]], alone["attn_k"])
+    with pytest.raises(weir.WeirError, match="q_rot and k_rot there"):
+        server_body({"extra_args": {"output_qk": [1]}, "weir": {"capture": [weir.Capture("resid_post", 1)]}})
+
+
 def test_vllm_lens_second_example(model, told, offline_answers):
     """Steering with an activation oracle: as in vllm-lens's README; ``SteeringVector`` comes from vllm_weir."""
     given = lens_vector()

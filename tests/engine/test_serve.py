@@ -36,6 +36,7 @@ from tests.engine.serving import (
 from tests.support.machine import engine_processes, lens_folder, lens_source, needs
 from tests.support.measure import eventually, rel_err
 from tests.support.refusals import refusals
+from vllm_weir.client.response_fields import activations_of
 
 pytestmark = [pytest.mark.engine("server"), pytest.mark.timeout(1500), needs(engine_processes)]
 
@@ -481,6 +482,52 @@ def test_vllm_lens_s_keys_and_fields(client, offline, path):
     assert torch.equal(lens_tensor(last["activations"]["residual_stream"]), stream)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_vllm_lens_s_queries_and_keys(client, path):
+    """In base64, fetched, and streamed the same bytes, which are those of Weir's own capture."""
+    asked = {"output_qk": "[1, 4]", "output_residual_stream": "[4]"}
+    inline = post(client, path, vllm_xargs=asked)["activations"]
+    assert set(inline) == {"residual_stream", "attn_q", "attn_k", "qk_layers", "qk_meta"}
+    assert inline["qk_layers"] == {"__json__": [1, 4]} and len(inline["qk_meta"]["__json__"]) == 2
+    found = weir.decode_activations({"activations": inline})
+    own = {"v": 1, "capture": [{"hook": "q_rot", "layers": [1, 4]}, {"hook": "k_rot", "layers": [1, 4]}]}
+    (choice,) = post(client, path, weir=own | {"response": INLINE})["choices"]
+    rows = activations_of(base64.b64decode(choice["weir"]["activations"]["b64"]))
+    for name, hook in (("attn_q", "q_rot"), ("attn_k", "k_rot")):
+        assert torch.equal(found[name], torch.stack([rows[hook, 1], rows[hook, 4]])), hook
+    xargs = asked | {"activations_transport": "binary"}
+    for told in (post(client, path, vllm_xargs=xargs), events(client, path, vllm_xargs=xargs)[-1]):
+        told = told["activations"]
+        assert "data" not in str(told) and told["attn_q"]["transport"] == "binary"
+        fetched = weir.decode_activations({"activations": told}, fetch_bytes=lambda handle: frame(client, handle))
+        for name, tensor in found.items():
+            same = torch.equal(fetched[name], tensor) if isinstance(tensor, torch.Tensor) else fetched[name] == tensor
+            assert same, name
+        for name in ("residual_stream", "attn_q", "attn_k"):
+            assert client.delete(f"/v1/activations/{told[name]['handle']}").status_code == 204
+    with pytest.raises(weir.WeirError, match="fetch_bytes"):
+        weir.decode_activations({"activations": told})
+    every = post(client, path, extra_args={"output_qk": True})["activations"]
+    assert every["qk_layers"]["__json__"] == list(range(6))
+    for field, value in (("output_qk.layers", "[77]"), ("output_qk", 0.5), ("activations_transport", "zip")):
+        told = post(client, path, 400, vllm_xargs={field.partition(".")[0]: value})["error"]
+        assert told["param"] == field
+    assert "activations" not in post(client, path, vllm_xargs={"activations_transport": "binary"})
+
+
+def frame(client, handle):
+    """The frame under a handle, fetched whole and by a range, as vllm-lens's own server describes it."""
+    got = client.get(f"/v1/activations/{handle}").raise_for_status()
+    assert got.headers["Content-Type"] == "application/octet-stream" and "no-store" in got.headers["Cache-Control"]
+    assert got.headers["X-VLLM-Lens-Dtype"] == "float32" and got.headers["X-VLLM-Lens-Compression"] == "zstd"
+    assert got.headers["X-VLLM-Lens-Original-Dtype"] == "torch.float32"
+    raw = zstandard.ZstdDecompressor().decompress(got.content)
+    assert 4 * np.prod(json.loads(got.headers["X-VLLM-Lens-Shape"])) == len(raw)
+    part = client.get(f"/v1/activations/{handle}", headers={"Range": "bytes=4-9"})
+    assert part.status_code == 206 and part.content == got.content[4:10]
+    return got.content
+
+
 FAILING = {"rows": ASKED, "steered": STEERED, "scores": SCORES | {"response": {"stream": True}}}
 
 
@@ -515,7 +562,8 @@ def test_vllm_lens_s_own_client(client):
         package.__path__ = [sys.argv[1] + "/vllm_lens"]
         sys.modules["vllm_lens"] = package
         from vllm_lens.client import VLLMLensClient
-        from vllm_lens._helpers.types import SteeringVector
+        from vllm_lens._helpers.types import Hook, SteeringVector
+        from vllm_lens.attention import attention_patterns
         client = VLLMLensClient(sys.argv[2], api_key=sys.argv[3])
         same = dict(max_tokens=6, ignore_eos=True)
         base = client.generate("Tom was sad", capture_layers=[2, 3], **same)
@@ -530,10 +578,37 @@ def test_vllm_lens_s_own_client(client):
         print(torch.equal(lower.activations["residual_stream"], moved))
         said = client.chat([{"role": "user", "content": "hi"}], capture_layers=[1], **same)
         print(said.activations["residual_stream"].shape[0])
-        try:
-            client.generate("x", capture_layers=[77])
-        except RuntimeError as e:
-            print("refused", "output_residual_stream" in str(e))
+        wanted = dict(capture_layers=[1], capture_qk=[0, 2], **same)
+        inline = client.generate("Tom was sad", **wanted).activations
+        def free(out):
+            handles = [entry["handle"] for entry in out.raw["activations"].values() if "handle" in entry]
+            for handle in handles:
+                client._session.delete(f"{client.base_url}/v1/activations/{handle}").raise_for_status()
+            return len(handles)
+        binary = client.generate("Tom was sad", activations_transport="binary", **wanted)
+        fetched = binary.activations
+        print(all(torch.equal(a, fetched[name]) if torch.is_tensor(a) else a == fetched[name]
+              for name, a in inline.items()) and set(inline) == set(fetched), *inline)
+        talk = client.chat([{"role": "user", "content": "hi"}], capture_qk=True, activations_transport="binary", **same)
+        print(talk.activations["qk_layers"], "residual_stream" in talk.activations, free(binary), free(talk))
+        body = {"model": client.model, "prompt": "Tom was sad", "max_tokens": 6, "ignore_eos": True, "temperature": 0}
+        body["weir"] = {"v": 1, "capture": [{"hook": "pattern", "layers": 2}], "response": {"inline_bytes": 1 << 20}}
+        told = client._session.post(sys.argv[2] + "/v1/completions", json=body).json()
+        from safetensors.torch import load
+        import base64
+        pattern = load(base64.b64decode(told["choices"][0]["weir"]["activations"]["b64"]))["pattern.2"]
+        print(float((attention_patterns(inline, 2) - pattern.transpose(0, 1)).abs().max()) < 1e-5)
+        hook = Hook(fn=print, layer_indices=[1])
+        for wrong in ({"capture_layers": [77]}, {"capture_qk": [77]}, {"hooks": [hook]}):
+            try:
+                client.generate("x", **wrong)
+            except RuntimeError as e:
+                print("refused", str(e).partition(":")[0])
+        for call in (lambda: client.register_hooks([hook]), lambda: client.prefetch_params(["a"])):
+            try:
+                call()
+            except RuntimeError as e:
+                print("refused", "--weir-hook" in str(e))
         """
     )
     done = subprocess.run(
@@ -541,7 +616,19 @@ def test_vllm_lens_s_own_client(client):
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[:4] == ["(2, 9, 256) True", "True", "1", "refused True"], done.stdout
+    assert done.stdout.splitlines() == [
+        "(2, 9, 256) True",
+        "True",
+        "1",
+        "True residual_stream attn_q attn_k qk_layers qk_meta",
+        "[0, 1, 2, 3, 4, 5] False 3 2",
+        "True",
+        "refused output_residual_stream.layers",
+        "refused output_qk.layers",
+        "refused apply_hooks",
+        "refused True",
+        "refused True",
+    ]
 
 
 def ended(server):

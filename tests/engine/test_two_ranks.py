@@ -148,7 +148,8 @@ def test_parts_of_a_row_come_back_whole(root, two):
     captures = [weir.Capture(hook) for hook in hooks]
     picks = [weir.Capture("z", 1, heads=[3, 0]), weir.Capture("mlp_post", 2, neurons=[150, 1], reduce="mean")]
     asked = [weir.params(sampling(6), capture=captures), weir.params(sampling(6), capture=picks)]
-    whole, picked = two.llm.generate(prompts([20])[:1] * 2, asked, use_tqdm=False)
+    asked.append(sampling(6, extra_args={"output_qk": True}))
+    whole, picked, lens = two.llm.generate(prompts([20])[:1] * 3, asked, use_tqdm=False)
     rows = reference.rows((list(whole.prompt_token_ids) + list(whole.outputs[0].token_ids))[:-1])
     for hook in hooks:
         for layer in range(reference.num_layers):
@@ -158,6 +159,11 @@ def test_parts_of_a_row_come_back_whole(root, two):
             assert torch.equal(seen, got.isfinite()) and rel_err(got[seen], expected[seen]) <= 1e-5, hook
     assert rel_err(picked.activations["z", 1], rows["z", 1][:, [3, 0]]) <= 1e-5
     assert rel_err(picked.activations["mlp_post", 2][0], rows["mlp_post", 2][:, [150, 1]].mean(0)) <= 1e-5
+    for layer, meta in enumerate(lens.activations["qk_meta"]):
+        assert rel_err(lens.activations["attn_q"][layer], rows["q_rot", layer]) <= 1e-5
+        assert rel_err(lens.activations["attn_k"][layer], rows["k_rot", layer]) <= 1e-5
+        assert (meta["num_heads_local"], meta["num_kv_heads_local"], meta["num_kv_heads_total"]) == (4, 2, 2)
+    assert lens.activations["qk_layers"] == list(range(reference.num_layers))
 
 
 def test_heads_are_steered_where_they_are(root, two):

@@ -17,7 +17,9 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -27,6 +29,8 @@ import pytest
 
 MIB, GIB = 1 << 20, 1 << 30
 SHM = Path("/dev/shm")
+FETCHED = Path(__file__).resolve().parents[2] / "out" / "fetched"
+LENS = "vllm-lens==1.3.0"
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
 
 Need = Callable[[], str | None]
@@ -207,7 +211,7 @@ def object_store() -> str | None:
 
 def lens_source() -> str | None:
     """Need vllm-lens's source, whose client the tests run against Weir's server."""
-    return None if lens_folder() else "VLLM_LENS_SOURCE names no folder with vllm_lens"
+    return None if lens_folder() else f"VLLM_LENS_SOURCE names no folder, and pip cannot fetch {LENS}"
 
 
 # What the machine has.
@@ -313,9 +317,27 @@ def node_program() -> str | None:
     return shutil.which("node")
 
 
+@cache
 def lens_folder() -> str:
-    """Return the folder with vllm-lens's package, or nothing."""
-    return os.environ.get("VLLM_LENS_SOURCE", "")
+    """Return the folder with vllm-lens's package: given, or fetched once and unpacked; or nothing."""
+    if given := os.environ.get("VLLM_LENS_SOURCE"):
+        return given
+    folder = FETCHED / LENS
+    if not folder.exists():
+        FETCHED.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=FETCHED) as made:
+            # It is not installed: that would make it a plugin of vLLM's beside Weir. Its own Python is newer.
+            options = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--retries=0", "--timeout=10"]
+            command = [sys.executable, "-m", "pip", "download", "-q", *options, "-d", made, LENS]
+            if subprocess.run(command, capture_output=True, check=False).returncode:
+                return ""
+            (wheel,) = Path(made).glob("*.whl")
+            unpacked = Path(made, "unpacked")
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(unpacked)
+            with contextlib.suppress(OSError):  # another process was faster
+                unpacked.rename(folder)
+    return str(folder)
 
 
 @cache

@@ -13,11 +13,33 @@ LENS_KEYS = {
     "output_residual_stream": SERVED,
     "apply_steering_vectors": SERVED,
     "apply_hooks": REFUSED,  # over HTTP; offline it is served
-    "output_qk": REFUSED,
-    "activations_transport": NEEDLESS,  # rows come in the response, as its client takes them, too
+    "output_qk": SERVED,
+    "activations_transport": SERVED,
     "skip_reading_prefix_cache": NEEDLESS,  # rows that are asked for are never read from the cache
 }
 """Keys of ``extra_args`` and ``vllm_xargs`` of vllm-lens."""
+LENS_ROUTES = {
+    ("get", "/v1/activations/{handle}"): SERVED,
+    **{
+        ("post", f"/v1/hooks/{call}"): REFUSED  # code never comes over HTTP
+        for call in ("register", "collect", "clear", "clear_results", "prefetch", "clear_prefetched")
+    },
+}
+"""Its routes, but for the one that sends files of the folder in which its server was started."""
+LENS_ANSWERS = {
+    "activations": {"residual_stream", "attn_q", "attn_k", "qk_layers", "qk_meta"},
+    "tensor": {"data", "dtype", "original_dtype", "shape", "compression"},
+    "fetched": {"handle", "nbytes", "transport", "dtype", "original_dtype", "shape", "compression"},
+    "qk_meta": {
+        "layer_name", "scale", "logits_soft_cap", "sliding_window", "alibi_slopes", "sinks", "use_alibi_sqrt",
+        "num_heads_local", "num_kv_heads_local", "head_size", "num_kv_heads_total",
+    },
+    "headers": {
+        "Content-Length", "Cache-Control", "X-Content-Type-Options", "X-VLLM-Lens-Dtype", "X-VLLM-Lens-Original-Dtype",
+        "X-VLLM-Lens-Shape", "X-VLLM-Lens-Compression",
+    },
+}  # fmt: skip
+"""Keys of its answers, by place; of those to hooks there are none."""
 LENS_NAMES = {
     "SteeringVector": SERVED,
     "decode_activations": SERVED,
@@ -26,8 +48,8 @@ LENS_NAMES = {
     "serialize_tensor": SERVED,
     "Hook": SERVED,  # with arguments of its own, too
     "HookContext": SERVED,
-    "attention_patterns": REFUSED,
-    "compute_attention_weights": REFUSED,
+    "attention_patterns": SERVED,
+    "compute_attention_weights": SERVED,
     "deserialize_hook_results": REFUSED,
     "serialize_hook_results": REFUSED,
     "__version__": SERVED,

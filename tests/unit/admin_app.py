@@ -20,6 +20,7 @@ from tests.unit.frontends import frontend_of
 from tests.unit.request_strategies import served
 from vllm_weir.compat.rhizonymph import routes as fork
 from vllm_weir.compat.rhizonymph import steering
+from vllm_weir.compat.vllm_lens import routes as lens
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.schema.hooks import Site
@@ -81,7 +82,7 @@ class Workers:
 def _routes() -> list[Any]:
     """The routes, which ask their app for its server: they are the same for all apps, and take long to make."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    for module in (activations, fork, hooks, marks, probes, saes, steering, vectors):
+    for module in (activations, fork, hooks, lens, marks, probes, saes, steering, vectors):
         app.include_router(module.router())
     return list(app.router.routes)
 

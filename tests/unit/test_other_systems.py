@@ -17,8 +17,10 @@ from tests.support import machine
 from tests.support.other_systems import (
     FORK_FIELDS,
     FORK_ROUTES,
+    LENS_ANSWERS,
     LENS_KEYS,
     LENS_NAMES,
+    LENS_ROUTES,
     MI_PATCH,
     MI_PATCH_NAMES,
     NEEDLESS,
@@ -35,6 +37,7 @@ from vllm_weir.guard import refuse
 from vllm_weir.schema.keys import asks, refuse_slips
 from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.request import WeirRequest
+from vllm_weir.server.shared.result_files import frame_key
 
 D = 4
 ROW = [1.0] * D
@@ -76,7 +79,7 @@ def test_keys_of_vllm_lens(key, verdict):
             with pytest.raises(WeirError) as e:
                 parse(xargs, body)
             assert e.value.field == key
-        elif verdict == SERVED:
+        elif verdict == SERVED and key != "activations_transport":  # which says how the server answers
             assert key in parse(xargs, body).extra_args
     refuse_slips({key: EXAMPLES[key]})
 
@@ -106,6 +109,31 @@ def test_routes_of_the_fork(tmp_path):
             known = answer.status_code == 200 or answer.json()["error"]["message"] != "Not Found"
             assert known, (method, path)
             assert verdict == SERVED or "no runs are kept" in answer.json()["error"]["message"]
+
+
+def test_routes_of_vllm_lens(tmp_path):
+    from fastapi.testclient import TestClient
+
+    with serving(tmp_path) as (server,):
+        client, handle = TestClient(app_of(server), headers=ADMIN), frame_key(torch.zeros(2, D, dtype=torch.bfloat16))
+        server.keep_frames({handle: b"frame"}, [])
+        for (method, path), verdict in LENS_ROUTES.items():
+            answer = client.request(method, path.replace("{handle}", handle))
+            if verdict == REFUSED:
+                assert answer.status_code == 400 and "--weir-hook" in answer.json()["error"]["message"]
+                continue
+            assert answer.content == b"frame" and answer.headers["Content-Type"] == "application/octet-stream"
+            told = {name: answer.headers[name] for name in LENS_ANSWERS["headers"]}
+            assert (told["X-VLLM-Lens-Dtype"], told["X-VLLM-Lens-Original-Dtype"]) == ("int16", "torch.bfloat16")
+            assert told["X-VLLM-Lens-Shape"] == "[2, 4]" and "no-store" in told["Cache-Control"]
+
+
+def test_frames_are_fetched_from_a_server_that_has_the_route():
+    for key in ("output_qk", "output_residual_stream"):
+        asked = WeirRequest.parse({key: [1], "activations_transport": "binary"}, None, ServerLimits())
+        with pytest.raises(WeirError, match="weir serve") as e:
+            translate(asked, {}, routes=False)
+        assert e.value.field == "activations_transport" and translate(asked, {}).extra_args == {key: [1]}
 
 
 def test_names_of_vllm_lens():

@@ -19,6 +19,7 @@ from vllm_weir.results.activations import Activations
 from vllm_weir.results.read_outs import FeatureValues, Lenses, LensReadings, LensTokens, nested
 from vllm_weir.results.receipt import InterventionReceipt, Receipt
 from vllm_weir.results.scores import HookValues, Scores
+from vllm_weir.results.stacked import Stacked
 from vllm_weir.schema.hooks import Site, parse_site
 from vllm_weir.schema.keys import PROJECTED_KEYS
 
@@ -160,7 +161,7 @@ def activations_of(data: bytes) -> Activations:
         rows, positions, token_ids = (
             {s: tensors[f"{s.hook}.{s.layer}{part}"] for s in sites} for part in ("", ".positions", ".token_ids")
         )
-        return Activations(rows, positions, token_ids, tuple(json.loads(meta["lens"])))
+        return Activations(rows, positions, token_ids, stacked=Stacked.from_metadata(meta))
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as e:
         if isinstance(e, WeirError):
             raise

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from vllm_weir.compat.rhizonymph.requests import KnownNames, from_gates, from_patch, parse_table
 from vllm_weir.compat.rhizonymph.tiers import from_tiers
-from vllm_weir.compat.vllm_lens.tensors import serialize_tensor
+from vllm_weir.compat.vllm_lens.request import is_binary
+from vllm_weir.compat.vllm_lens.tensors import serialize_activations, zstd_frame
 from vllm_weir.errors import WeirError
-from vllm_weir.results.activations import LENS_KEY, Activations
-from vllm_weir.schema.keys import FORK_LISTS, LENS_CAPTURE_KEY, WIRE_KEY, fork_fields
+from vllm_weir.results.activations import Activations
+from vllm_weir.schema.keys import (
+    FORK_LISTS,
+    LENS_CAPTURE_KEY,
+    LENS_QK_KEY,
+    LENS_TRANSPORT_KEY,
+    WIRE_KEY,
+    fork_fields,
+)
 from vllm_weir.schema.keys import FORK_NAME as NAME
 from vllm_weir.schema.keys import FORK_TIERS as TIERS
 from vllm_weir.schema.request import WIRE_VERSION
+from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.request import WeirRequest
+from vllm_weir.server.shared.result_files import frame_key
 from vllm_weir.server.state import ServerState
 
 
@@ -26,13 +37,16 @@ async def known_names(state: ServerState) -> KnownNames:
     return KnownNames(state.frontend.names.vectors.module, capabilities.d_model)
 
 
-def translate(request: WeirRequest, body: Mapping[str, Any], names: KnownNames | None = None) -> WeirRequest:
+def translate(
+    request: WeirRequest, body: Mapping[str, Any], names: KnownNames | None = None, routes: bool = True
+) -> WeirRequest:
     """Return the request with what a body asks in fields of other systems.
 
     Args:
         request: What it asks in Weir's.
         body: The fields that vLLM does not know.
         names: What gates and patches refer to; None only where there are none.
+        routes: Whether this server has a route to fetch results from.
 
     Raises:
         WeirError: Naming the field.
@@ -41,14 +55,21 @@ def translate(request: WeirRequest, body: Mapping[str, Any], names: KnownNames |
     if fork := fork_fields(body):
         extra_args[WIRE_KEY], origins = _with_fork(extra_args.get(WIRE_KEY), fork, names)
         request = replace(request, extra_args=extra_args, own=True, origins=origins)
-    if LENS_CAPTURE_KEY not in extra_args:
-        return request
-    value = extra_args[LENS_CAPTURE_KEY]
-    if isinstance(value, (int, float)):  # in ``vllm_xargs`` vLLM turns its true into a number
-        if value not in (0, 1):
-            raise WeirError("expected true, a list of blocks, or that as JSON", LENS_CAPTURE_KEY)
-        extra_args[LENS_CAPTURE_KEY] = value == 1
-    return replace(request, extra_args=extra_args, answer=activations_field)
+    binary = is_binary(extra_args.pop(LENS_TRANSPORT_KEY, None))
+    if binary and not routes:
+        raise WeirError(
+            "this server has none of Weir's routes to fetch them from; start it with `weir serve`, or leave it out",
+            LENS_TRANSPORT_KEY,
+        )
+    captures = [key for key in (LENS_CAPTURE_KEY, LENS_QK_KEY) if key in extra_args]
+    for key in captures:
+        value = extra_args[key]
+        if isinstance(value, (int, float)):  # in ``vllm_xargs`` vLLM turns its true into a number
+            if value not in (0, 1):
+                raise WeirError("expected true, a list of blocks, or that as JSON", key)
+            extra_args[key] = value == 1
+    answer = functools.partial(activations_field, binary=binary) if captures else None
+    return replace(request, extra_args=extra_args, answer=answer)
 
 
 def _with_fork(
@@ -87,19 +108,48 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def activations_field(acts: Activations, max_bytes: int) -> dict[str, Any]:
-    """Return vllm-lens's field ``activations`` of a response; nothing if its key captured nothing.
+def activations_field(
+    acts: Activations, limits: ServerLimits, binary: bool = False
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return vllm-lens's field ``activations`` of a response; nothing if its keys captured nothing.
+
+    Args:
+        acts: What was captured.
+        limits: How many bytes of rows there may be.
+        binary: Whether tensors are to be fetched.
+
+    Returns:
+        The field by its name, and what is to be stored for it to be fetched: a zstd frame by its key.
 
     Raises:
-        WeirError: If the rows have more than `max_bytes` bytes.
+        WeirError: If there are too many bytes of rows.
     """
-    if LENS_KEY not in acts:
-        return {}
-    rows = acts[LENS_KEY]
-    if rows.nbytes > max_bytes:
+    tensors = {name: acts[name] for name in acts.stacked.tensors()}
+    key = LENS_CAPTURE_KEY if acts.stacked.stream else LENS_QK_KEY
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if binary and size > limits.spool_bytes:
         raise WeirError(
-            f"{rows.nbytes} bytes of rows exceed the {max_bytes} that a response may carry (WEIR_SERVE_LENS_BYTES); "
-            "ask for fewer blocks or tokens, or use the key weir, whose rows are fetched by reference",
-            LENS_CAPTURE_KEY,
+            f"{size} bytes of rows exceed the {limits.spool_bytes} that the server keeps (WEIR_SERVE_SPOOL_BYTES); ask "
+            "for fewer blocks or tokens",
+            key,
         )
-    return {"activations": {LENS_KEY: serialize_tensor(rows)}}
+    if not binary and size > limits.lens_bytes:
+        raise WeirError(
+            f"{size} bytes of rows exceed the {limits.lens_bytes} that a response may carry (WEIR_SERVE_LENS_BYTES); "
+            "ask for fewer blocks or tokens, for activations_transport='binary', or use the key weir, whose rows are "
+            "fetched by reference",
+            key,
+        )
+    if not tensors:
+        return {}, {}
+    values = serialize_activations(acts.stacked.values())
+    if not binary:
+        return {"activations": serialize_activations(tensors) | values}, {}
+    entries: dict[str, Any] = {}
+    frames: dict[str, bytes] = {}
+    for name, tensor in tensors.items():
+        frame, described = zstd_frame(tensor)
+        handle = frame_key(tensor)
+        frames[handle] = frame
+        entries[name] = {"handle": handle, "nbytes": len(frame), "transport": "binary", **described}
+    return {"activations": entries | values}, frames

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.guard.request_extras import extras_in
-from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY
+from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_QK_KEY, LENS_STEER_KEY
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.token_ids import token_id
@@ -233,7 +233,7 @@ def _check_sampling(sampling: Any) -> None:
     extras = extras_in(sampling) or {}
     spec = RequestSpec.carried_by(extras)
     asked = [name for name in ("capture", "interventions", "modules") if getattr(spec, name)]
-    asked += [key for key in (LENS_CAPTURE_KEY, LENS_STEER_KEY) if key in extras]
+    asked += [key for key in (LENS_CAPTURE_KEY, LENS_QK_KEY, LENS_STEER_KEY) if key in extras]
     if asked:
         raise WeirError(
             f"they ask for {', '.join(asked)}, which these runs set themselves; leave it out, or use weir.set_global "

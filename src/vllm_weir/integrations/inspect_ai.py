@@ -26,13 +26,23 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from vllm_weir.client import AsyncClient
 from vllm_weir.client.payload import MODULES_KEY, RESPONSE_KEY, refuse_code
 from vllm_weir.client.results import Completion, completion_of
-from vllm_weir.compat.vllm_lens.request import lens_capture, lens_interventions
+from vllm_weir.compat.vllm_lens.request import is_binary, lens_capture, lens_interventions
+from vllm_weir.compat.vllm_lens.tensors import decode_activations
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.results.activations import LENS_KEY, Activations
+from vllm_weir.results.activations import Activations
+from vllm_weir.results.stacked import STREAM
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.json_text import loads
-from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY, refuse_lens
+from vllm_weir.schema.keys import (
+    KEYS,
+    LENS_CAPTURE_KEY,
+    LENS_QK_KEY,
+    LENS_STEER_KEY,
+    LENS_TRANSPORT_KEY,
+    WIRE_KEY,
+    refuse_lens,
+)
 from vllm_weir.schema.request import (
     MEASURE_DOSE,
     WIRE_VERSION,
@@ -59,12 +69,14 @@ class WeirAPI(VLLMAPI):
 
     * ``"weir"``: ``{"capture": [...], "interventions": [...], "hooks": [...], "dose": True}`` with
     Weir's objects or their wire form; hooks by name;
-    * ``"extra_args"``: vllm-lens's keys ``output_residual_stream`` and ``apply_steering_vectors``;
+    * ``"extra_args"``: vllm-lens's keys ``output_residual_stream``, ``output_qk`` and
+    ``apply_steering_vectors``;
     * ``"lora_request"``: ``{"lora_name", "lora_path"}``: an adapter, loaded if the server does not
     have it.
 
     ``ModelOutput.metadata`` gets, for the first choice, ``"activations"`` (`vllm_weir.Activations`;
-    for vllm-lens's key a dict with ``"residual_stream"``, [layers, rows, d_model]), ``"scores"``
+    for vllm-lens's keys a dict with ``"residual_stream"``, [layers, rows, d_model], ``"attn_q"``,
+    ``"attn_k"``, ``"qk_layers"`` and ``"qk_meta"``), ``"scores"``
     (of captures that project), ``"values"`` and ``"saved"`` (of hooks), ``"receipt"``,
     ``"prompt_token_ids"`` and ``"token_ids"``; with ``num_choices``, also a list of the same as
     ``"choices"``. Captured rows are not written to Inspect's logs.
@@ -122,6 +134,9 @@ class WeirAPI(VLLMAPI):
                 async with self._client() as client:
                     await client.collect(completion)
             output.metadata = (output.metadata or {}) | metadata_of(completion, lens, lens_only)
+            if qk := decode_activations(responses[-1]):
+                stream = output.metadata.get("activations")
+                output.metadata["activations"] = (stream if isinstance(stream, dict) else {}) | qk
         if call is not None:
             call.request, call.response = shortened(call.request), shortened(call.response)
         return result
@@ -134,7 +149,9 @@ class WeirAPI(VLLMAPI):
 
     def auto_streamable(self, config: GenerateConfig) -> bool:
         """Return whether Inspect may stream; it drops what a stream carries besides text."""
-        return WIRE_KEY not in (config.extra_body or {}) and super().auto_streamable(config)
+        body = config.extra_body or {}
+        asks = WIRE_KEY in body or LENS_QK_KEY in (body.get("vllm_xargs") or {})
+        return not asks and super().auto_streamable(config)
 
     def _client(self) -> AsyncClient:
         return AsyncClient(self._server_root(), self.api_key, model=self.base_model)
@@ -191,6 +208,7 @@ def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture 
             raise WeirError("given twice, here and in extra_args", f"extra_body.{WIRE_KEY}")
         weir_object = arguments.pop(WIRE_KEY)
     spec, server_fields = _parse_weir_object(weir_object)
+    _check_qk(arguments, spec)
     lens = lens_capture(arguments.pop(LENS_CAPTURE_KEY, False))
     lens_steering = arguments.pop(LENS_STEER_KEY, None)
     spec = RequestSpec(
@@ -226,6 +244,17 @@ def _extra_arguments(extra_body: Mapping[str, Any], body: dict[str, Any]) -> dic
     if moved:
         body["vllm_xargs"] = {key: value for key, value in xargs.items() if key not in KEYS}
     return {**moved, **extra_args}
+
+
+def _check_qk(arguments: dict[str, Any], spec: RequestSpec) -> None:
+    """Take the transport out of the extra arguments: answers come whole, and ``output_qk`` stays vllm-lens's.
+
+    Raises:
+        WeirError: If ``output_qk`` is asked for beside captures of Weir's, which come in another form.
+    """
+    is_binary(arguments.pop(LENS_TRANSPORT_KEY, None))
+    if arguments.get(LENS_QK_KEY) is not None and spec.capture:
+        raise WeirError("beside captures of the key weir, capture q_rot and k_rot there", f"extra_args.{LENS_QK_KEY}")
 
 
 def _parse_weir_object(weir_object: Any) -> tuple[RequestSpec, dict[str, Any]]:
@@ -281,7 +310,7 @@ def _lens_rows(rows: Activations, lens: Capture, lens_only: bool) -> Activations
     positions = {site: rows.positions_of(*site) for site in rows}
     token_ids = {site: rows.token_ids_of(*site) for site in rows}
     with_lens = Activations({site: rows[site] for site in rows}, positions, token_ids, layers)
-    return {LENS_KEY: with_lens[LENS_KEY]} if lens_only else with_lens
+    return {STREAM: with_lens[STREAM]} if lens_only else with_lens
 
 
 def shortened(value: Any) -> Any:

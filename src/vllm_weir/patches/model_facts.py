@@ -105,6 +105,7 @@ def _decoder_attention(layer: Any, index: int, owner_of: Mapping[str, int]) -> A
         alibi=_floats(impl.alibi_slopes),
         keys_layer=index if target is None else owner_of[target],
         media=bool(getattr(layer, "use_mm_prefix", False)),  # not in every version
+        name=layer.layer_name,
     )
 
 

@@ -18,7 +18,7 @@ from vllm_weir.guard.refuse import pooling as pooling  # the table of patches re
 from vllm_weir.guard.refuse import without_room as without_room  # the table of patches refers to it here
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.patches.authentication import NO_KEY, lacks_key
-from vllm_weir.schema.keys import FORK_LISTS, KEYS, LENS_CAPTURE_KEY, LORA_KEY, WIRE_KEY, asks, fork_fields, slip
+from vllm_weir.schema.keys import FORK_LISTS, KEYS, LENS_KEYS, LORA_KEY, WIRE_KEY, asks, fork_fields, slip
 from vllm_weir.server.context import SERVER, current_response, server_of
 from vllm_weir.server.request import WeirRequest
 from vllm_weir.server.response import ResponseBuilder
@@ -66,7 +66,7 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
             weir_request = WeirRequest.parse(request.vllm_xargs, body, server.limits)
             if weir_request is None:
                 return await _plain(server, original(self, request, *args, **kwargs))
-            weir_request = http.translate(weir_request, body, names)
+            weir_request = http.translate(weir_request, body, names, server.spool is not None)
             if request.use_beam_search:
                 raise WeirError("is not served together with Weir's keys", "use_beam_search")
             await server.frontend.pacing.wait_to_enter()
@@ -127,7 +127,7 @@ async def _finish(serving: Any, builder: ResponseBuilder, result: Any) -> Any:
     try:
         weir_objects = await builder.weir_objects()
     except WeirError as e:
-        if e.field == LENS_CAPTURE_KEY:
+        if e.field in LENS_KEYS:
             return serving.create_error_response(str(e), param=e.field)
         return _server_error(serving, e)
     for choice in result.choices:

@@ -20,12 +20,12 @@ from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
 from vllm_weir.results.safetensors_header import CODES, build_header
 from vllm_weir.results.site_slices import SiteSlices, without_base
+from vllm_weir.results.stacked import KEYS, NOT_STACKED, QUERIES, STREAM, Stacked
 from vllm_weir.schema.hooks import Site, parse_site
 from vllm_weir.util import notebook
 from vllm_weir.util.atomic_write import atomic_write
 from vllm_weir.util.token_texts import SequenceTexts
 
-LENS_KEY = "residual_stream"
 MAX_VALUES = 8
 """Values of a row up to which a notebook shows them, and not the row's norm."""
 
@@ -63,15 +63,18 @@ class Activations(Mapping):
     ``pattern`` and ``attn_scores`` are [rows, heads, keys].
 
     Rows are in ascending order of position. Keys are (hook, layer) pairs, anything else that names
-    a site (such as ``"resid_post.10"``, see `parse_site`), and ``"residual_stream"`` for requests
-    that used vllm-lens's key: a tensor [layers, rows, d_model], blocks ascending.
+    a site (such as ``"resid_post.10"``, see `parse_site`), and for requests that used vllm-lens's
+    keys: ``"residual_stream"``, a tensor [layers, rows, d_model], blocks ascending; ``"attn_q"``
+    [layers, rows, heads, d_head], ``"attn_k"`` [layers, rows, key-value heads, d_head],
+    ``"qk_layers"``, the list of their blocks, and ``"qk_meta"``, a list of one dict a block.
 
     Args:
         rows: the rows by site; empty if they are compressed.
         positions: int64 [rows] by site.
         token_ids: int64 [rows] by site.
-        lens_layers: blocks that were asked for by vllm-lens's key.
+        lens_layers: blocks that were asked for by vllm-lens's ``output_residual_stream``.
         packed: the rows, if they are compressed.
+        stacked: in place of `lens_layers`, all that was asked for by vllm-lens's keys.
     """
 
     texts = SequenceTexts()
@@ -84,6 +87,7 @@ class Activations(Mapping):
         token_ids: Mapping[Site, torch.Tensor],
         lens_layers: tuple[int, ...] = (),
         packed: CompressedRows | None = None,
+        stacked: Stacked = NOT_STACKED,
     ) -> None:
         self._rows = rows
         self._packed = packed
@@ -91,7 +95,7 @@ class Activations(Mapping):
         """Rows by site that have been looked at. (A Site equals the plain pair of its names.)"""
         self._positions = positions
         self._token_ids = token_ids
-        self._lens_layers = lens_layers
+        self.stacked = Stacked(tuple(lens_layers)) if lens_layers else stacked
 
     def __getstate__(self) -> dict[str, Any]:
         rows = self._rows
@@ -140,9 +144,28 @@ class Activations(Mapping):
 
     def _look_up(self, key: object) -> torch.Tensor:
         """Return the rows of a key that has not been looked at in this form."""
-        if key == LENS_KEY and self._lens_layers:
-            return torch.stack([self._row(Site("resid_post", layer)) for layer in self._lens_layers])
+        if isinstance(key, str) and key in self.stacked.names:
+            return self._stack(key)
         return self._row(self._site(key))
+
+    def _stack(self, name: str) -> Any:
+        """Return the rows of several blocks as one tensor, or what is told of them."""
+        tensors = self.stacked.tensors()
+        if name not in tensors:
+            return self.stacked.values()[name]
+        if name != STREAM:
+            self._check_whole([*tensors[QUERIES], *tensors[KEYS]])
+        return torch.stack(list(map(self._row, tensors[name])))
+
+    def _check_whole(self, sites: list[Site]) -> None:
+        """Raise WeirError unless these have rows at the same positions, all from the first on: patterns need them."""
+        every = torch.arange(self.count(sites[0]))
+        for site in sites:
+            if not torch.equal(self._positions[site], every):
+                raise WeirError(
+                    f"{QUERIES} and {KEYS} are rows of all positions from the first on, and this output lacks some of "
+                    f"{site}; read q_rot and k_rot, and the positions that positions_of says"
+                )
 
     def _row(self, site: Site) -> torch.Tensor:
         """Return a site's rows, decoded when they are first asked for."""
@@ -162,8 +185,8 @@ class Activations(Mapping):
         return len(self._positions)
 
     def __contains__(self, key: object) -> bool:
-        if key == LENS_KEY:
-            return bool(self._lens_layers)
+        if isinstance(key, str) and key in self.stacked.names:
+            return True
         try:
             return parse_site(key) in self._positions
         except WeirError:
@@ -245,7 +268,8 @@ class Activations(Mapping):
         else:
             bodies = [block.together()]
         ids = [*_int64(self._positions, sites), *_int64(self._token_ids, sites)]
-        header = _header(tuple(sites), tuple(placed), tuple(self._lens_layers), tuple(shapes), tuple(map(len, ids)))
+        more = tuple(self.stacked.to_metadata().items())
+        header = _header(tuple(sites), tuple(placed), more, tuple(shapes), tuple(map(len, ids)))
         return [b"".join((header, *ids)), *(body.reshape(-1).data for body in bodies)]
 
     @classmethod
@@ -275,7 +299,7 @@ class Activations(Mapping):
                         raise WeirError(
                             f"{path} is damaged: rows of {s} do not match their checksums; restore the file"
                         )
-                return cls(rows, positions, token_ids, tuple(json.loads(meta["lens"])))
+                return cls(rows, positions, token_ids, stacked=Stacked.from_metadata(meta))
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as e:
             if isinstance(e, WeirError):
                 raise
@@ -350,7 +374,7 @@ def _int64(by_site: Mapping[Site, torch.Tensor], sites: list[Site]) -> list[byte
 def _header(
     sites: tuple[Site, ...],
     placed: tuple[Site, ...],
-    lens_layers: tuple[int, ...],
+    more: tuple[tuple[str, str], ...],
     shapes: tuple[tuple[torch.dtype, tuple[int, ...]], ...],
     lengths: tuple[int, ...],
 ) -> bytes:
@@ -361,7 +385,7 @@ def _header(
     Args:
         sites: the sites.
         placed: the same, in the order of their rows.
-        lens_layers: as in `Activations`.
+        more: entries of its metadata.
         shapes: dtype and shape of the rows of each of `placed`.
         lengths: bytes of each site's positions, and then of each site's token ids.
     """
@@ -370,7 +394,7 @@ def _header(
     tensors = {name: ("I64", [size // 8], size) for name, size in zip(integer_names, lengths, strict=True)}
     for (hook, layer), (dtype, shape) in zip(placed, shapes, strict=True):
         tensors[f"{hook}.{layer}"] = (_CODES[dtype], list(shape), math.prod(shape) * dtype.itemsize)
-    meta = {"weir": "1", "sites": json.dumps([list(s) for s in sites]), "lens": json.dumps(lens_layers)}
+    meta = {"weir": "1", "sites": json.dumps([list(s) for s in sites]), **dict(more)}
     return build_header(tensors, meta, checked=False)
 
 

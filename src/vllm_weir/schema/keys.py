@@ -15,11 +15,9 @@ WIRE_KEY = "weir"
 LENS_CAPTURE_KEY = "output_residual_stream"
 LENS_STEER_KEY = "apply_steering_vectors"
 LENS_HOOKS_KEY = "apply_hooks"
-LENS_REFUSED = {
-    "output_qk": "capture the hook points q and k, or q_rot and k_rot, instead",
-}
-"""vllm-lens's keys that no request may carry, and why."""
-LENS_KEYS = (LENS_CAPTURE_KEY, LENS_STEER_KEY, LENS_HOOKS_KEY, *LENS_REFUSED)
+LENS_QK_KEY = "output_qk"
+LENS_TRANSPORT_KEY = "activations_transport"
+LENS_KEYS = (LENS_CAPTURE_KEY, LENS_QK_KEY, LENS_STEER_KEY, LENS_HOOKS_KEY, LENS_TRANSPORT_KEY)
 KEYS = (WIRE_KEY, *LENS_KEYS)
 """Keys of ``SamplingParams.extra_args`` that are Weir's to honour or refuse."""
 FORK_NAME = "steering_name"
@@ -40,6 +38,8 @@ PROJECTED_KEYS = ("positions", "token_ids", "sites", "positions_of", "token_ids_
 
 _MAX_MISSPELT = 40
 """Longer names are not taken for misspelt keys; this also bounds what `meant` caches."""
+_SHORT = (WIRE_KEY, LENS_QK_KEY)
+"""Keys from which another plugin's may differ in one letter."""
 _OTHER_NAMES = {
     "weirs": WIRE_KEY,
     "vllmweir": WIRE_KEY,
@@ -70,12 +70,9 @@ def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
     return False
 
 
-def refuse_lens(extra_args: Mapping[str, Any], by_client: bool = True) -> None:
-    """Raise WeirError if a request carries one of `LENS_REFUSED`, or comes from a client and carries functions."""
-    for key, why in LENS_REFUSED.items():
-        if extra_args.get(key) is not None:
-            raise WeirError(why, key)
-    if by_client and extra_args.get(LENS_HOOKS_KEY) is not None:
+def refuse_lens(extra_args: Mapping[str, Any]) -> None:
+    """Raise WeirError if a client's request carries functions of vllm-lens's."""
+    if extra_args.get(LENS_HOOKS_KEY) is not None:
         raise WeirError(
             "code never comes over HTTP; the server's operator loads a function with --weir-hook "
             "NAME=module:attribute, and requests name it",
@@ -109,7 +106,7 @@ def meant(key: str, in_body: bool = False) -> str | None:
         own_letters = _LETTERS[own]
         if letters == own_letters or _swapped_or_doubled(letters, own_letters):
             return own
-        if own not in LENS_REFUSED and own != WIRE_KEY and _one_letter_off(letters, own_letters):
+        if own not in _SHORT and _one_letter_off(letters, own_letters):
             return own
     return _OTHER_NAMES.get(letters)
 

@@ -27,6 +27,7 @@ class AttentionFacts:
         keys_layer: the block whose keys are used; another one where layers share their KV cache.
         media: whether tokens of one image see each other, whatever their order.
         refused: why scores cannot be computed from queries and keys; empty if they can.
+        name: vLLM's of the layer, such as ``model.layers.3.self_attn.attn``; equal layers may differ in it.
     """
 
     heads: int = 0
@@ -40,6 +41,7 @@ class AttentionFacts:
     keys_layer: int = 0
     media: bool = False
     refused: str = ""
+    name: str = field(default="", compare=False)
 
     def joined(self, other: AttentionFacts) -> AttentionFacts:
         """Return the facts of this worker's heads and those of the next tensor-parallel worker."""

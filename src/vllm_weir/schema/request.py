@@ -34,7 +34,7 @@ WIRE_FIELDS = ("v", "capture", "interventions", "modules", "features", "lens", "
 MEASURE_DOSE = False
 """Whether relative doses are measured for requests that do not say."""
 MAX_CAPTURES = 62
-"""With the one of vllm-lens's key, as many selectors as `Selectors` can tell apart (63)."""
+"""With the one of vllm-lens's keys, as many selectors as `Selectors` can tell apart (63)."""
 MAX_FEATURES = 64
 """Entries of `Features` in one request."""
 MAX_MODULES = 64
@@ -117,6 +117,7 @@ class RequestSpec:
         dose: whether the relative doses of its interventions are measured.
         hooks: functions that are called after the interventions: `Hook` and `Use`.
         stacked: that of its captures whose blocks also come as one tensor; it does not travel.
+        qk: of `q_rot`: whose queries, keys and facts come as vllm-lens has them; it does not travel.
         last_hooks: functions that are called after those of every request; they do not travel.
     """
 
@@ -130,6 +131,7 @@ class RequestSpec:
     dose: bool = MEASURE_DOSE
     hooks: tuple[Hook | Use, ...] = ()
     stacked: Capture | None = None
+    qk: Capture | None = None
     last_hooks: tuple[Hook, ...] = ()
 
     @classmethod

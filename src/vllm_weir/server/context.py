@@ -64,8 +64,9 @@ def check_answered(params: Any, read: Callable[[Mapping[str, Any]], RequestSpec]
         spec = read(extra)
     except WeirError as e:
         raise WeirRequestError(e.message, e.field) from None
-    if any(capture.sink.memory for capture in spec.capture):
-        field = spec.capture[0].path.partition("[")[0]
+    captures = spec.capture if spec.qk is None else (*spec.capture, spec.qk)
+    if any(capture.sink.memory for capture in captures):
+        field = captures[0].path.partition("[")[0]
         raise WeirRequestError(f"responses of this route cannot carry rows; use {ROUTES}, or name a sink", field)
     unread = _unread(spec, scores_taken)
     if unread is not None:

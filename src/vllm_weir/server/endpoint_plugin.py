@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 ROUTES = ("activations", "hooks", "info", "lenses", "marks", "probes", "saes", "vectors", "page")
 ROUTERS = (
-    *(f"vllm_weir.compat.rhizonymph.{name}" for name in ("routes", "steering")),
+    *(f"vllm_weir.compat.{name}" for name in ("rhizonymph.routes", "rhizonymph.steering", "vllm_lens.routes")),
     *(f"vllm_weir.server.routes.{name}" for name in ROUTES),
 )
 """Modules with a function `router`."""

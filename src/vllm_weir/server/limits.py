@@ -36,8 +36,8 @@ class ServerLimits(BaseModel):
         inline_default: Bytes of rows that a choice carries inline if the request does not say.
         inline_bytes: The largest inline size that a request may ask for. If Weir's routes are off,
             the most bytes of rows that a choice can carry.
-        lens_bytes: The most bytes of rows (before compression) in a response to vllm-lens's keys,
-            whose rows are always inline.
+        lens_bytes: The most bytes of rows (before compression) that a response to vllm-lens's keys has
+            inline.
         spool_bytes: Bytes of results that are kept to be fetched; the oldest are removed first.
         spool_seconds: Seconds for which a result is kept.
         rows: The most rows that one sequence may return.

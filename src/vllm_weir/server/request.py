@@ -26,7 +26,8 @@ class WeirRequest:
         inline_bytes: Up to this many bytes of rows come inline with the choice.
         stream: Whether chunks carry new scores as they arrive.
         binary: Whether the values of hooks come as base64 instead of numbers.
-        answer: Returns another system's fields of the response, of rows of at most so many bytes; None for none.
+        answer: Returns another system's fields of the response, and what is to be stored for them by its key;
+            None for none.
         own: Whether the key ``weir`` was given, so that rows come in Weir's form.
         origins: For the lists in ``weir``, the fields of another system that their first entries stand for.
     """
@@ -35,7 +36,7 @@ class WeirRequest:
     inline_bytes: int
     stream: bool = False
     binary: bool = False
-    answer: Callable[[Activations, int], dict[str, Any]] | None = None
+    answer: Callable[[Activations, ServerLimits], tuple[dict[str, Any], dict[str, bytes]]] | None = None
     own: bool = False
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -111,7 +111,8 @@ class ResponseBuilder:
             out = weir_object(view, inline_bytes, self._spool, rows, cpu_lock, self._value_form)
             if self.request.answer is not None and choice == 0 and not projects(view):
                 with cpu_lock:
-                    self.fields = self.request.answer(view.activations(), self._server.limits.lens_bytes)
+                    self.fields, frames = self.request.answer(view.activations(), self._server.limits)
+                self._server.keep_frames(frames, self._spooled)
             return out
         finally:
             view.drop()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -150,6 +150,17 @@ class ServerState:
             )
         key = self.spool.put(acts, size, self.cpu_lock, keep_ids)
         return {"id": key, "url": f"/v1/activations/{key}", "expires_in": self.limits.spool_seconds}
+
+    def keep_frames(self, frames: Mapping[str, bytes], keys: list[str]) -> None:
+        """Store frames by their keys, which are appended to `keys`: results that must not make room for others.
+
+        Raises:
+            WeirError: If they cannot be stored.
+        """
+        for key, frame in frames.items():
+            assert self.spool is not None, "a request whose frames are to be fetched is refused without routes"
+            self.spool.put_frame(key, frame, keys)
+            keys.append(key)
 
     def inline_bytes(self, asked: int) -> int:
         """Return the most bytes of inline rows: the server's limit if rows cannot be fetched."""

@@ -84,7 +84,7 @@ def test_refusals(value, field, words):
 
 
 def test_no_client_sends_functions():
-    refuse_lens({"apply_hooks": [1]}, by_client=False)
+    refuse_lens({"output_qk": [1], "apply_hooks": None})
     with pytest.raises(WeirError, match="--weir-hook") as e:
         refuse_lens({"apply_hooks": [1]})
     assert e.value.field == "apply_hooks"

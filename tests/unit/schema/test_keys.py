@@ -191,7 +191,7 @@ def test_looking_at_the_ends_of_a_key_misses_no_slip():
         for own, theirs in keys._LETTERS.items():
             if letters == theirs or keys._swapped_or_doubled(letters, theirs):
                 return own
-            if own not in keys.LENS_REFUSED and own != keys.WIRE_KEY and keys._one_letter_off(letters, theirs):
+            if own not in keys._SHORT and keys._one_letter_off(letters, theirs):
                 return own
         return keys._OTHER_NAMES.get(letters)
 

@@ -24,6 +24,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.pacing import Pacing
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.scores import Scores
+from vllm_weir.results.stacked import Stacked
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server import response as module
 from vllm_weir.server.limits import ServerLimits
@@ -31,7 +32,7 @@ from vllm_weir.server.request import WeirRequest
 from vllm_weir.server.response import ResponseBuilder
 from vllm_weir.server.response_body import projected
 from vllm_weir.server.shared.directory import locked
-from vllm_weir.server.shared.result_files import ResultFiles
+from vllm_weir.server.shared.result_files import ResultFiles, frame_key
 from vllm_weir.server.state import ServerState
 
 
@@ -216,13 +217,20 @@ def test_an_error_event_names_the_field(server):
 
 def test_too_much_for_vllm_lens_is_refused(server, monkeypatch):
     held = acts()
-    held._lens_layers = (0,)
+    held.stacked = Stacked((0,))
     made = reply(server, View(activations=lambda: held), answer=activations_field)
     server.limits = ServerLimits(lens_bytes=10)
     with pytest.raises(WeirError, match="WEIR_SERVE_LENS_BYTES") as e:
         asyncio.run(made.weir_objects())
     assert e.value.field == "output_residual_stream"
-    assert activations_field(held, 1 << 20)
+    assert activations_field(held, ServerLimits())[0]
+
+
+def test_frames_of_one_answer_do_not_make_room_for_each_other(server):
+    frames, keys = {frame_key(torch.zeros(2, n)): bytes(700_000) for n in (3, 4)}, []
+    with pytest.raises(WeirError, match="other results of this response"):
+        server.keep_frames(frames, keys)
+    assert keys == [next(iter(frames))] and server.spool.open(keys[0]).close() is None
 
 
 def test_trap_13_tensors_that_are_compressed_side_by_side_are_whole():
@@ -243,7 +251,7 @@ def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):
     async def results():
         for prompt in range(2):
             held = acts()
-            held._lens_layers = (0,)
+            held.stacked = Stacked((0,))
             view = View(activations=lambda held=held: held)
             yield prompt, SimpleNamespace(outputs=[SimpleNamespace(index=0, _weir_view=view)])
 

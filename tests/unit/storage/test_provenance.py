@@ -93,7 +93,7 @@ def test_a_sinks_rows_say_what_they_are(layout: str, tmp_path: Path) -> None:
         captures = [Capture(*SITE, sink="x", **fields)]
         engine = EngineCapabilities({}, 4, 8, "float32", 64)
         ways = postprocesses_of(captures, engine, lambda *_: np.zeros(8))
-        part = make_groups(captures, engine, ways, True, lambda *_: None, ())[1]
+        part = make_groups(captures, engine, ways, True, lambda *_: None)[1]
         site = Site(*SITE)
         width, at = (2 if name == "scores" else 8), torch.arange(1 if name == "mean" else 4)
         acts = Activations({site: torch.ones(len(at), width)}, {site: at}, {site: at})

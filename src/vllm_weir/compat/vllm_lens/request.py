@@ -27,7 +27,9 @@ from vllm_weir.schema.keys import (
     LENS_CAPTURE_KEY,
     LENS_HOOKS_KEY,
     LENS_KEYS,
+    LENS_QK_KEY,
     LENS_STEER_KEY,
+    LENS_TRANSPORT_KEY,
     WIRE_KEY,
     refuse_lens,
 )
@@ -61,32 +63,45 @@ def read(extra_args: Mapping[str, Any], by_client: bool = True) -> RequestSpec:
     Raises:
         WeirError: naming the field.
     """
-    refuse_lens(extra_args, by_client)
+    if by_client:
+        refuse_lens(extra_args)
+    is_binary(extra_args.get(LENS_TRANSPORT_KEY))  # in process it has no effect, and may still be wrong
     spec = RequestSpec.carried_by(extra_args)
     capture, steer, hooks = (extra_args.get(key) for key in (LENS_CAPTURE_KEY, LENS_STEER_KEY, LENS_HOOKS_KEY))
     if capture is not None and (stacked := lens_capture(capture)) is not None:
         spec = replace(spec, capture=(*spec.capture, stacked), stacked=stacked)
+    if (qk := extra_args.get(LENS_QK_KEY)) is not None:
+        spec = replace(spec, qk=lens_capture(qk, LENS_QK_KEY))
     if steer is not None:
         interventions = (*spec.interventions, *spec.hooks, *lens_interventions(steer))
         spec = replace(spec, interventions=interventions, hooks=())
     return spec if hooks is None else replace(spec, last_hooks=lens_hooks(hooks))
 
 
-def lens_capture(value: object) -> Capture | None:
-    """Translate ``output_residual_stream`` to a Capture; None for False or an empty list.
+def lens_capture(value: object, key: str = LENS_CAPTURE_KEY) -> Capture | None:
+    """Translate ``output_residual_stream`` or ``output_qk`` to a Capture; None for False or an empty list.
 
     Args:
         value: a list (or array) of blocks, True for all of them, or either as JSON.
+        key: which of the two.
     """
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise WeirError("expected true, a list of ints, or that as JSON", LENS_CAPTURE_KEY) from None
+            raise WeirError("expected true, a list of ints, or that as JSON", key) from None
     value = _to_list(value)
     if value is False or (isinstance(value, (list, tuple, range)) and not len(value)):
         return None
-    return Capture("resid_post", layers="all" if value is True else value, path=LENS_CAPTURE_KEY)
+    hook = "q_rot" if key == LENS_QK_KEY else "resid_post"
+    return Capture(hook, layers="all" if value is True else value, path=key)
+
+
+def is_binary(value: object) -> bool:
+    """Return whether ``activations_transport`` wants tensors to be fetched; raise WeirError if it is unknown."""
+    if value is not None and (not isinstance(value, str) or value not in ("base64", "binary")):
+        raise WeirError(f"expected 'binary' or 'base64', got {brief(value)!r}", LENS_TRANSPORT_KEY)
+    return value == "binary"
 
 
 @right_words

@@ -29,8 +29,10 @@ from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, asked_of
 from vllm_weir.frontend.admission.read_outs import AskedReadOut, read_late, read_outs_of
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.scoring import ProbeResolver
+from vllm_weir.frontend.admission.stacks import stack
 from vllm_weir.frontend.admission.units import check_units
 from vllm_weir.frontend.derived.sources import DerivedPoints, Expansion
+from vllm_weir.results.stacked import Stacked
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.fields import with_fields
@@ -188,10 +190,11 @@ class _Admission:
         scoring = ProbeResolver(
             capabilities, self.lookup, self.probes, self.vocabulary, self.has_token_ids, self._check
         ).resolve(spec.probes, spec.stop_when, interventions, len(interventions) - len(own), spec.dose)
-        captures = self._captures(spec)
+        stacked = stack(spec, capabilities, self.has_embeddings or self.has_media)
+        captures = (*self._captures(spec), *stacked.captures)
         captured = _nothing_captured(capabilities.dtype)
         if captures or spec.features or spec.lens:
-            captured = self._resolve(captures, spec, scoring.probes)
+            captured = self._resolve(captures, spec, scoring.probes, stacked.entries)
         asked = (*asked_of((*spec.capture, *own)), *scoring.asked, *captured.asked)
         admitted = AdmittedRequest(
             spec=captured.spec,
@@ -224,7 +227,7 @@ class _Admission:
         return admitted
 
     def _resolve(
-        self, captures: tuple[Capture, ...], spec: RequestSpec, probes: Sequence[ResolvedProbe]
+        self, captures: tuple[Capture, ...], spec: RequestSpec, probes: Sequence[ResolvedProbe], stacked: Stacked
     ) -> _ResolvedCaptures:
         """Resolve captures, features and the lens."""
         capabilities = self.capabilities
@@ -236,7 +239,6 @@ class _Admission:
         )
         if expansion.sources or read_outs:
             postprocesses = postprocesses._replace(device=None)  # the sources' rows are wanted as they are
-        stacked = () if spec.stacked is None else spec.stacked.resolve_layers(capabilities.num_layers)
         parts, device = self._groups(expansion, postprocesses, read_outs, stacked)
         resolved, parts = _resolved(parts, device, kept)
         directions = postprocesses.directions if postprocesses.device is not None else {}
@@ -293,7 +295,7 @@ class _Admission:
         expansion: Expansion,
         postprocesses: PostprocessChoice,
         read_outs: tuple[AskedReadOut, ...],
-        stacked: tuple[int, ...],
+        stacked: Stacked,
     ) -> tuple[tuple[CaptureGroup, ...], Postprocess | None]:
         """Return the captures by where their rows go, and what workers make of the rows before they send them."""
         capabilities, has_token_ids, check = self.capabilities, self.has_token_ids, self._check

@@ -15,6 +15,7 @@ from vllm_weir.frontend.admission.postprocesses import MEMORY, Destination, Post
 from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.derived.recipe import Recipe
 from vllm_weir.frontend.derived.sources import Expansion
+from vllm_weir.results.stacked import NOT_STACKED, Stacked
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.positions import Positions
@@ -35,7 +36,7 @@ class CaptureGroup:
         dtype: the model's.
         sink: where the rows go.
         keep: ``"always"``, or ``"marked"`` for rows that wait for `weir.mark`.
-        lens_layers: blocks of `resid_post` that also come as one tensor.
+        stacked: blocks that also come as one tensor.
         late: whether the postprocess runs in this process, on rows that leave the device as they
             are, because other groups of the request want another one.
         directions: the vectors [d_model] of a late postprocess, by digest.
@@ -54,7 +55,7 @@ class CaptureGroup:
     dtype: str
     sink: Sink = field(default_factory=Sink)
     keep: str = "always"
-    lens_layers: tuple[int, ...] = ()
+    stacked: Stacked = NOT_STACKED
     late: bool = False
     directions: Mapping[str, np.ndarray] = field(default_factory=dict)
     notes: tuple[dict[str, Any], ...] = ()
@@ -111,7 +112,7 @@ def make_groups(
     postprocesses: PostprocessChoice,
     has_token_ids: bool,
     check: Callable[[Site, str], None],
-    lens_layers: tuple[int, ...],
+    stacked: Stacked = NOT_STACKED,
 ) -> tuple[CaptureGroup, ...]:
     """Return the capture groups of a request.
 
@@ -124,7 +125,7 @@ def make_groups(
         has_token_ids: whether the prompt is given as token ids.
         check: (site, path) -> raises WeirError, naming a field under the path, for a site that is
             not served.
-        lens_layers: blocks of `resid_post` that also come as one tensor.
+        stacked: blocks that also come as one tensor.
 
     Raises:
         WeirError: naming the field, if captures contradict each other.
@@ -175,7 +176,7 @@ def make_groups(
         )
         for destination, requested in site_requests.items()
     ]
-    groups[0] = replace(groups[0], lens_layers=lens_layers, mixed=mixed)
+    groups[0] = replace(groups[0], stacked=stacked, mixed=mixed)
     return tuple(groups)
 
 
@@ -199,7 +200,7 @@ def with_derived(
             "capture",
         )
     sources, *_ = make_groups(
-        expansion.sources, capabilities, PostprocessChoice.none(expansion.sources), has_token_ids, check, ()
+        expansion.sources, capabilities, PostprocessChoice.none(expansion.sources), has_token_ids, check
     )
     before = {request.site: request.before for group in groups for request in group.spec.site_requests}
     for capture in expansion.sources:
@@ -225,7 +226,7 @@ def with_read_outs(
 
     def rows_of(some: Sequence[AskedReadOut]) -> CaptureGroup:
         captures = [one.source for one in some]
-        rows, *_ = make_groups(captures, capabilities, PostprocessChoice.none(captures), has_token_ids, check, ())
+        rows, *_ = make_groups(captures, capabilities, PostprocessChoice.none(captures), has_token_ids, check)
         return rows
 
     before = {request.site for group in groups for request in group.spec.site_requests if request.before}

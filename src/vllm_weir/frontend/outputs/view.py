@@ -283,13 +283,13 @@ class OutputView:
             rows = {site: self._with_shape(site, tensor) for site, tensor in rows.items()}
         if part.spec.postprocess is not None and part.spec.postprocess.compression is not None:
             header = part.spec.postprocess.compression.header(self.d_model, part.dtype)
-            return Activations({}, positions, token_ids, part.lens_layers, CompressedRows(header, rows, part.dtypes))
+            return Activations({}, positions, token_ids, (), CompressedRows(header, rows, part.dtypes), part.stacked)
         if casts := part.casts:
             dtypes = set(casts.values())
             if isinstance(rows, SiteSlices) and len(casts) == len(rows) and len(dtypes) == 1:
-                return Activations(rows.to(DTYPES[dtypes.pop()]), positions, token_ids, part.lens_layers)
+                return Activations(rows.to(DTYPES[dtypes.pop()]), positions, token_ids, stacked=part.stacked)
             rows = {**rows, **{site: rows[site].to(DTYPES[dtype]) for site, dtype in casts.items()}}
-        return Activations(rows, positions, token_ids, part.lens_layers)
+        return Activations(rows, positions, token_ids, stacked=part.stacked)
 
     def drop(self) -> None:
         """Drop the assembled rows; they can be assembled again while their request is held."""

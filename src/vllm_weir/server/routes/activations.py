@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+from collections.abc import Mapping
 from typing import Annotated, BinaryIO
 
 from fastapi import APIRouter, Depends, Path
@@ -11,19 +14,20 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.routes.router import weir_router
+from vllm_weir.server.shared.result_files import frame_facts, is_frame
 from vllm_weir.server.state import ServerState, server_state
 
 MEDIA = "application/octet-stream"
 _PART = re.compile(r"\s*(\d{0,18})-(\d{0,18})\s*", re.ASCII)
-Id = Annotated[str, Path(description="The choice's `weir.activations.id`.")]
+Id = Annotated[str, Path(description="The choice's `weir.activations.id`, or a `handle` of the field `activations`.")]
 State = Annotated[ServerState, Depends(server_state)]
 
 
 class OpenResultFile(FileResponse):
     """A response with an open file, which may be deleted while it is sent."""
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
-        super().__init__(f"/proc/self/fd/{file.fileno()}", media_type=MEDIA, filename=name)
+    def __init__(self, file: BinaryIO, name: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(f"/proc/self/fd/{file.fileno()}", headers=headers, media_type=MEDIA, filename=name)
         self._file = file
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,11 +63,13 @@ def router() -> APIRouter:
             206: {"content": {MEDIA: {}}},
             **declared(400, 401, 404, 416),
         },
-        summary="Rows of one choice, as a safetensors file; Range is honoured",
+        summary="Rows of one choice, as a safetensors file, or one tensor as a zstd frame; Range is honoured",
     )
     def fetch(id: Id, state: State) -> Response:
         file = state.spool.open(id) if state.spool is not None else None
-        return _unknown(id) if file is None else OpenResultFile(file, f"{id}.safetensors")
+        if file is None:
+            return _unknown(id)
+        return OpenResultFile(file, os.path.basename(file.name), _frame_headers(id) if is_frame(id) else None)
 
     @routes.delete(
         "/v1/activations/{id}",
@@ -78,6 +84,19 @@ def router() -> APIRouter:
         return Response(status_code=204)
 
     return routes
+
+
+def _frame_headers(id: str) -> dict[str, str]:
+    """Return what vllm-lens's server says of a frame."""
+    dtype, shape = frame_facts(id)
+    return {
+        "Cache-Control": "no-store, private",
+        "X-Content-Type-Options": "nosniff",
+        "X-VLLM-Lens-Dtype": "int16" if dtype == "bfloat16" else dtype,
+        "X-VLLM-Lens-Original-Dtype": f"torch.{dtype}",
+        "X-VLLM-Lens-Shape": json.dumps(shape),
+        "X-VLLM-Lens-Compression": "zstd",
+    }
 
 
 def _is_range(value: str) -> bool:

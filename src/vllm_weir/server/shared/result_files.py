@@ -7,10 +7,12 @@ import re
 import secrets
 import struct
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
@@ -18,18 +20,19 @@ from vllm_weir.server.response_body import NO_LOCK
 from vllm_weir.server.shared.directory import locked
 from vllm_weir.util.atomic_write import atomic_write
 
-SUFFIX, LOCK = ".safetensors", ".lock"
+SUFFIX, FRAME_SUFFIX, LOCK = ".safetensors", ".zst", ".lock"
 SLACK = 16
 """When results are removed to make room, 1/SLACK of the budget is freed in addition.
 
 Making room looks at every file, which is too slow to do for each result.
 """
-_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_ID = re.compile(r"[0-9a-f]{32}(?:-(?P<dtype>[a-z0-9]{1,16})-(?P<shape>\d{1,12}(?:x\d{1,12}){0,7}))?", re.ASCII)
+"""Of a safetensors file, or of a zstd frame, which says by itself what it holds, and which its id therefore tells."""
 _COUNT = struct.Struct("<q")
 
 
 class ResultFiles:
-    """Files ``<id>.safetensors``. An id is random: whoever knows it has access.
+    """Files ``<id>.safetensors`` and ``<id>.zst``. An id is random: whoever knows it has access.
 
     The lock file holds the number of bytes kept. Deletions are subtracted from it by the next scan
     of the files: at every `sweep`, and when there seems to be no room.
@@ -60,6 +63,14 @@ class ResultFiles:
         key = secrets.token_hex(16)
         with cpu_lock:
             pieces = acts.pieces()
+        self._write(key, pieces, size, keep_ids)
+        return key
+
+    def put_frame(self, key: str, frame: bytes, keep_ids: Collection[str] = ()) -> None:
+        """Write a zstd frame under a key of `frame_key`; `keep_ids` and errors are those of `put`."""
+        self._write(key, [frame], len(frame), keep_ids)
+
+    def _write(self, key: str, pieces: Sequence[bytes | memoryview], size: int, keep_ids: Collection[str]) -> None:
         file_size = sum(map(len, pieces))
         try:
             # With one writer at a time, the files never exceed the budget.
@@ -71,7 +82,6 @@ class ResultFiles:
                     self._write_count(lock, kept + file_size)
         except OSError as e:
             raise WeirError(f"the server could not store {size} bytes: {e.strerror}") from None
-        return key
 
     def open(self, key: str) -> BinaryIO | None:
         """Open a result, readable even if it expires meanwhile; return None for an unknown id."""
@@ -111,14 +121,14 @@ class ResultFiles:
             return 0
 
     def __len__(self) -> int:
-        return sum(name.endswith(SUFFIX) for name in os.listdir(self.directory))
+        return sum(name.endswith((SUFFIX, FRAME_SUFFIX)) for name in os.listdir(self.directory))
 
     @property
     def _lock(self) -> Path:
         return self.directory / LOCK
 
     def _path(self, key: str) -> Path:
-        return self.directory / f"{key}{SUFFIX}"
+        return self.directory / _file_name(key)
 
     def _check_budget(self, size: int) -> None:
         if size > self.budget:
@@ -132,7 +142,7 @@ class ResultFiles:
         self._check_budget(size)
         kept = _parse_count(os.pread(lock, _COUNT.size, 0))
         if kept is None or kept + size > self.budget:
-            kept = self._scan(lock, size, {f"{key}{SUFFIX}" for key in keep_ids})
+            kept = self._scan(lock, size, set(map(_file_name, keep_ids)))
             if kept + size > self.budget:
                 raise WeirError(
                     f"{size} bytes and the other results of this response are more than the server keeps "
@@ -156,7 +166,7 @@ class ResultFiles:
                     continue
                 with suppress(FileNotFoundError):  # deleted by its reader
                     status = entry.stat(follow_symlinks=False)
-                    if not entry.name.endswith(SUFFIX) or status.st_mtime + self.lifetime < now:
+                    if not entry.name.endswith((SUFFIX, FRAME_SUFFIX)) or status.st_mtime + self.lifetime < now:
                         os.unlink(entry.path)
                         continue
                     kept.append((status.st_mtime, status.st_size, entry.path))
@@ -183,6 +193,28 @@ def _parse_count(data: bytes) -> int | None:
     return _COUNT.unpack(data)[0] if len(data) == _COUNT.size else None
 
 
+def _file_name(key: str) -> str:
+    return f"{key}{FRAME_SUFFIX if is_frame(key) else SUFFIX}"
+
+
 def is_id(key: str) -> bool:
-    """Return whether this can be an id: 32 hexadecimal digits, nothing that means a path."""
+    """Return whether this can be an id: 32 hexadecimal digits, for a frame dtype and shape; nothing that is a path."""
     return _ID.fullmatch(key) is not None
+
+
+def is_frame(key: str) -> bool:
+    """Return whether an id is that of a zstd frame."""
+    return "-" in key
+
+
+def frame_key(tensor: torch.Tensor) -> str:
+    """Return a new id for the frame of a tensor."""
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), "x".join(map(str, tensor.shape))
+    return f"{secrets.token_hex(16)}-{dtype}-{shape}"
+
+
+def frame_facts(key: str) -> tuple[str, list[int]]:
+    """Return the dtype and the shape of the tensor in a frame, from its id."""
+    match = _ID.fullmatch(key)
+    assert match is not None and match["dtype"]
+    return match["dtype"], [int(size) for size in match["shape"].split("x")]

@@ -110,7 +110,10 @@ EXTRA_ARGS = {
     "capture[1].before": [request(capture=[{"before": True}, {"layers": 1}])],
     "apply_hooks": [{"apply_hooks": "code"}],
     "apply_hooks[0]": [{"apply_hooks": ["code"]}],
-    "output_qk": [request() | {"output_qk": True}],
+    "output_qk": [{"output_qk": "["}],
+    "output_qk.layers[0]": [{"output_qk": 3.5}],
+    "output_qk.layers": [{"output_qk": value} for value in ([4], [0], True)],  # this model has no attention
+    "activations_transport": [{"activations_transport": "zip"}],
     "output_residual_stream.layers": [{"output_residual_stream": [4]}],
     "output_residual_stream": [{"output_residual_stream": value} for value in ("[", "[" * 100_000)],
     "apply_steering_vectors[0].layer_indices": [

@@ -16,6 +16,7 @@ import torch
 from fastapi import Body, Depends, FastAPI
 
 from vllm_weir import api
+from vllm_weir.compat.vllm_lens.tensors import zstd_frame
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.patches import registry
@@ -27,7 +28,7 @@ from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.routes import activations, info
 from vllm_weir.server.routes.auth import require_admin
 from vllm_weir.server.routes.body_limit import BodyLimit
-from vllm_weir.server.shared.result_files import ResultFiles
+from vllm_weir.server.shared.result_files import ResultFiles, frame_key
 from vllm_weir.util.shipped import demo_model
 
 SITE = Site("resid_post", 1)
@@ -93,6 +94,33 @@ def test_rows_are_fetched_whole_in_ranges_and_freed(app, tmp_path):
     for method in ("GET", "DELETE"):
         gone = call(app, method, url)
         assert gone.status_code == 404 and gone.json()["error"]["param"] == "id"
+
+
+def test_a_frame_is_fetched_as_it_is_in_ranges_and_freed(app):
+    """Its id says what it holds; a wrong one of the same random part finds nothing."""
+    spool, tensor = app.state.weir.spool, torch.randn(2, 5, 4, 8)
+    key, (frame, _) = frame_key(tensor), zstd_frame(tensor)
+    other = put(app)[1]
+    spool.put_frame(key, frame, [other])
+    assert len(spool) == 2 and spool.open(other).close() is None
+    url = f"/v1/activations/{key}"
+    whole = call(app, "GET", url)
+    assert whole.content == frame and int(whole.headers["content-length"]) == len(frame)
+    assert json.loads(whole.headers["x-vllm-lens-shape"]) == [2, 5, 4, 8]
+    assert whole.headers["x-vllm-lens-original-dtype"] == "torch.float32" and "x-vllm-lens-dtype" in whole.headers
+    assert call(app, "GET", url, headers={"Range": "bytes=2-5"}).content == frame[2:6]
+    for wrong in (
+        key[:32],
+        f"{key[:32]}-float16-2x5x4x8",
+        f"{key[:-1]}9",
+        f"{key}x",
+        f"{key}.zst",
+        f"{key}%2f..%2f{other}",
+    ):
+        assert call(app, "GET", f"/v1/activations/{wrong}").status_code == 404, wrong
+    spool.sweep()
+    assert call(app, "DELETE", url).status_code == 204 and call(app, "GET", url).status_code == 404
+    assert "x-vllm-lens-shape" not in call(app, "GET", f"/v1/activations/{other}").headers
 
 
 def test_what_is_no_id_is_not_found(app):

@@ -16,6 +16,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.receipt import Receipt
 from vllm_weir.results.site_slices import SiteSlices
+from vllm_weir.results.stacked import Stacked
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server.shared.directory import SharedDirectory, clear
 from vllm_weir.server.shared.result_files import ResultFiles
@@ -136,7 +137,7 @@ def test_files_that_differ_in_one_thing_have_headers_of_their_own(tmp_path):
         made = Activations(values, at, ids, lens)
         for _ in range(2):
             back = Activations.load(made.save(tmp_path / "x"))
-            assert back.sites == list(sites) and back._lens_layers == lens
+            assert back.sites == list(sites) and back.stacked == Stacked(lens)
             for site in sites:
                 assert torch.equal(back[site], values[site]) and back[site].dtype == dtype
                 assert back.positions_of(*site).equal(at[site]) and back.token_ids_of(*site).equal(ids[site])
