@@ -93,6 +93,7 @@ class VllmEngine:
 
     _warned = False
     """Whether it was said that texts hold words that the tokenizer does not know."""
+    _lora_request: Any = None
 
     def __init__(self, spec: RunSpec) -> None:
         from vllm import SamplingParams
@@ -100,10 +101,13 @@ class VllmEngine:
         from vllm_weir import api
 
         # A captured prompt is computed whole, so the prefix cache would never be used.
-        options = {"enable_prefix_caching": False} | spec.engine
+        adapted = {} if spec.lora is None else spec.lora.engine_options
+        options = {"enable_prefix_caching": False} | adapted | spec.engine
         self.llm = start_llm(spec.model, options)
         self.engine = api.engine(self.llm)
         capabilities = self.engine.capabilities
+        if spec.lora is not None:
+            self._lora_request = spec.lora.load(self.engine)
         self.weights: str | None
         try:
             self.weights = self.engine.weights()
@@ -162,7 +166,7 @@ class VllmEngine:
                 yield from ((ids, self.params, (outputs, number)) for number, ids in enumerate(prompts))
 
         # `_has_room` says how many requests are under way.
-        with contextlib.closing(self.engine.stream(requests(), in_flight=sys.maxsize)) as stream:
+        with contextlib.closing(self.engine.stream(requests(), sys.maxsize, self._lora_request)) as stream:
             for (outputs, number), output in stream:
                 outputs[number] = output
                 while under_way and len(under_way[0][2]) == under_way[0][1]:

@@ -71,6 +71,7 @@ class Engine:
         self,
         requests: Iterable[tuple[Any, SamplingParams] | tuple[Any, SamplingParams, Any] | None],
         in_flight: int | None = None,
+        lora_request: Any = None,
     ) -> Generator[tuple[Any, Any], None, None]:
         """Yield the outputs of requests as they finish; send further requests meanwhile.
 
@@ -86,6 +87,7 @@ class Engine:
                 asks to be asked again after the next output.
             in_flight: most requests that the engine has at once; None: so many that it never waits
                 for the next one.
+            lora_request: vLLM's ``LoRARequest``, under which all run; see `add_adapter`.
 
         Yields:
             (key, output): the ``RequestOutput``, whose interventions are verified and whose rows for
@@ -99,9 +101,9 @@ class Engine:
             raise WeirError(f"expected a number of requests, at least 1, got {brief(in_flight)}", "in_flight")
         # Enough that the engine's queue does not run empty while outputs are read.
         default = max(64, 2 * self._engine.vllm_config.scheduler_config.max_num_seqs)
-        return self._outputs(iter(requests), default if in_flight is None else in_flight)
+        return self._outputs(iter(requests), default if in_flight is None else in_flight, lora_request)
 
-    def _outputs(self, requests: Any, in_flight: int) -> Generator[tuple[Any, Any], None, None]:
+    def _outputs(self, requests: Any, in_flight: int, lora_request: Any) -> Generator[tuple[Any, Any], None, None]:
         if self._engine.has_unfinished_requests():
             raise WeirError(
                 "the engine has unfinished requests, whose outputs would be lost; step it until they are done, or end "
@@ -109,6 +111,7 @@ class Engine:
                 "llm",
             )
         prefix, sent, ended = f"weir-{secrets.token_hex(6)}", 0, False
+        more = {} if lora_request is None else {"lora_request": lora_request}
         keys: dict[str, Any] = {}  # of the requests that the engine has, by id
         try:
             while True:
@@ -121,7 +124,7 @@ class Engine:
                     request_id = f"{prefix}-{sent}"
                     keys[request_id] = key[0] if key else sent  # first: vLLM may have it even if adding it fails
                     sent += 1
-                    self._engine.add_request(request_id, self._rendered(prompt), _own(params))
+                    self._engine.add_request(request_id, self._rendered(prompt), _own(params), **more)
                 if not keys:
                     if ended:
                         return
@@ -153,6 +156,26 @@ class Engine:
         if isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
             prompt = prompt["prompt_token_ids"]
         return prompt if isinstance(prompt, dict) else {"type": "token", "prompt_token_ids": list(prompt)}
+
+    def add_adapter(self, lora_request: Any) -> None:
+        """Load a LoRA adapter before a request needs it: a request with one that cannot be loaded ends the engine.
+
+        Args:
+            lora_request: vLLM's ``LoRARequest``.
+
+        Raises:
+            WeirError: naming ``lora``, if the engine does not take it.
+        """
+        self._check_blocking()
+        if self._engine.vllm_config.lora_config is None:
+            raise WeirError("the engine takes no LoRA adapters; start it with enable_lora=True", "lora")
+        try:
+            self._engine.add_lora(lora_request)
+        except Exception as e:
+            reason = str(e).strip().splitlines() or [type(e).__name__]
+            raise WeirError(
+                f"the engine cannot load {brief(lora_request.lora_path, 200)}: {reason[-1][:300]}", "lora"
+            ) from e
 
     def call_workers(self, name: str, *arguments: Any) -> list[Any]:
         """Call one of Weir's functions on every worker.

@@ -38,6 +38,7 @@ def fit(
     answer: Annotated[str | None, typer.Option(help="The check looks at logit(answer) - logit(wrong).")] = None,
     wrong: Annotated[str | None, typer.Option(help="The token whose logit the check subtracts.")] = None,
     plot: Annotated[str | None, typer.Option(help="Picture of the AUC by block: .png, .svg or .html.")] = None,
+    lora: Annotated[str | None, typer.Option(help="Folder of a LoRA adapter, under which prompts are read.")] = None,
     column: Annotated[str, typer.Option(help="Field that is the prompt, in JSONL of objects.")] = "text",
     engine: Annotated[
         list[str] | None, typer.Option("--engine", "-e", help="Option of vllm.LLM: key=value, or a JSON object.")
@@ -50,6 +51,7 @@ def fit(
     Exit code 0: done; 1: refused or failed.
     """
     with exit_on_error():
+        from vllm_weir.experiments.adapter import Adapter
         from vllm_weir.experiments.fit.run import fit as run
         from vllm_weir.experiments.prompts import read_prompts
 
@@ -59,14 +61,16 @@ def fit(
         first, second = (
             read_prompts(path, name, column) for path, name in ((positive, "positive"), (negative, "negative"))
         )
-        options = parse_engine_options(engine or [])
+        adapter, options = Adapter.parse(lora), parse_engine_options(engine or [])
+        options = options if adapter is None else adapter.engine_options | options
         asked = _check_arguments(
             (len(first), len(second)), method, hook, blocks, parse_positions(positions), folds, seed
         )
         ModelConfig.read(model, options).check_layers(asked.hook, asked.layers)
         found = run(
             start_llm(model, options), first, second, cast(Any, method), hook, blocks,
-            parse_positions(positions), folds=folds, seed=seed, check=check, metric=metric, progress=not quiet,
+            parse_positions(positions), folds=folds, seed=seed, check=check, metric=metric, lora=lora,
+            progress=not quiet,
         )  # fmt: skip
         found.save(out)
         files = [out] if plot is None else [out, str(found.plot(plot))]

@@ -10,6 +10,7 @@ import vllm
 
 from vllm_weir import api
 from vllm_weir.errors import WeirError
+from vllm_weir.experiments.adapter import Adapter
 from vllm_weir.experiments.fit.rows import CallerRows, FitRows, WorkerRows, stays_on_workers
 from vllm_weir.frontend.engine import EngineCapabilities
 from vllm_weir.schema.capture import Capture
@@ -29,6 +30,7 @@ class FitEngine:
         hook: hook point.
         layers: ``"all"``, a block, or several.
         positions: selector; rows of several positions are averaged on the device.
+        adapter: under which all prompts run; None for none.
 
     Attributes:
         hook: its normal name.
@@ -43,7 +45,7 @@ class FitEngine:
         WeirError: naming the field, if the engine cannot give these rows.
     """
 
-    def __init__(self, llm: Any, hook: str, layers: Any, positions: Any) -> None:
+    def __init__(self, llm: Any, hook: str, layers: Any, positions: Any, adapter: Adapter | None) -> None:
         engine = self._engine = api.engine(llm)
         self.capabilities, self.model, self.tokenizer = engine.capabilities, engine.model, engine.tokenizer
         asked = parse_capture(hook, layers, positions)
@@ -56,6 +58,7 @@ class FitEngine:
         self.hook, self.positions = asked.hook, asked.positions
         _check_rows(self.capabilities, self.hook, self.layers)
         self.longest = self.model.max_model_len - 1
+        self._options = {} if adapter is None else {"lora_request": adapter.load(engine)}
 
     def open_rows(self, prompts: int) -> FitRows:
         """Return where rows of so many prompts will be; close it. Raise WeirError if the workers lack room."""
@@ -92,7 +95,7 @@ class FitEngine:
 
     def _stream(self, requests: Iterator[tuple[list[int], Any]]) -> Iterator[tuple[int, Any]]:
         try:
-            with contextlib.closing(self._engine.stream(requests)) as outputs:
+            with contextlib.closing(self._engine.stream(requests, **self._options)) as outputs:
                 yield from outputs
         except WeirError as e:
             raise _own(e) from None

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.experiments.adapter import Adapter
 from vllm_weir.experiments.directions import Directions
 from vllm_weir.experiments.fit import causal
 from vllm_weir.experiments.fit.engine import FitEngine
@@ -39,6 +40,7 @@ def fit(
     check: bool = True,
     metric: Any = None,
     sampling: Any = None,
+    lora: Any = None,
     progress: bool = True,
 ) -> Directions:
     """Fit a direction at each block from prompts of two classes.
@@ -69,6 +71,7 @@ def fit(
         metric: what the check looks at: `logit_diff`, or any metric of `sweep`. None: the score of
             the probe at the last block fitted. Given, it asks for the check.
         sampling: ``SamplingParams`` for a `metric` that is a function of the output.
+        lora: ``LoRARequest``, or the path of an adapter's folder, under which prompts are read and tried.
         progress: show a progress bar on stderr.
 
     Returns:
@@ -85,7 +88,8 @@ def fit(
     if metric is None and sampling is not None:
         raise WeirError("it is for a metric; give one, or leave it out", "sampling")
     wants_check = parse_flag(check, "check", "fit") or metric is not None
-    engine = FitEngine(llm, hook, layers, positions)
+    adapter = Adapter.parse(lora)
+    engine = FitEngine(llm, hook, layers, positions, adapter)
     readout = None if metric is None else causal.metric_readout(engine, metric, sampling)
     names = [
         f"{name}[{i}]" for name, side in zip(("positive", "negative"), texts, strict=True) for i in range(len(side))
@@ -106,6 +110,8 @@ def fit(
             for layer, one in found.items()
         },
     }
+    if adapter is not None:
+        details["lora"] = {"name": adapter.name, "digest": adapter.digest}
     if wants_check:
         details["causal"] = _checked(engine, found, task.parts, tokens, readout)
     return _directions(engine, method, chosen, found, details)

@@ -44,6 +44,7 @@ class CellRunner:
         metric: of an output.
         store: where numbers go.
         report: called with how many numbers are there, whenever one has come.
+        lora_request: vLLM's, under which all runs are made.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class CellRunner:
         metric: BoundMetric,
         store: Checkpoint | NoCheckpoint,
         report: Callable[[int], Any],
+        lora_request: Any = None,
     ) -> None:
         self._engine, self._plan, self._metric, self._store, self._report = engine, plan, metric, store, report
+        self._lora_request = lora_request
         self._rows: dict[tuple[int, int], RunRows] = {}
         self._submitted: set[int] = set()
         self._second_runs: deque[Request] = deque()
@@ -66,7 +69,7 @@ class CellRunner:
 
     def run(self) -> None:
         """Compute all that is missing; after an error nothing of it is left in the engine."""
-        with contextlib.closing(self._engine.stream(self._requests())) as outputs:
+        with contextlib.closing(self._engine.stream(self._requests(), lora_request=self._lora_request)) as outputs:
             for take, out in outputs:
                 take(out)
 
