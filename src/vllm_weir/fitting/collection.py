@@ -26,6 +26,7 @@ class FitTask:
         folds: how many are wanted.
         seed: of the folds, and of the method.
         strength: as in `MethodOptions`.
+        columns: first and end of the part of a row that is fitted; None for all of it.
     """
 
     method: str
@@ -34,6 +35,7 @@ class FitTask:
     folds: int = 5
     seed: int = 0
     strength: float = 1.0
+    columns: Sequence[int] | None = None
 
     @functools.cached_property
     def parts(self) -> Folds:
@@ -65,6 +67,7 @@ def fit_rows(rows: torch.Tensor, device: torch.device, layer: int, task: FitTask
         WeirError: if rows are not finite.
     """
     method, options = METHODS[task.method], MethodOptions(task.seed, task.strength)
+    rows = rows if task.columns is None else rows[:, slice(*task.columns)]
 
     def fitted(on: torch.device) -> LayerFit:
         exact = rows.to(on).double()

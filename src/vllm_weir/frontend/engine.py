@@ -6,20 +6,25 @@ import hashlib
 import inspect
 import secrets
 from collections.abc import Generator, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.lookup import engine_of, frontend_of, view_of
+from vllm_weir.frontend.lookup import engine_of, frontend_of, parts_of, view_of
 from vllm_weir.schema.intervention_kinds import Kept
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from vllm import PoolingParams, SamplingParams
 
 __all__ = ["WORKER_FUNCTIONS", "Engine", "EngineCapabilities", "worker_id"]
 WORKER_FUNCTIONS = ("weir_apply_to_rows", "weir_drop_rows", "weir_keep_rows", "weir_usage", "weir_weights")
 """What `Engine.call_workers` calls."""
 _END = object()
+_POOLING = ("embed", "classify", "token_embed", "token_classify")
+"""Tasks of engines that pool, those first that prompts in parts are served for."""
+
+
+Params: TypeAlias = "SamplingParams | PoolingParams"
 
 
 class Engine:
@@ -56,6 +61,23 @@ class Engine:
         return None if self.model.skip_tokenizer_init else self._engine.get_tokenizer()
 
     @property
+    def pools(self) -> bool:
+        """Whether it pools (``runner="pooling"``), and generates nothing."""
+        return bool(self.model.runner_type == "pooling")
+
+    def prompt_params(self) -> Params:
+        """Return params with which the engine reads a prompt and does least else; WeirError if it can only do more."""
+        from vllm import PoolingParams, SamplingParams
+
+        if not self.pools:
+            return SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        tasks = self._engine.get_supported_tasks()
+        task: Any = next((task for task in _POOLING if task in tasks), None)
+        if task is None:
+            raise WeirError(f"the engine pools for {', '.join(tasks)}, and for none of {', '.join(_POOLING)}", "llm")
+        return PoolingParams(task=task)
+
+    @property
     def interventions(self) -> tuple[Kept, ...]:
         """The interventions that every request undergoes, see `weir.set_global`."""
         self._frontend.names.refresh()
@@ -69,7 +91,7 @@ class Engine:
 
     def stream(
         self,
-        requests: Iterable[tuple[Any, SamplingParams] | tuple[Any, SamplingParams, Any] | None],
+        requests: Iterable[tuple[Any, Params] | tuple[Any, Params, Any] | None],
         in_flight: int | None = None,
         lora_request: Any = None,
     ) -> Generator[tuple[Any, Any], None, None]:
@@ -82,16 +104,17 @@ class Engine:
 
         Args:
             requests: (prompt, params) or (prompt, params, key). A prompt is a text, token ids, or a
-                prompt of vLLM's. Params are ``SamplingParams``, as `weir.params` returns them; they
-                are not changed, and several requests may share them. None, instead of a request,
+                prompt of vLLM's. Params are ``SamplingParams``, or ``PoolingParams`` with a task of an
+                engine that pools, as `weir.params` returns them; they are not changed, and several
+                requests may share them. None, instead of a request,
                 asks to be asked again after the next output.
             in_flight: most requests that the engine has at once; None: so many that it never waits
                 for the next one.
             lora_request: vLLM's ``LoRARequest``, under which all run; see `add_adapter`.
 
         Yields:
-            (key, output): the ``RequestOutput``, whose interventions are verified and whose rows for
-            sinks are stored; without a key, the number of the request from 0.
+            (key, output): the ``RequestOutput`` or ``PoolingRequestOutput``, whose interventions are verified and
+            whose rows for sinks are stored; without a key, the number of the request from 0.
 
         Raises:
             WeirError: if a request is refused or fails, or the engine has others.
@@ -141,7 +164,7 @@ class Engine:
         outputs = [output for output in self._engine.step() if output.finished and output.request_id in keys]
         finished = [(keys.pop(output.request_id), output) for output in outputs]
         for output in outputs:
-            for completion in output.outputs:
+            for completion in parts_of(output):
                 if (view := view_of(completion)) is not None:
                     view.verify()
                     view.settle()
@@ -232,22 +255,27 @@ class Engine:
 
 def worker_id(output: Any) -> str:
     """Return the id by which the workers know a request whose params had Weir's keys, from its output."""
-    view = view_of(output.outputs[0])
+    view = view_of(parts_of(output)[0])
     assert view is not None, "the request has Weir's keys"
     return view.pending.request_id
 
 
 def _parsed(request: Any, number: int) -> tuple[Any, ...]:
-    from vllm import SamplingParams
+    from vllm import PoolingParams, SamplingParams
 
-    if not isinstance(request, tuple) or len(request) not in (2, 3) or not isinstance(request[1], SamplingParams):
-        raise WeirError("expected (prompt, SamplingParams) or (prompt, SamplingParams, key)", f"requests[{number}]")
+    kinds = SamplingParams, PoolingParams
+    if not isinstance(request, tuple) or len(request) not in (2, 3) or not isinstance(request[1], kinds):
+        raise WeirError(
+            "expected (prompt, SamplingParams) or (prompt, SamplingParams, key), or PoolingParams in their place",
+            f"requests[{number}]",
+        )
     return request
 
 
-def _own(params: SamplingParams) -> SamplingParams:
+def _own(params: Params) -> Params:
     """Return a copy for one request, whose outputs are finished ones alone."""
     own = params.clone()  # a shallow copy, if `skip_clone` says that nobody changes them
-    own.skip_clone = True  # vLLM then makes a shallow copy of it
+    if hasattr(own, "skip_clone"):
+        own.skip_clone = True  # vLLM then makes a shallow copy of it
     own.output_kind = type(own.output_kind).FINAL_ONLY
     return own

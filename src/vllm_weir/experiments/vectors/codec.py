@@ -15,7 +15,7 @@ from vllm_weir.schema.vector_files import BLOCK_0, METADATA
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.util.foreign_files import MAX_NAMES
 
-KNOWN = ("hook", "method", "convention", "auc_by_layer", "bias", "details")
+KNOWN = ("hook", "method", "convention", "auc_by_layer", "bias", "details", "head")
 """What is kept of `Directions` beside its vectors."""
 _BY_LAYER = ("auc_by_layer", "bias")
 
