@@ -158,3 +158,9 @@ class Adapter:
         if sum(one is weight for _, one in network.named_parameters(remove_duplicate=False)) > 1:
             raise WeirError(f"it has weights for {path}, which the twin shares with another layer", "lora")
         return weight
+
+
+def options_under(lora: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of ``vllm.LLM``, and what else it needs for an adapter that is as for `Adapter.parse`."""
+    adapter = Adapter.parse(lora)
+    return options if adapter is None else adapter.engine_options | options

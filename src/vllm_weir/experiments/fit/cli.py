@@ -52,7 +52,7 @@ def fit(
     Exit code 0: done; 1: refused or failed.
     """
     with exit_on_error():
-        from vllm_weir.experiments.adapter import Adapter
+        from vllm_weir.experiments.adapter import options_under
         from vllm_weir.experiments.fit.engine import parse_heads
         from vllm_weir.experiments.fit.run import fit as run
         from vllm_weir.experiments.prompts import read_prompts
@@ -63,8 +63,7 @@ def fit(
         first, second = (
             read_prompts(path, name, column) for path, name in ((positive, "positive"), (negative, "negative"))
         )
-        adapter, options = Adapter.parse(lora), parse_engine_options(engine or [])
-        options = options if adapter is None else adapter.engine_options | options
+        options = options_under(lora, parse_engine_options(engine or []))
         asked = _check_arguments(
             (len(first), len(second)), method, hook, blocks, parse_positions(positions), folds, seed
         )

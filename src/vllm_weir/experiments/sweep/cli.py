@@ -60,7 +60,7 @@ def sweep(
     Exit code 0: done; 1: refused or failed.
     """
     with exit_on_error():
-        from vllm_weir.experiments.adapter import Adapter
+        from vllm_weir.experiments.adapter import options_under
         from vllm_weir.experiments.metrics import logit_diff
         from vllm_weir.experiments.sweep.prepare import check_arguments
         from vllm_weir.experiments.sweep.run import sweep as run
@@ -73,14 +73,13 @@ def sweep(
             "heads": heads if heads == "all" else parse_ints(heads, "'all' or ints", "heads"),
         }
         check_arguments(hooks.split(","), picked["layers"], parse_positions(positions), mode, receiver, held)
-        adapter, options = Adapter.parse(lora), parse_engine_options(engine or [])
-        options = options if adapter is None else adapter.engine_options | options
+        options = options_under(lora, parse_engine_options(engine or []))
         _check_model(ModelConfig.read(model, options), hooks.split(","), picked, receiver)
         result = run(
             start_llm(model, options), prompts.clean, prompts.corrupt, hooks.split(","),
             positions=parse_positions(positions), metric=logit_diff(prompts.answers, prompts.wrong),
             mode=cast(Any, mode),
-            to=receiver, freeze=held, lora=lora, checkpoint=checkpoint, progress=not quiet, **picked,
+            to=receiver, freeze=held, checkpoint=checkpoint, progress=not quiet, **picked, **({} if lora is None else {"lora": lora}),
         )  # fmt: skip
         if out is not None:
             result.save(out)
