@@ -47,14 +47,7 @@ class Adapter:
 
     @classmethod
     def parse(cls, lora: Any) -> Adapter | None:
-        """Read an adapter; None for none.
-
-        Args:
-            lora: vLLM's ``LoRARequest``, or the path of a folder.
-
-        Raises:
-            WeirError: naming ``lora``, for anything else, or files that are not there.
-        """
+        """Read an adapter, vLLM's ``LoRARequest`` or the path of a folder; None for none. WeirError names ``lora``."""
         if lora is None:
             return None
         given = getattr(lora, "lora_path", lora)

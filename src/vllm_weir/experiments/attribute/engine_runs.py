@@ -37,11 +37,7 @@ class EngineRuns:
         self._lora_request = None if adapter is None else adapter.load(self._engine)
 
     def load_twin(self, device: Any) -> Twin:
-        """Load the engine's checkpoint into transformers.
-
-        Raises:
-            WeirError: if it cannot, or the engine has been given other weights since it was started.
-        """
+        """Load the engine's checkpoint into transformers; WeirError if that fails, or the engine has other weights."""
         if not self._engine.has_first_weights():
             raise WeirError(
                 f"the engine has other weights than those that it loaded from {self.model.model!r} at its start; give "

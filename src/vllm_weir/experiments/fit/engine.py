@@ -89,14 +89,7 @@ class FitEngine:
     def ask(
         self, questions: Sequence[Question], sampling: Any, capture: Capture | None, read: Callable[[Any], float]
     ) -> list[float]:
-        """Return what `read` makes of the output of each question.
-
-        Args:
-            questions: tokens of a prompt, and what is changed while it is read.
-            sampling: params of all.
-            capture: rows that `read` looks at, or None.
-            read: output -> number.
-        """
+        """Return what `read` makes of the output of each question, under the same params and capture."""
         numbers = [0.0] * len(questions)
         asked = ((ids, api.params(sampling, capture=capture, interventions=moves)) for ids, moves in questions)
         for number, out in self._stream(asked):

@@ -78,8 +78,8 @@ def sweep(
         result = run(
             start_llm(model, options), prompts.clean, prompts.corrupt, hooks.split(","),
             positions=parse_positions(positions), metric=logit_diff(prompts.answers, prompts.wrong),
-            mode=cast(Any, mode),
-            to=receiver, freeze=held, checkpoint=checkpoint, progress=not quiet, **picked, **({} if lora is None else {"lora": lora}),
+            mode=cast(Any, mode), to=receiver, freeze=held, checkpoint=checkpoint, progress=not quiet, **picked,
+            **({} if lora is None else {"lora": lora}),
         )  # fmt: skip
         if out is not None:
             result.save(out)
