@@ -74,8 +74,10 @@ class Adapter:
         highest = max([self.config["r"], *(self.config.get("rank_pattern") or {}).values()])
         return {"enable_lora": True, "max_lora_rank": next((rank for rank in RANKS if rank >= highest), RANKS[-1])}
 
-    def load(self, engine: Engine) -> Any:
-        """Load it into an engine and return the ``LoRARequest``; raise WeirError if the engine does not take it.
+    def load(self, engine: Engine) -> dict[str, Any]:
+        """Load it into an engine; return what `Engine.stream` and ``LLM.generate`` run under it with.
+
+        WeirError says why the engine does not take it.
 
         Its name and number follow from the digest: what the engine has loaded or cached of other files under
         the name that was given does not count.
@@ -83,7 +85,7 @@ class Adapter:
         name, number = f"{self.name}-{self.digest[:16]}", int(self.digest[:7], 16) + 1
         request = lora_request(name, number, self.path, self.given)
         engine.add_adapter(request)
-        return request
+        return {"lora_request": request}
 
     @contextlib.contextmanager
     def merged(self, network: torch.nn.Module) -> Iterator[None]:

@@ -6,8 +6,9 @@ import contextlib
 import sys
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -93,7 +94,8 @@ class VllmEngine:
 
     _warned = False
     """Whether it was said that texts hold words that the tokenizer does not know."""
-    _lora_request: Any = None
+    _options: Mapping[str, Any] = MappingProxyType({})
+    """Further ones of `Engine.stream`."""
 
     def __init__(self, spec: RunSpec) -> None:
         from vllm import SamplingParams
@@ -107,7 +109,7 @@ class VllmEngine:
         self.engine = api.engine(self.llm)
         capabilities = self.engine.capabilities
         if spec.lora is not None:
-            self._lora_request = spec.lora.load(self.engine)
+            self._options = spec.lora.load(self.engine)
         self.weights: str | None
         try:
             self.weights = self.engine.weights()
@@ -166,7 +168,7 @@ class VllmEngine:
                 yield from ((ids, self.params, (outputs, number)) for number, ids in enumerate(prompts))
 
         # `_has_room` says how many requests are under way.
-        with contextlib.closing(self.engine.stream(requests(), sys.maxsize, self._lora_request)) as stream:
+        with contextlib.closing(self.engine.stream(requests(), in_flight=sys.maxsize, **self._options)) as stream:
             for (outputs, number), output in stream:
                 outputs[number] = output
                 while under_way and len(under_way[0][2]) == under_way[0][1]:

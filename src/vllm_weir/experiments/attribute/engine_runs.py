@@ -34,7 +34,7 @@ class EngineRuns:
             raise WeirError(f"expected {wanted}, got {type(llm).__name__}", field)
         self._engine, self.llm = engine(llm), llm
         self.model, self.tokenizer = self._engine.model, self._engine.tokenizer
-        self._lora_request = None if adapter is None else adapter.load(self._engine)
+        self._options = {} if adapter is None else adapter.load(self._engine)
 
     def load_twin(self, device: Any) -> Twin:
         """Load the engine's checkpoint into transformers; WeirError if that fails, or the engine has other weights."""
@@ -94,7 +94,7 @@ class EngineRuns:
         plain = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         prompts = [{"prompt_token_ids": list(ids)} for ids, _ in asked]
         sampling = [params(plain, **wanted) for _, wanted in asked]
-        return self.llm.generate(prompts, sampling, lora_request=self._lora_request, use_tqdm=False)
+        return self.llm.generate(prompts, sampling, use_tqdm=False, **self._options)
 
 
 def _replace(patch: RowPatch) -> Replace:

@@ -65,7 +65,7 @@ class FitEngine:
         self.heads, self._width = _heads(picked, heads, self.hook, shape), shape[-1]
         self.plain, self.pools = engine.prompt_params(), engine.pools
         self.longest = self.model.max_model_len - (not self.pools)
-        self._options = {} if adapter is None else {"lora_request": adapter.load(engine)}
+        self._options = {} if adapter is None else adapter.load(engine)
 
     def columns(self, head: int | None) -> tuple[int, int] | None:
         """Return where a head's values begin and end in a row; None for whole rows."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class CellRunner:
         metric: of an output.
         store: where numbers go.
         report: called with how many numbers are there, whenever one has come.
-        lora_request: vLLM's, under which all runs are made.
+        options: further ones of `Engine.stream`.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class CellRunner:
         metric: BoundMetric,
         store: Checkpoint | NoCheckpoint,
         report: Callable[[int], Any],
-        lora_request: Any = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._engine, self._plan, self._metric, self._store, self._report = engine, plan, metric, store, report
-        self._lora_request = lora_request
+        self._options = options
         self._rows: dict[tuple[int, int], RunRows] = {}
         self._submitted: set[int] = set()
         self._second_runs: deque[Request] = deque()
@@ -69,7 +70,7 @@ class CellRunner:
 
     def run(self) -> None:
         """Compute all that is missing; after an error nothing of it is left in the engine."""
-        with contextlib.closing(self._engine.stream(self._requests(), lora_request=self._lora_request)) as outputs:
+        with contextlib.closing(self._engine.stream(self._requests(), **self._options)) as outputs:
             for take, out in outputs:
                 take(out)
 

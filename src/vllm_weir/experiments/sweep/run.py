@@ -91,14 +91,14 @@ def sweep(
         engine, clean, corrupt, hooks=hooks, layers=layers, positions=positions, heads=heads, metric=metric, mode=mode,
         to=to, freeze=freeze, sampling=sampling, adapter=adapter,
     )  # fmt: skip
-    plan, request = prepared.plan, None if adapter is None else adapter.load(engine)
+    plan, options = prepared.plan, {} if adapter is None else adapter.load(engine)
     with (
         _store(engine, plan, checkpoint) as store,
         _reporter(progress, plan.keys) as report,
         frozen_heap(),
     ):
         report(len(store.values))
-        CellRunner(engine, plan, prepared.metric, store, report, request).run()
+        CellRunner(engine, plan, prepared.metric, store, report, options).run()
         return Sweep.of(plan, store.values, prepared.metric.name, prepared.position_labels)
 
 
