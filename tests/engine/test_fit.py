@@ -282,6 +282,54 @@ def test_rows_that_stay_on_the_workers_give_what_rows_here_give(llm, monkeypatch
     assert [usage["kept_bytes"] for usage in llm.collective_rpc("weir_usage")] == [0]
 
 
+def test_heads(llm, monkeypatch):
+    """Each head's direction is that of transformers' rows of the head; what it is used for acts on that head alone."""
+    found = fit(llm, hook="z", heads="all", layers=[1, 4])
+    monkeypatch.setattr("vllm_weir.experiments.fit.engine.stays_on_workers", lambda *_: False)
+    here = fit(llm, hook="z", heads=[2, 0], layers=[4], positions="prompt", method="logistic")
+    assert list(found) == [0, 1, 2, 3] and list(here) == [2, 0]
+    for layer in (1, 4):
+        ids = [[tokenizer()(text)["input_ids"] for text in side] for side in (HAPPY, SAD)]
+        both = [np.stack([truth().rows(one, [("z", layer)])["z", layer][-1] for one in side]) for side in ids]
+        for head, one in found.items():
+            expected = both[0][:, head].mean(0) - both[1][:, head].mean(0)
+            length = one.details["layers"][str(layer)]["norm"]
+            assert np.abs(one.vector(layer).numpy() - expected).max() < 1e-5 * length and one.head == head
+            lengths = np.linalg.norm(np.concatenate([side[:, head] for side in both]), axis=1)
+            assert length == pytest.approx(lengths.mean(), rel=1e-5)
+    assert here[2].details["rows"] == "caller" and found[2].details["rows"] == "workers"
+    one = found[2].only(4)
+    asked = [weir.Capture("z", 4)]
+    params = weir.params(capture=asked, interventions=one.add(2.0), probes=one.probe(4, positions="last_prompt"))
+    plain, out = (llm.generate(HAPPY[0], p, use_tqdm=False)[0] for p in (weir.params(capture=asked), params))
+    at = len(plain.prompt_token_ids) - 1
+    moved = out.activations["z", 4][at] - plain.activations["z", 4][at]
+    assert torch.allclose(moved[2], 2 * one.vector(4), atol=1e-4)
+    assert torch.allclose(moved[[0, 1, 3]], torch.zeros(3, moved.shape[1]), atol=1e-5)
+    weight = one.vector(4) / one.vector(4).norm()
+    score = float(out.activations["z", 4][at, 2] @ weight) + one.bias[4]
+    assert float(out.scores["probe"][-1, 0]) == pytest.approx(score, abs=1e-4)
+
+
+def test_of_several_heads_the_best_is_tried(llm, tmp_path):
+    found = fit(llm, hook="z", heads=[0, 3], layers=[1, 4], metric=weir.logit_diff(*BEST))
+    checks = {head: one.details["causal"] for head, one in found.items()}
+    best = max(found, key=lambda head: max(found[head].auc(layer) for layer in (1, 4)))
+    assert checks[best]["head"] == best and checks[3 - best] == {"skipped": f"the AUC of head {best} is higher"}
+    layer, head = checks[best]["layer"], found[best]
+    parts = split(PAIRS, PAIRS, True, 5, 0)
+    held = np.flatnonzero(parts.positive == 0)
+    bound = weir.logit_diff(*BEST).bind(tokenizer(), 1)
+    kept = np.flatnonzero(parts.positive != 0)
+    part = fit(llm, [HAPPY[k] for k in kept], [SAD[k] for k in kept], hook="z", heads=best, layers=layer)[best]
+    params = weir.params(weir.SamplingParams(**bound.sampling(0)), interventions=part.add(1.0))
+    mean = np.mean([bound.score(out, 0) for out in llm.generate([SAD[k] for k in held], params, use_tqdm=False)])
+    assert checks[best]["means"]["added_negative"] == pytest.approx(mean, abs=2 * logit_bound(20.0, LAYERS, 512))
+    head.save(tmp_path / "head.safetensors")
+    again = load_vector(tmp_path / "head.safetensors")
+    assert again == head and again.head == best
+
+
 def test_rows_come_here_where_something_reads_those_of_every_request(llm):
     probe = weir.Probe("everyone", torch.ones(256), layer=2)
     weir.register_probe(llm, probe, everyone=True)
@@ -310,6 +358,9 @@ def test_what_the_workers_cannot_keep_is_refused(llm, monkeypatch):
         ({"hook": "resid"}, "hook", "resid"),
         ({"layers": 9}, "layers", "block 9 does not exist"),
         ({"positions": "last"}, "positions", "unknown selector 'last'"),
+        ({"hook": "z", "heads": [1, 4]}, "heads", "head 4 does not exist: z has heads 0..3"),
+        ({"hook": "pattern", "heads": "all"}, "hook", "no direction"),
+        ({"heads": [0]}, "heads", "resid_post has no heads"),
         ({"hook": "z"}, "hook", r"a row of z is \[\d+, \d+\], and a direction is one vector"),
         ({"negative": SAD[:3], "method": "pca"}, "negative", "do not pair up"),
         ({"positive": ["x " * 400]}, "positive[0]", "tokens, and the engine takes 1 to 255"),

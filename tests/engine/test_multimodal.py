@@ -224,6 +224,41 @@ def test_interventions_of_every_request_act_on_images_alone(root, usual):
         weir.clear_global(llm)
 
 
+def test_one_image_of_several(root, usual):
+    """Read, steered and scored at that image alone; a prompt with fewer is refused, or passed over."""
+    llm, truth = engine(root, usual), reference(root, usual)
+    text, one, two = prompts(truth.recipe)
+    between = truth.ids(two).index(truth.ids(Prompt("w5 w6", {}))[-1])
+    at = truth.media_positions(two)
+    items = [[p for p in at if p < between], [p for p in at if p > between]]
+    assert all(items) and len(items[0]) != len(items[1])
+    good, vector = sites_of(llm, usual), 3 * torch.randn(128, generator=torch.Generator().manual_seed(9))
+    for index, expected in ((0, items[0]), (1, items[1]), (-2, items[0])):
+        image = {"modality": "image", "index": index}
+        (out,) = generate(llm, [(two, {"capture": captures(good, image)})])
+        assert rows_error(out.outputs[0], truth.rows(two, out.outputs[0].token_ids), expected) <= BOUND
+        probe = weir.Probe("seen", torch.ones(128), layer=2, positions=image)
+        keys = {"capture": captures(good), "interventions": weir.Add(vector, 1, positions=image), "probes": probe}
+        (out,) = generate(llm, [(two, keys)])
+        steered = truth.rows(two, out.outputs[0].token_ids, ("resid_post", 1, vector, expected))
+        assert rows_error(out.outputs[0], steered) <= BOUND
+        assert out.outputs[0].scores.positions["seen"].tolist() == expected
+    second = {"modality": "image", "index": 1}
+    for prompt, field, said in ((one, "index", "item 1 of image has no position"), (text, "modality", "no image")):
+        with pytest.raises(weir.WeirError, match=said) as e:
+            generate(llm, [(prompt, {"capture": weir.Capture("resid_post", positions=second)})])
+        assert e.value.field == f"capture[0].positions.{field}"
+    (plain,) = generate(llm, [(one, {"capture": captures(good)})])
+    weir.set_global(llm, [weir.Add(vector, 1, positions=second)])
+    try:
+        same, moved = generate(llm, [(one, {"capture": captures(good)}), (two, {"capture": captures(good)})])
+        assert rows_error(same.outputs[0], truth.rows(one, plain.outputs[0].token_ids)) <= BOUND
+        steered = truth.rows(two, moved.outputs[0].token_ids, ("resid_post", 1, vector, items[1]))
+        assert rows_error(moved.outputs[0], steered) <= BOUND
+    finally:
+        weir.clear_global(llm)
+
+
 def test_rows_by_position_and_scores_at_images(root, usual):
     """One vector for each of an image's positions; a probe there has a score for each."""
     llm, truth = engine(root, usual), reference(root, usual)

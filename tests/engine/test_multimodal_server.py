@@ -72,6 +72,20 @@ def test_rows_at_images(client, reference):
             assert rows_error(choice, truth.rows(prompt, choice.token_ids), at) <= BOUND
 
 
+def test_rows_at_one_image_of_two(client, reference):
+    """Each has 16 positions; a conversation with one has no second, and the refusal says so."""
+    truth = reference[1]
+    messages, prompt = conversation(2, 1)
+    at = truth.media_positions(prompt)
+    for index, expected in ((0, at[:16]), (-1, at[16:])):
+        asked = captures([("resid_post", 2)], IMAGE | {"index": index})
+        (choice,) = client.chat(messages, **SAME, capture=asked).choices
+        assert rows_error(choice, truth.rows(prompt, choice.token_ids), expected) <= BOUND
+    with pytest.raises(weir.WeirError, match="item 1 of image has no position") as e:
+        client.chat(conversation(1)[0], **SAME, capture=weir.Capture("resid_post", 0, IMAGE | {"index": 1}))
+    assert e.value.field == "capture[0].positions.index"
+
+
 def test_steering_at_images(client, reference):
     truth = reference[1]
     messages, prompt = conversation(3)

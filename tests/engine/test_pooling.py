@@ -333,3 +333,32 @@ def test_encoder(root):
         llm.embed(given((9,)), pooling_params=asked, use_tqdm=False)
     del outs, out
     assert_nothing_is_held(llm)
+
+
+def test_fit(root):
+    """Directions are those of transformers' rows; the check steers what is pooled, and reads the rows or the output."""
+    llm, truth = embedder(root), oracle(directory(root))
+    sides = [[tokens(20 + seed % 3, seed) for seed in range(start, start + 6)] for start in (0, 50)]
+    found = weir.fit(llm, *sides, layers=[1, 3], progress=False)
+    for layer in (1, 3):
+        rows = [torch.stack([truth.rows(ids)["resid_post", layer][-1] for ids in side]) for side in sides]
+        length = found.details["layers"][str(layer)]["norm"]
+        assert (found.vector(layer) - (rows[0].mean(0) - rows[1].mean(0))).abs().max() < 1e-5 * length
+    check = found.details["causal"]
+    assert check["layer"] == 1 and check["readout"] == "probe's score at resid_post.3"
+    assert check["means"]["added_negative"] > check["means"]["plain_negative"]
+    heads = weir.fit(llm, *sides, hook="z", heads=[3], layers=2, positions="prompt", check=False, progress=False)
+    rows = [torch.stack([truth.rows(ids)["z", 2].mean(0)[3] for ids in side]) for side in sides]
+    assert rel_err(heads[3].vector(2), rows[0].mean(0) - rows[1].mean(0)) < 1e-4
+    first = weir.fit(llm, *sides, layers=3, metric=lambda out: float(out.outputs.data[0]), progress=False)
+    held = first.details["causal"]["prompts"]["positive"]
+    embeddings = [normed(truth.rows(ids)["final_norm", 0][-1])[0] for ids in sides[0]]
+    assert (
+        held and min(embeddings) - 1e-4 <= first.details["causal"]["means"]["plain_positive"] <= max(embeddings) + 1e-4
+    )
+    with pytest.raises(weir.WeirError, match="an engine that pools has no logits") as e:
+        weir.fit(llm, *sides, layers=3, metric=weir.logit_diff(3, 5), progress=False)
+    assert e.value.field == "metric"
+    with pytest.raises(weir.WeirError, match="samples nothing"):
+        weir.fit(llm, *sides, layers=3, metric=len, sampling=weir.SamplingParams(), progress=False)
+    assert_nothing_is_held(llm)

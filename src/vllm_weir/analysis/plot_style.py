@@ -22,15 +22,9 @@ SAME_FILE: dict[Any, Any] = {"svg.hashsalt": "weir"}
 
 
 def new_figure(size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
-    """Return a figure and its axes; raise WeirError without matplotlib.
+    """Return a figure of `size` inches and its axes, an array if they are several; raise WeirError without matplotlib.
 
     It is none of pyplot's, whose backend stays the user's: a notebook shows it where it is returned, and only there.
-
-    Args:
-        size: width and height in inches.
-        rows: of axes; with one row and column they are one object, else an array.
-        columns: likewise.
-        options: as of ``Figure.subplots``.
     """
     check_matplotlib()
     from matplotlib.figure import Figure
@@ -120,16 +114,9 @@ def check_suffix(path: str | PathLike, field: str = "path") -> str:
 
 
 def finished(figure: Any, path: str | PathLike | None, title: str, table: list[list[str]]) -> Any:
-    """Return a figure, or with a path the path, after it was written there.
+    """Return a figure, or with a path (.png, .svg, .html) the path, after it was written there.
 
-    Args:
-        figure: the figure.
-        path: None, or ``.png``, ``.svg`` or ``.html``.
-        title: of an HTML page.
-        table: the numbers for an HTML page; the first row is the head.
-
-    Raises:
-        WeirError: if the suffix is another one, or the file cannot be written.
+    An HTML page has a title and the table, whose first row is its head. WeirError says why it cannot be written.
     """
     return figure if path is None else save(figure, path, title, table)
 

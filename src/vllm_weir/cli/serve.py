@@ -48,11 +48,7 @@ GROUPS = (
 
 
 def serve(arguments: list[str]) -> None:
-    """Run ``vllm serve`` with these arguments in this process.
-
-    Raises:
-        WeirError: if the server would run without Weir.
-    """
+    """Run ``vllm serve`` with these arguments in this process; raise WeirError if the server would run without Weir."""
     rest = prepare(arguments, os.environ)
     _check_loading()
     _check_port(rest)

@@ -15,15 +15,7 @@ from vllm_weir.util.start_llm import start_llm
 
 
 def survey(model: str, **engine_args: Any) -> list[SiteVerdict]:
-    """Load a model into a small engine and return the verdict on each of its sites.
-
-    Args:
-        model: directory or hub id, or ``demo``.
-        engine_args: further arguments of ``vllm.LLM``.
-
-    Raises:
-        WeirError: if vLLM cannot load the model, or Weir does not serve it at all.
-    """
+    """Load a model into a small engine and return the verdict on each of its sites; WeirError if that cannot be."""
     small = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 256 << 20}
     llm = start_llm(model, {"skip_tokenizer_init": True, "enforce_eager": True} | small | engine_args)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -17,6 +17,7 @@ from vllm_weir.schema.fields import set_fields
 from vllm_weir.schema.hooks import normalise_hook
 from vllm_weir.schema.interventions import Add
 from vllm_weir.schema.probes import Probe
+from vllm_weir.schema.row_parts import RowPart
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import Vector, number
 from vllm_weir.util import notebook
@@ -44,6 +45,7 @@ class Directions:
             ``weight @ row + bias``, where `weight` is the vector itself for ``"logistic"``, and the
             unit vector along it for every other method.
         details: anything more, as JSON: counts, effects, doses.
+        head: of which head rows are, at hook points with a row for each; None: of whole rows.
 
     Raises:
         WeirError: naming the field.
@@ -57,6 +59,7 @@ class Directions:
     auc_by_layer: Mapping[int, float] | None = None
     bias: Mapping[int, float] | None = None
     details: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    head: int | None = None
 
     def __post_init__(self) -> None:
         vectors = _parse_vectors(self.vectors)
@@ -74,6 +77,7 @@ class Directions:
             auc_by_layer=_parse_numbers(self.auc_by_layer, layers, "directions.auc_by_layer"),
             bias=_parse_numbers(self.bias, layers, "directions.bias"),
             details=_parse_details(self.details),
+            head=_parse_head(self.hook, self.head),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -86,8 +90,12 @@ class Directions:
     __hash__ = None  # type: ignore[assignment]
 
     def _plain(self) -> tuple[Any, ...]:
-        names = ("hook", "layers", "method", "convention", "auc_by_layer", "bias", "details")
+        names = ("hook", "layers", "method", "convention", "auc_by_layer", "bias", "details", "head")
         return tuple(getattr(self, name) for name in names)
+
+    @property
+    def _place(self) -> str:
+        return self.hook if self.head is None else f"{self.hook}, head {self.head}"
 
     @property
     def width(self) -> int:
@@ -136,7 +144,8 @@ class Directions:
                     "no bias is known, so no score separates the classes; give bias=, 0 for the component alone", "bias"
                 )
             fields["bias"] = self.bias[layer]
-        return Probe(name, vector if self.method == "logistic" else unit(vector), hook=self.hook, layer=layer, **fields)
+        weight = vector if self.method == "logistic" else unit(vector)
+        return Probe(name, weight, hook=self.hook, layer=layer, **{"head": self.head} | fields)
 
     def add(self, scale: float = 1.0, layers: int | Iterable[int] | None = None, **fields: Any) -> Add:
         """Return the intervention that adds ``scale * vector`` at each block.
@@ -150,7 +159,8 @@ class Directions:
             WeirError: for a block without a direction.
         """
         chosen = self.only(layers) if layers is not None else self
-        return Add(dict(chosen.vectors), scale=scale, hook=self.hook, **fields)
+        heads = None if self.head is None else [self.head]
+        return Add(dict(chosen.vectors), scale=scale, hook=self.hook, **{"heads": heads} | fields)
 
     def only(self, layers: int | Iterable[int]) -> Directions:
         """Return the directions of one block or several, with what is known about them."""
@@ -162,16 +172,10 @@ class Directions:
         def part(values: Mapping[int, Any] | None) -> dict[int, Any] | None:
             return None if values is None else {layer: values[layer] for layer in wanted if layer in values}
 
-        return Directions(
-            self.hook,
-            tuple(wanted),
-            part(self.vectors) or {},
-            self.method,
-            self.convention,
-            part(self.auc_by_layer),
-            part(self.bias),
-            self.details,
-        )
+        return replace(
+            self, layers=tuple(wanted), vectors=part(self.vectors) or {}, auc_by_layer=part(self.auc_by_layer),
+            bias=part(self.bias),
+        )  # fmt: skip
 
     @overload
     def plot(self, path: None = None) -> Figure: ...
@@ -196,12 +200,12 @@ class Directions:
 
         if not self.auc_by_layer:
             raise WeirError("no AUC is known: nothing was held out", "plot")
-        return draw_auc(self.auc_by_layer, self.best, f"{self.method} at {self.hook}: AUC by block", path)
+        return draw_auc(self.auc_by_layer, self.best, f"{self.method} at {self._place}: AUC by block", path)
 
     def __repr__(self) -> str:
         blocks = f"{len(self.layers)} blocks" if len(self.layers) > 1 else f"block {self.layers[0]}"
         best = f", best at block {self.best}: AUC {self.auc(self.best):.3f}" if self.auc_by_layer else ""
-        return f"Directions({self.method} at {self.hook}, vector[{self.width}] of {blocks}{best})"
+        return f"Directions({self.method} at {self._place}, vector[{self.width}] of {blocks}{best})"
 
     def __str__(self) -> str:
         head, *rows = self._table()
@@ -342,6 +346,15 @@ def _parse_numbers(values: Any, layers: tuple[int, ...], at: str) -> dict[int, f
     if not set(out) <= set(layers):
         raise WeirError(f"blocks {sorted(set(out) - set(layers))[:5]} have no vector", at)
     return dict(sorted(out.items()))
+
+
+def _parse_head(hook: str, head: Any) -> int | None:
+    """Return a head; raise WeirError for anything else, or a hook point without heads."""
+    if head is None:
+        return None
+    if not is_int(plain(head)):
+        raise WeirError(f"expected the number of a head, got {brief(head)}", "directions.head")
+    return (RowPart.parse(normalise_hook(hook, "directions.hook"), head, None, "directions").heads or (0,))[0]
 
 
 def _parse_details(details: Any) -> dict[str, Any]:

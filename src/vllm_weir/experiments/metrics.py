@@ -211,8 +211,11 @@ def bind_metric(
 def check_engine(metric: BoundMetric, model: Any, speculative: bool) -> None:
     """Raise WeirError unless an engine returns what a metric reads.
 
-    One that verifies drafts (`speculative`) returns no log-probabilities of chosen tokens.
+    One that verifies drafts (`speculative`) returns no log-probabilities of chosen tokens, and one that pools has no
+    logits.
     """
+    if getattr(model, "runner_type", "") == "pooling" and not isinstance(metric, OnOutput):
+        raise WeirError("an engine that pools has no logits; give a function of its output", "metric")
     if isinstance(metric, OnLogits) and 0 <= model.max_logprobs < model.get_vocab_size():
         raise WeirError("a metric on all logits needs an engine that gives them: LLM(..., max_logprobs=-1)", "metric")
     if isinstance(metric, BoundLogitDiff) and speculative:

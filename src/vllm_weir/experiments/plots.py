@@ -57,13 +57,9 @@ class HeatMapTable(NamedTuple):
 
 
 def grid_tables(grid: Grid, columns: Sequence[str], about: str = "", hook: str | None = None) -> list[HeatMapTable]:
-    """Return the numbers of each hook point of a grid, or of one.
+    """Return the numbers of each hook point of a grid, or of one; `about` follows the hook point in the titles.
 
-    Args:
-        grid: axes ``hook``, ``layer``, ``position``, and ``head`` if heads are told apart.
-        columns: a text for each position.
-        about: follows the hook point in the titles.
-        hook: this hook point alone.
+    The grid's axes are ``hook``, ``layer``, ``position``, and ``head`` if heads are told apart.
     """
     hooks = [str(name) for name in grid.axes["hook"]]
     if hook is not None and hook not in hooks:
@@ -75,11 +71,7 @@ def grid_tables(grid: Grid, columns: Sequence[str], about: str = "", hook: str |
 def draw_grid(tables: Sequence[HeatMapTable], label: str, path: str | PathLike | None, one_page: bool) -> Any:
     """Draw a heat map for each hook point; return the figure with all of them, or with a path the files.
 
-    Args:
-        tables: the numbers.
-        label: what they are.
-        path: of the file; several hook points get one each, with their names in it. None for no file.
-        one_page: all hook points of an ``.html`` go into one file instead.
+    Several hook points get a file each, with their names in it, or with `one_page` one ``.html`` for all.
     """
     if path is None:
         return _draw(tables, label)
@@ -144,14 +136,7 @@ def _one_page(pages: list[str], title: str, path: Path) -> Path:
 
 
 def draw_auc(areas: Mapping[int, float], best: int, title: str, path: str | PathLike | None) -> Any:
-    """Draw the AUC by block; return the figure, or with a path the path.
-
-    Args:
-        areas: block -> AUC.
-        best: the block with the highest.
-        title: of the figure.
-        path: ``.png``, ``.svg`` or ``.html``; None for no file.
-    """
+    """Draw the AUC by block; return the figure, or with a path (.png, .svg, .html) the path."""
     layers = list(areas)
     figure, axis = new_figure((max(4.6, 2.2 + 0.16 * len(layers)), 3.0))
     axis.axhline(0.5, color=FAINT, linewidth=0.8, linestyle="--")

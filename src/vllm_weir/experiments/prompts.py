@@ -18,15 +18,7 @@ Prompt = str | list[dict[str, Any]] | list[int]
 
 
 def parse_prompts(prompts: Any, field: str) -> list[Prompt]:
-    """Parse a list of prompts.
-
-    Args:
-        prompts: texts, chats, lists of token ids, or ``{"prompt_token_ids": [...]}``.
-        field: named by errors.
-
-    Raises:
-        WeirError: naming the prompt.
-    """
+    """Parse texts, chats, lists of token ids or ``{"prompt_token_ids": [...]}``; raise WeirError naming the prompt."""
     prompts = _listed(prompts)
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Sequence):
         raise WeirError(f"expected a list of prompts, got {type(prompts).__name__}", field)
@@ -132,18 +124,10 @@ def _present(tokenizer: Any, field: str) -> Any:
 
 
 def read_prompts(path: str | PathLike, field: str, column: str = "text") -> list[Any]:
-    """Read the prompts of one class.
+    """Read the prompts of one class, for `parse_prompts`.
 
-    Args:
-        path: ``.jsonl`` (or ``.ndjson``, ``.json`` with one value a line): texts, chats (lists of
-            messages), lists of token ids, or objects with one of these under `column`, or under
-            ``messages``; any other file has one text a line. Blank lines are passed over.
-        field: named by errors.
-        column: key of the objects.
-
-    Raises:
-        WeirError: naming the line.
-        StoreError: if the file cannot be read.
+    JSON lines are texts, chats, lists of token ids, or objects with one of these under `column` or ``messages``; any
+    other file has one text a line. WeirError names the line, StoreError a file that cannot be read.
     """
     if Path(path).suffix.lower() not in (".jsonl", ".ndjson", ".json"):
         return [line for _, line in read_lines(path, field)]

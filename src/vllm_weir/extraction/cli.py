@@ -48,6 +48,7 @@ def extract(
         int | None, typer.Option(help="With --sae: so many features of a row, the most active. [32]")
     ] = None,
     ids: Annotated[str | None, typer.Option(help="With --sae: ids of the features to write, with commas.")] = None,
+    lora: Annotated[str | None, typer.Option(help="Folder of a LoRA adapter, under which records are read.")] = None,
     positions: Annotated[str, typer.Option(help="prompt, all, last_prompt, sampled, -4:, or JSON.")] = "prompt",
     compress: Annotated[str | None, typer.Option(help="rp8, full8, topk8, fp16, fp8, or JSON.")] = None,
     reduce: Annotated[str | None, typer.Option(help="last, mean or max: one row a record.")] = None,
@@ -98,7 +99,7 @@ def extract(
                 source, model, out, hook=hook,
                 layers=layers if layers == "all" else parse_ints(layers, "'all' or ints", "layers"),
                 heads=parse_ints(heads, "ints", "heads"), neurons=parse_ints(neurons, "ints", "neurons"),
-                sae=_named_path(sae), top_k=top_k, ids=parse_ints(ids, "ints", "ids"),
+                sae=_named_path(sae), lora=lora, top_k=top_k, ids=parse_ints(ids, "ints", "ids"),
                 positions=parse_positions(positions), compress=parse_compression(compress),
                 reduce=cast(Any, reduce), dtype=dtype, max_tokens=max_tokens,
                 max_length=max_length, column=column, split=split, layout=layout, limit=limit, batch=batch,

@@ -6,8 +6,9 @@ import contextlib
 import sys
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -93,6 +94,8 @@ class VllmEngine:
 
     _warned = False
     """Whether it was said that texts hold words that the tokenizer does not know."""
+    _options: Mapping[str, Any] = MappingProxyType({})
+    """Further ones of `Engine.stream`."""
 
     def __init__(self, spec: RunSpec) -> None:
         from vllm import SamplingParams
@@ -100,10 +103,13 @@ class VllmEngine:
         from vllm_weir import api
 
         # A captured prompt is computed whole, so the prefix cache would never be used.
-        options = {"enable_prefix_caching": False} | spec.engine
+        adapted = {} if spec.lora is None else spec.lora.engine_options
+        options = {"enable_prefix_caching": False} | adapted | spec.engine
         self.llm = start_llm(spec.model, options)
         self.engine = api.engine(self.llm)
         capabilities = self.engine.capabilities
+        if spec.lora is not None:
+            self._options = spec.lora.load(self.engine)
         self.weights: str | None
         try:
             self.weights = self.engine.weights()
@@ -162,7 +168,7 @@ class VllmEngine:
                 yield from ((ids, self.params, (outputs, number)) for number, ids in enumerate(prompts))
 
         # `_has_room` says how many requests are under way.
-        with contextlib.closing(self.engine.stream(requests(), in_flight=sys.maxsize)) as stream:
+        with contextlib.closing(self.engine.stream(requests(), in_flight=sys.maxsize, **self._options)) as stream:
             for (outputs, number), output in stream:
                 outputs[number] = output
                 while under_way and len(under_way[0][2]) == under_way[0][1]:

@@ -35,11 +35,7 @@ class FeatureSpec:
 
     @classmethod
     def parse(cls, sae: Any, top_k: Any, ids: Any, model: str, positions: Any) -> FeatureSpec:
-        """Load an autoencoder and check what is asked of it, as for `extract`.
-
-        Raises:
-            WeirError: Naming the option.
-        """
+        """Load an autoencoder and check what is asked of it, as for `extract`; raise WeirError naming the option."""
         source = _source(sae)
         with_weights = load_source(source)
         if with_weights.layers:

@@ -65,12 +65,9 @@ class PromptReader:
         self.known_skipped, self.reaches = known_skipped, reaches
 
     def groups(self, start: int, stop: int) -> Iterator[PromptGroup]:
-        """Yield the groups of records `start` to `stop` - 1.
+        """Yield the groups of records `start` to `stop` - 1; raise WeirError for an invalid record (unless `skip`).
 
         Groups begin at multiples of `batch`, whatever the dataset already has.
-
-        Raises:
-            WeirError: For an invalid record (unless `skip`).
         """
         for _, group in itertools.groupby(self.source.read(start, stop), lambda record: record.index // self.batch):
             counts = RecordCounts()

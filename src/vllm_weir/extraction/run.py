@@ -12,6 +12,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.experiments.adapter import Adapter
 from vllm_weir.extraction.counts import RecordCounts
 from vllm_weir.extraction.engine import ExtractionEngine, VllmEngine
 from vllm_weir.extraction.feature_spec import FeatureSpec
@@ -84,6 +85,7 @@ def extract(
     sae: Any = None,
     top_k: int | None = None,
     ids: Any = None,
+    lora: Any = None,
     ray: Ray | None = None,
     flush_seconds: float = 30.0,
     source_options: dict[str, Any] | None = None,
@@ -125,6 +127,7 @@ def extract(
             or ``{name: path or SAE}``. It is read at its own hook point, in float32.
         top_k: The most active features of each row, at most so many of them; by default 32.
         ids: These features instead.
+        lora: ``LoRARequest``, or the path of an adapter's folder, under which records are read.
         ray: Run on Ray.
         flush_seconds: Least time between two publications of finished requests.
         source_options: Options for fsspec, of the source.
@@ -148,7 +151,7 @@ def extract(
         _refuse_beside_features(features.site, layers=layers, hook=hook, layout=layout, capture=capture, **rows)
         hook, layers = features.site
     captured = _captured(capture, hook=hook, layers=layers, positions=positions, **rows)
-    spec = RunSpec(model, captured, max_tokens, max_length, engine or {}, features)
+    spec = RunSpec(model, captured, max_tokens, max_length, engine or {}, features, Adapter.parse(lora))
     _check_model(spec, start_engine)
     texts = open_source(source, column, split=split, storage_options=source_options)
     target = _target(str(out), layout, options, features)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.experiments.adapter import Adapter
 from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.source import TextSource
 from vllm_weir.schema.capture import Capture
@@ -45,6 +46,7 @@ class RunSpec:
             takes.
         engine: Options of ``vllm.LLM``.
         features: Features to extract in place of rows, at the hook point of their autoencoder.
+        lora: Adapter under which records are read.
     """
 
     model: str
@@ -53,6 +55,7 @@ class RunSpec:
     max_length: int | None = None
     engine: dict[str, Any] = field(default_factory=dict)
     features: FeatureSpec | None = None
+    lora: Adapter | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -92,6 +95,7 @@ class RunSpec:
             "model": self.model, **captured,
             "max_tokens": self.max_tokens, "max_length": self.max_length,
             "engine": engine, **({} if self.features is None else self.features.identity()),
+            "lora": None if self.lora is None else self.lora.digest,
         }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ class FitTask:
         folds: how many are wanted.
         seed: of the folds, and of the method.
         strength: as in `MethodOptions`.
+        columns: first and end of the part of a row that is fitted; None for all of it.
     """
 
     method: str
@@ -34,6 +35,7 @@ class FitTask:
     folds: int = 5
     seed: int = 0
     strength: float = 1.0
+    columns: Sequence[int] | None = None
 
     @functools.cached_property
     def parts(self) -> Folds:
@@ -47,24 +49,17 @@ class FitTask:
 
 
 def fit_rows(rows: torch.Tensor, device: torch.device, layer: int, task: FitTask) -> LayerFit:
-    """Fit rows of one site.
+    """Fit rows [prompts, d] of one site, those of positive prompts first, on a device unless its memory is too small.
 
     Fits are computed from rows that are kept, not from sums that grow while rows arrive. Only the
     directions of ``"diff"`` could be: second moments [d, d] in float64 take more memory than rows
     do, up to 4 d prompts in bfloat16; logistic regressions pass over rows again and again; and the
     AUC needs products with directions that are known only once the last row is there. Rows are
-    taken in the order of the prompts, so sums do not depend on the order of arrival.
-
-    Args:
-        rows: [prompts, d], those of positive prompts first.
-        device: where it is computed, unless its memory is too small.
-        layer: named by errors.
-        task: what is fitted.
-
-    Raises:
-        WeirError: if rows are not finite.
+    taken in the order of the prompts, so sums do not depend on the order of arrival. WeirError, which
+    names the layer, if rows are not finite.
     """
     method, options = METHODS[task.method], MethodOptions(task.seed, task.strength)
+    rows = rows if task.columns is None else rows[:, slice(*task.columns)]
 
     def fitted(on: torch.device) -> LayerFit:
         exact = rows.to(on).double()

@@ -97,9 +97,7 @@ def _normalised(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _ritz(diagonal: torch.Tensor, off: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights [m, steps] of the basis in the eigenvectors, and which of these are good, bool [m].
 
-    Args:
-        diagonal: [steps, m].
-        off: [steps, m], beside the diagonal; the last ones lead out of the basis.
+    Both arguments are [steps, m]; the last of those beside the diagonal lead out of the basis.
     """
     beside = torch.diag_embed(off[:-1].T, 1)
     values, vectors = torch.linalg.eigh(torch.diag_embed(diagonal.T) + beside + beside.transpose(1, 2))

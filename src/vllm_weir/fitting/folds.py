@@ -33,13 +33,8 @@ class Folds(NamedTuple):
 def split(positive: int, negative: int, paired: bool, folds: int, seed: int, fewest: int = 1) -> Folds:
     """Share prompts out to folds of sizes that differ by at most one; the same seed shares alike.
 
-    Args:
-        positive: number of positive prompts.
-        negative: number of negative prompts.
-        paired: whether prompt i of both classes belong together, and are never split.
-        folds: how many are wanted; fewer if a class has fewer prompts.
-        seed: of the order.
-        fewest: prompts of each class that a direction has to be fitted on.
+    Prompts i of both classes that are `paired` are never split. Of `folds` there are fewer if a class has fewer
+    prompts, or less than `fewest` of each would be left to be fitted on.
     """
     shortest = min(positive, negative)
     count = min(folds, shortest)

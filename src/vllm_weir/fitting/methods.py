@@ -140,12 +140,7 @@ METHODS: dict[str, Method] = {
 
 
 def method_of(name: object, positive: int, negative: int) -> Method:
-    """Return a method for so many prompts of the two classes.
-
-    Raises:
-        WeirError: naming the field, if there is no such method, or the prompts are too few or not
-            paired.
-    """
+    """Return a method for so many prompts of the two classes; raise WeirError if they are too few or unpaired."""
     method = METHODS.get(name) if isinstance(name, str) else None
     if method is None:
         raise WeirError(f"unknown method {brief(name)!r}; choose from {', '.join(METHODS)}", "method")

@@ -6,20 +6,25 @@ import hashlib
 import inspect
 import secrets
 from collections.abc import Generator, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.lookup import engine_of, frontend_of, view_of
+from vllm_weir.frontend.lookup import engine_of, frontend_of, parts_of, view_of
 from vllm_weir.schema.intervention_kinds import Kept
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from vllm import PoolingParams, SamplingParams
 
 __all__ = ["WORKER_FUNCTIONS", "Engine", "EngineCapabilities", "worker_id"]
 WORKER_FUNCTIONS = ("weir_apply_to_rows", "weir_drop_rows", "weir_keep_rows", "weir_usage", "weir_weights")
 """What `Engine.call_workers` calls."""
 _END = object()
+_POOLING = ("embed", "classify", "token_embed", "token_classify")
+"""Tasks of engines that pool, those first that prompts in parts are served for."""
+
+
+Params: TypeAlias = "SamplingParams | PoolingParams"
 
 
 class Engine:
@@ -56,6 +61,23 @@ class Engine:
         return None if self.model.skip_tokenizer_init else self._engine.get_tokenizer()
 
     @property
+    def pools(self) -> bool:
+        """Whether it pools (``runner="pooling"``), and generates nothing."""
+        return bool(self.model.runner_type == "pooling")
+
+    def prompt_params(self) -> Params:
+        """Return params with which the engine reads a prompt and does least else; WeirError if it can only do more."""
+        from vllm import PoolingParams, SamplingParams
+
+        if not self.pools:
+            return SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        tasks = self._engine.get_supported_tasks()
+        task: Any = next((task for task in _POOLING if task in tasks), None)
+        if task is None:
+            raise WeirError(f"the engine pools for {', '.join(tasks)}, and for none of {', '.join(_POOLING)}", "llm")
+        return PoolingParams(task=task)
+
+    @property
     def interventions(self) -> tuple[Kept, ...]:
         """The interventions that every request undergoes, see `weir.set_global`."""
         self._frontend.names.refresh()
@@ -69,8 +91,9 @@ class Engine:
 
     def stream(
         self,
-        requests: Iterable[tuple[Any, SamplingParams] | tuple[Any, SamplingParams, Any] | None],
+        requests: Iterable[tuple[Any, Params] | tuple[Any, Params, Any] | None],
         in_flight: int | None = None,
+        lora_request: Any = None,
     ) -> Generator[tuple[Any, Any], None, None]:
         """Yield the outputs of requests as they finish; send further requests meanwhile.
 
@@ -81,15 +104,17 @@ class Engine:
 
         Args:
             requests: (prompt, params) or (prompt, params, key). A prompt is a text, token ids, or a
-                prompt of vLLM's. Params are ``SamplingParams``, as `weir.params` returns them; they
-                are not changed, and several requests may share them. None, instead of a request,
+                prompt of vLLM's. Params are ``SamplingParams``, or ``PoolingParams`` with a task of an
+                engine that pools, as `weir.params` returns them; they are not changed, and several
+                requests may share them. None, instead of a request,
                 asks to be asked again after the next output.
             in_flight: most requests that the engine has at once; None: so many that it never waits
                 for the next one.
+            lora_request: vLLM's ``LoRARequest``, under which all run; see `add_adapter`.
 
         Yields:
-            (key, output): the ``RequestOutput``, whose interventions are verified and whose rows for
-            sinks are stored; without a key, the number of the request from 0.
+            (key, output): the ``RequestOutput`` or ``PoolingRequestOutput``, whose interventions are verified and
+            whose rows for sinks are stored; without a key, the number of the request from 0.
 
         Raises:
             WeirError: if a request is refused or fails, or the engine has others.
@@ -99,9 +124,9 @@ class Engine:
             raise WeirError(f"expected a number of requests, at least 1, got {brief(in_flight)}", "in_flight")
         # Enough that the engine's queue does not run empty while outputs are read.
         default = max(64, 2 * self._engine.vllm_config.scheduler_config.max_num_seqs)
-        return self._outputs(iter(requests), default if in_flight is None else in_flight)
+        return self._outputs(iter(requests), default if in_flight is None else in_flight, lora_request)
 
-    def _outputs(self, requests: Any, in_flight: int) -> Generator[tuple[Any, Any], None, None]:
+    def _outputs(self, requests: Any, in_flight: int, lora_request: Any) -> Generator[tuple[Any, Any], None, None]:
         if self._engine.has_unfinished_requests():
             raise WeirError(
                 "the engine has unfinished requests, whose outputs would be lost; step it until they are done, or end "
@@ -109,6 +134,7 @@ class Engine:
                 "llm",
             )
         prefix, sent, ended = f"weir-{secrets.token_hex(6)}", 0, False
+        more = {} if lora_request is None else {"lora_request": lora_request}
         keys: dict[str, Any] = {}  # of the requests that the engine has, by id
         try:
             while True:
@@ -121,7 +147,7 @@ class Engine:
                     request_id = f"{prefix}-{sent}"
                     keys[request_id] = key[0] if key else sent  # first: vLLM may have it even if adding it fails
                     sent += 1
-                    self._engine.add_request(request_id, self._rendered(prompt), _own(params))
+                    self._engine.add_request(request_id, self._rendered(prompt), _own(params), **more)
                 if not keys:
                     if ended:
                         return
@@ -138,7 +164,7 @@ class Engine:
         outputs = [output for output in self._engine.step() if output.finished and output.request_id in keys]
         finished = [(keys.pop(output.request_id), output) for output in outputs]
         for output in outputs:
-            for completion in output.outputs:
+            for completion in parts_of(output):
                 if (view := view_of(completion)) is not None:
                     view.verify()
                     view.settle()
@@ -153,6 +179,26 @@ class Engine:
         if isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
             prompt = prompt["prompt_token_ids"]
         return prompt if isinstance(prompt, dict) else {"type": "token", "prompt_token_ids": list(prompt)}
+
+    def add_adapter(self, lora_request: Any) -> None:
+        """Load a LoRA adapter before a request needs it: a request with one that cannot be loaded ends the engine.
+
+        Args:
+            lora_request: vLLM's ``LoRARequest``.
+
+        Raises:
+            WeirError: naming ``lora``, if the engine does not take it.
+        """
+        self._check_blocking()
+        if self._engine.vllm_config.lora_config is None:
+            raise WeirError("the engine takes no LoRA adapters; start it with enable_lora=True", "lora")
+        try:
+            self._engine.add_lora(lora_request)
+        except Exception as e:
+            reason = str(e).strip().splitlines() or [type(e).__name__]
+            raise WeirError(
+                f"the engine cannot load {brief(lora_request.lora_path, 200)}: {reason[-1][:300]}", "lora"
+            ) from e
 
     def call_workers(self, name: str, *arguments: Any) -> list[Any]:
         """Call one of Weir's functions on every worker.
@@ -209,22 +255,27 @@ class Engine:
 
 def worker_id(output: Any) -> str:
     """Return the id by which the workers know a request whose params had Weir's keys, from its output."""
-    view = view_of(output.outputs[0])
+    view = view_of(parts_of(output)[0])
     assert view is not None, "the request has Weir's keys"
     return view.pending.request_id
 
 
 def _parsed(request: Any, number: int) -> tuple[Any, ...]:
-    from vllm import SamplingParams
+    from vllm import PoolingParams, SamplingParams
 
-    if not isinstance(request, tuple) or len(request) not in (2, 3) or not isinstance(request[1], SamplingParams):
-        raise WeirError("expected (prompt, SamplingParams) or (prompt, SamplingParams, key)", f"requests[{number}]")
+    kinds = SamplingParams, PoolingParams
+    if not isinstance(request, tuple) or len(request) not in (2, 3) or not isinstance(request[1], kinds):
+        raise WeirError(
+            "expected (prompt, SamplingParams) or (prompt, SamplingParams, key), or PoolingParams in their place",
+            f"requests[{number}]",
+        )
     return request
 
 
-def _own(params: SamplingParams) -> SamplingParams:
+def _own(params: Params) -> Params:
     """Return a copy for one request, whose outputs are finished ones alone."""
     own = params.clone()  # a shallow copy, if `skip_clone` says that nobody changes them
-    own.skip_clone = True  # vLLM then makes a shallow copy of it
+    if hasattr(own, "skip_clone"):
+        own.skip_clone = True  # vLLM then makes a shallow copy of it
     own.output_kind = type(own.output_kind).FINAL_ONLY
     return own

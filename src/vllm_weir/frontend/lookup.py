@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_weir.errors import WeirError
@@ -18,6 +19,11 @@ FRONTEND, TRACKER = "_weir_frontend", "_weir_tracker"
 def view_of(completion: Any) -> OutputView | None:
     """Return the view of a ``CompletionOutput``, or None."""
     return getattr(completion, _VIEW, None)
+
+
+def parts_of(output: Any) -> Sequence[Any]:
+    """Return what a request's output has of each sequence; a pooling request's has one part."""
+    return output.outputs if isinstance(output.outputs, list) else (output.outputs,)
 
 
 def engine_of(llm: Any) -> Any:

@@ -51,6 +51,15 @@ def set_extras(params: Any, extras: dict[str, Any]) -> None:
     setattr(params, place_in(params) or PLACES[0], extras)
 
 
+def lora_request(name: str, number: int, path: str, like: Any = None) -> Any:
+    """Return vLLM's ``LoRARequest``, with all else as in `like`."""
+    from vllm.lora.request import LoRARequest
+
+    made = LoRARequest(name, number, path) if like is None else copy.copy(like)
+    made.lora_name, made.lora_int_id, made.lora_path = name, number, path
+    return made
+
+
 def extras_of(request: Any) -> dict[str, Any] | None:
     """Return what a request of vLLM's (``EngineCoreRequest``, ``Request`` ...) carries for plugins, or None."""
     params = request.sampling_params

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from vllm_weir.frontend.controllers import check_controllers
 from vllm_weir.frontend.controllers import set_up as set_up_controllers
 from vllm_weir.frontend.engine import Engine
 from vllm_weir.frontend.engine_frontend import EngineFrontend, RequestObserver
-from vllm_weir.frontend.lookup import FRONTEND, TRACKER, ask_workers, unreported
+from vllm_weir.frontend.lookup import FRONTEND, TRACKER, ask_workers, parts_of, unreported
 from vllm_weir.frontend.pacing import entry_of
 from vllm_weir.frontend.receive.release import HeldSequences, holding
 from vllm_weir.frontend.sinks.manager import check_sinks
@@ -161,7 +161,7 @@ def run_engine(original: Callable[..., Any], _status: PatchStatus) -> Callable[.
         # Raising between two steps would leave the rest of the batch in the engine.
         try:
             for output in outputs:
-                for completion in _parts(output):
+                for completion in parts_of(output):
                     view = getattr(completion, _VIEW, None)
                     if view is not None:
                         _verify(view)
@@ -171,11 +171,6 @@ def run_engine(original: Callable[..., Any], _status: PatchStatus) -> Callable[.
         return outputs
 
     return wrapper
-
-
-def _parts(output: Any) -> Sequence[Any]:
-    """Return what a request's output has of each sequence; a pooling request's has one part."""
-    return output.outputs if isinstance(output.outputs, list) else (output.outputs,)
 
 
 def new_pooling_output(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
@@ -402,7 +397,7 @@ def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Ca
         frontend: EngineFrontend | None = getattr(self.output_processor, FRONTEND, None)
         outputs = original(self, *args, **kwargs)
         async for output in outputs if held is None else _held(held, outputs):
-            for completion in _parts(output):
+            for completion in parts_of(output):
                 view = getattr(completion, _VIEW, None)
                 if view is not None and view.finished:
                     observer = _observer_of(frontend)

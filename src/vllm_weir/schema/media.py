@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,39 +20,54 @@ class Media:
     """The positions of a prompt that hold embeddings of images and the like instead of tokens' own.
 
     Attributes:
-        ranges: (modality, the ranges of its positions, ascending and apart), sorted by modality.
+        items: (modality, the ranges of each item's positions), sorted by modality; a modality's items
+            are in the order of the prompt.
         longest: the most positions that one item has, with those of tokens within it.
     """
 
-    ranges: tuple[tuple[str, tuple[Range, ...]], ...] = ()
+    items: tuple[tuple[str, tuple[tuple[Range, ...], ...]], ...] = ()
     longest: int = 0
 
     @classmethod
     def of(cls, items: Iterable[tuple[str, Iterable[Range]]], longest: int = 0) -> Media:
-        """Collect items of a prompt, (modality, ranges) each; adjacent ranges become one."""
-        by_modality: dict[str, list[Range]] = {}
+        """Collect items of a prompt, (modality, ranges) each; adjacent ranges of an item become one."""
+        by_modality: dict[str, list[tuple[Range, ...]]] = {}
         for modality, ranges in items:
-            by_modality.setdefault(modality, []).extend(ranges)
-        ranges_of = tuple((modality, _joined(ranges)) for modality, ranges in sorted(by_modality.items()))
-        return cls(ranges_of, longest)
+            by_modality.setdefault(modality, []).append(_joined(ranges))
+        return cls(tuple((modality, tuple(sorted(some))) for modality, some in sorted(by_modality.items())), longest)
+
+    @functools.cached_property
+    def ranges(self) -> tuple[tuple[str, tuple[Range, ...]], ...]:
+        """(Modality, the ranges of all its items' positions, ascending and apart), sorted by modality."""
+        return tuple((modality, _joined(itertools.chain(*some))) for modality, some in self.items)
 
     def __bool__(self) -> bool:
-        return bool(self.ranges)
+        return bool(self.items)
 
     def has(self, positions: Positions) -> bool:
-        """Return whether a selector is none by modality, or the prompt has some of that modality."""
-        return positions.kind != "modality" or any(
-            modality == positions.modality and ranges for modality, ranges in self.ranges
-        )
+        """Return whether a selector is none by modality, or the prompt has what it names."""
+        return positions.kind != "modality" or bool(self._of(positions))
+
+    def _of(self, selector: Positions) -> tuple[Range, ...]:
+        """Return the ranges of what a selector by modality names; none if the prompt has no such item."""
+        if selector.index is None:
+            return dict(self.ranges).get(selector.modality, ())
+        some = dict(self.items).get(selector.modality, ())
+        return some[selector.index] if -len(some) <= selector.index < len(some) else ()
 
     def positions(self, selector: Positions, field: str) -> Positions:
-        """Return the positions of what a selector by modality names.
+        """Return the positions of what a selector by modality names; `field` is that of the modality.
 
         Raises:
             WeirError: if the prompt has none, or too many that are not adjacent.
         """
-        name = selector.modality
-        ranges = next((ranges for modality, ranges in self.ranges if modality == name), ())
+        name, ranges = selector.modality, self._of(selector)
+        if not ranges and (some := dict(self.items).get(name, ())) and selector.index is not None:
+            raise WeirError(
+                f"item {selector.index} of {name} has no position: the prompt's are 0..{len(some) - 1}; choose one of "
+                "them, or leave this out for such a prompt",
+                f"{field.removesuffix('modality')}index",
+            )
         if not ranges:
             others = ", ".join(modality for modality, some in self.ranges if some)
             raise WeirError(

@@ -44,7 +44,8 @@ class Positions:
             select anything, ``"special"`` must be replaced by `with_special`, which knows the
             tokenizer's ids, and ``"modality"`` by `Media.positions`, which knows the prompt.
         values: its numbers: positions, (start, stop, step), or token ids; of ``"special"`` 1 for
-            special tokens, 0 for all others; of ``"modality"`` an index of `MODALITIES`.
+            special tokens, 0 for all others; of ``"modality"`` an index of `MODALITIES`, and which
+            of its items is meant, if not all are.
     """
 
     kind: str
@@ -103,8 +104,8 @@ class Positions:
             return cls("list", values)
         raise WeirError(
             f"cannot read positions from {type(selector).__name__}; use one of {', '.join(KEYWORDS)}, an int, a list "
-            "of ints, 'start:stop:step', {'token_ids': [...]}, {'not_token_ids': [...]}, {'special': false} or "
-            "{'modality': 'image'}",
+            "of ints, 'start:stop:step', {'token_ids': [...]}, {'not_token_ids': [...]}, {'special': false}, "
+            "{'modality': 'image'} or {'modality': 'image', 'index': 0}",
             field,
         )
 
@@ -131,19 +132,19 @@ class Positions:
 
     @classmethod
     def _parse_dict(cls, selector: dict, field: str) -> Positions:
+        if set(selector) == {"modality", "index"}:
+            return cls._parse_modality(selector["modality"], field, selector["index"])
         kind = next(iter(selector), None)
         if len(selector) != 1 or kind not in (*BY_TOKEN, "modality"):
+            beside = "; 'modality' may have 'index' beside it" if {"modality", "index"} & set(selector) else ""
             raise WeirError(
                 f"a selector dict has one key, {', '.join(map(repr, BY_TOKEN))} or 'modality'; got "
-                f"{sorted(map(brief, selector))[:5]}",
+                f"{sorted(map(brief, selector))[:5]}{beside}",
                 field,
             )
-        field = f"{field}.{kind}"
         if kind == "modality":
-            name = selector[kind]
-            if not isinstance(name, str) or name not in MODALITIES:
-                raise WeirError(f"a modality is one of {', '.join(MODALITIES)}; got {brief(name)}", field)
-            return cls(kind, (MODALITIES.index(name),))
+            return cls._parse_modality(selector[kind], field)
+        field = f"{field}.{kind}"
         if kind == "special":
             if not isinstance(selector[kind], (bool, np.bool_)):
                 raise WeirError("true for positions of special tokens, false for all others", field)
@@ -160,6 +161,19 @@ class Positions:
             raise WeirError("an empty list selects no position; list some token ids", field)
         return cls(kind, tuple(sorted(set(values))))
 
+    @classmethod
+    def _parse_modality(cls, name: object, field: str, *index: object) -> Positions:
+        if not isinstance(name, str) or name not in MODALITIES:
+            raise WeirError(f"a modality is one of {', '.join(MODALITIES)}; got {brief(name)}", f"{field}.modality")
+        chosen = [plain(number) for number in index]
+        for number in chosen:
+            if not is_int(number) or not -MAX_LIST <= number < MAX_LIST:
+                raise WeirError(
+                    f"expected which {name} of the prompt, an int: 0 is the first and -1 the last; got {brief(number)}",
+                    f"{field}.index",
+                )
+        return cls("modality", (MODALITIES.index(name), *map(int, chosen)))
+
     def with_special(self, special_ids: Sequence[int]) -> Positions:
         """Replace ``"special"`` by the ids of the tokenizer's special tokens."""
         if self.kind != "special":
@@ -175,7 +189,7 @@ class Positions:
         if self.kind == "special":
             return {"special": bool(self.values[0])}
         if self.kind == "modality":
-            return {"modality": self.modality}
+            return {"modality": self.modality} | ({} if self.index is None else {"index": self.index})
         if self.needs_token_ids:
             return {self.kind: list(self.values)}
         return self.kind
@@ -392,6 +406,11 @@ class Positions:
     def modality(self) -> str:
         """What a selector by modality names; "" for any other."""
         return MODALITIES[self.values[0] or 0] if self.kind == "modality" else ""
+
+    @property
+    def index(self) -> int | None:
+        """Which item of its modality a selector names, negative from the last; None for all, or no modality."""
+        return self.values[1] if self.kind == "modality" and len(self.values) > 1 else None
 
     @property
     def is_open(self) -> bool:

@@ -88,16 +88,10 @@ class AtomicFile:
         self.size += written
 
     def reserve(self, size: int) -> bool:
-        """Reserve disk space so that the file can grow to `size` bytes.
+        """Reserve disk space so that the file can grow to `size` bytes; raise StoreError if the disk is full.
 
-        Not to be called while another thread writes: the C library may reserve by writing zeros.
-
-        Returns:
-            False if the file system cannot reserve, so that only writing shows whether there is
-            room.
-
-        Raises:
-            StoreError: If the disk is full.
+        Not to be called while another thread writes: the C library may reserve by writing zeros. False if the file
+        system cannot reserve, so that only writing shows whether there is room.
         """
         if size <= max(self.size, self._reserved):
             return True

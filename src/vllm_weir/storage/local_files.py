@@ -17,11 +17,8 @@ class LocalFiles:
     def find(self, root: str, *, deep: bool, folder_prefix: str = "") -> dict[str, int]:
         """Return the files below `root`, by relative name, and their sizes in bytes; `deep`: in its folders too.
 
-        Hidden files and folders are left out, as are folders whose names do not begin with
-        `folder_prefix`; links to folders are not followed.
-
-        Raises:
-            OSError: If a folder cannot be listed; FileNotFoundError only for `root`.
+        Hidden files and folders are left out, as are folders whose names do not begin with `folder_prefix`; links to
+        folders are not followed. OSError if a folder cannot be listed, FileNotFoundError only for `root`.
         """
         sizes: dict[str, int] = {}
         self._list(root or "/", "", folder_prefix, deep, sizes)

@@ -48,7 +48,26 @@ def test_each_modality_has_its_own():
     assert media.positions(IMAGE, "f").to_json() == "3:7" and media.positions(AUDIO, "f").to_json() == "9:10"
     with refused("capture[0].positions.modality", "the prompt has no video, but audio, image; leave this out"):
         media.positions(Positions.parse({"modality": "video"}), "capture[0].positions.modality")
-    assert not NO_MEDIA and media and hash(media) == hash(Media(media.ranges))
+    assert not NO_MEDIA and media and hash(media) == hash(Media(media.items))
+
+
+def test_one_item_of_a_modality():
+    """Items count in the order of the prompt, also where two of them touch, and from the last."""
+    items = [("image", [(5, 7)]), ("image", [(3, 4), (4, 5)]), ("audio", [(9, 10)]), ("image", [(12, 13), (14, 15)])]
+    media = Media.of(items)
+    assert media.positions(IMAGE, "f").to_json() == [3, 4, 5, 6, 12, 14]
+    for index, expected in {0: "3:5", 1: "5:7", 2: [12, 14], -1: [12, 14], -3: "3:5"}.items():
+        one = Positions.parse({"modality": "image", "index": index})
+        assert media.has(one) and media.positions(one, "f").to_json() == expected
+    for index in (3, -4):
+        one = Positions.parse({"modality": "image", "index": index})
+        assert not media.has(one)
+        with refused("capture[0].positions.index", f"item {index} of image has no position: the prompt's are 0..2"):
+            media.positions(one, "capture[0].positions.modality")
+    with refused("capture[0].positions.modality", "the prompt has no video"):
+        one = Positions.parse({"modality": "video", "index": 0})
+        media.positions(one, "capture[0].positions.modality")
+    assert hash(Media.of(items)) == hash(media) != hash(Media.of([("image", media.ranges[1][1])]))
 
 
 def test_more_places_than_a_list_may_have():

@@ -224,6 +224,15 @@ def test_a_modality_is_parsed_and_written_back():
     for wrong in ("smell", 1, None, ["image"]):
         with refused("capture.positions.modality", "a modality is one of image, audio, video"):
             Capture("resid_post", positions={"modality": wrong})
-    with pytest.raises(WeirError, match="one key"):
-        Positions.parse({"modality": "image", "special": True})
+    for index in (0, 3, -1):
+        positions = Positions.parse({"index": index, "modality": "image"})
+        assert positions.to_json() == {"modality": "image", "index": index} and positions.index == index
+        assert Positions.parse(positions.to_json()) == positions != Positions.parse({"modality": "image"})
+        assert repr(positions) == f"Positions({{'modality': 'image', 'index': {index}}})"
+    for wrong in ("first", 1.5, None, True, [0], 1 << 20):
+        with refused("capture.positions.index", "which image of the prompt"):
+            Capture("resid_post", positions={"modality": "image", "index": wrong})
+    for wrong in ({"modality": "image", "special": True}, {"index": 0}, {"token_ids": [3], "index": 0}):
+        with pytest.raises(WeirError, match="one key"):
+            Positions.parse(wrong)
     assert Positions.parse("all").modality == ""

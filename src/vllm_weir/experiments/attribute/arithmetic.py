@@ -13,18 +13,10 @@ from vllm_weir.schema.hooks import Site
 
 
 def first_order(source: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, by_head: bool) -> np.ndarray:
-    """Estimate what putting the rows of one run into another does to a metric.
+    """Estimate what rows of one run do to a metric in another; return [positions], `by_head` [positions, heads].
 
-    The estimate is ``sum over d of (source - base) * gradient``, summed in float64.
-
-    Args:
-        source: rows that would be put in, [positions, ...].
-        base: rows that are there.
-        gradient: of the metric with respect to `base`.
-        by_head: whether rows are [heads, d_head] and each head is a place of its own.
-
-    Returns:
-        [positions], or [positions, heads].
+    The estimate is ``sum over d of (source - base) * gradient``, summed in float64, of rows [positions, ...] and the
+    metric's gradient with respect to those of the base; `by_head` they are [positions, heads, d_head].
     """
     products = (source.double() - base.double()) * gradient.double()
     return products.flatten(2 if by_head else 1).sum(-1).cpu().numpy()

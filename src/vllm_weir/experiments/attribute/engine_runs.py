@@ -9,6 +9,7 @@ import torch
 
 from vllm_weir.api import engine, params
 from vllm_weir.errors import WeirError
+from vllm_weir.experiments.adapter import Adapter
 from vllm_weir.experiments.attribute.question import LogitsMetric
 from vllm_weir.experiments.attribute.twin import RowPatch, Twin
 from vllm_weir.schema.capture import Capture
@@ -21,21 +22,22 @@ any other dtype."""
 
 
 class EngineRuns:
-    """Runs of a ``vllm.LLM`` that Weir serves; raise WeirError naming `field` for any other object."""
+    """Runs of a ``vllm.LLM`` that Weir serves, under an adapter if one is given.
 
-    def __init__(self, llm: Any, field: str = "llm") -> None:
+    Raises:
+        WeirError: naming `field`, for any other object.
+    """
+
+    def __init__(self, llm: Any, field: str = "llm", adapter: Adapter | None = None) -> None:
         if not hasattr(llm, "llm_engine"):  # an LLMEngine and an AsyncLLM have no `generate` that takes a batch
             wanted = "a vllm.LLM" if field == "llm" else "a vllm.LLM, the path of a checkpoint or a transformers model"
             raise WeirError(f"expected {wanted}, got {type(llm).__name__}", field)
         self._engine, self.llm = engine(llm), llm
         self.model, self.tokenizer = self._engine.model, self._engine.tokenizer
+        self._options = {} if adapter is None else adapter.load(self._engine)
 
     def load_twin(self, device: Any) -> Twin:
-        """Load the engine's checkpoint into transformers.
-
-        Raises:
-            WeirError: if it cannot, or the engine has been given other weights since it was started.
-        """
+        """Load the engine's checkpoint into transformers; WeirError if that fails, or the engine has other weights."""
         if not self._engine.has_first_weights():
             raise WeirError(
                 f"the engine has other weights than those that it loaded from {self.model.model!r} at its start; give "
@@ -80,8 +82,8 @@ class EngineRuns:
         if not errors[worst] <= bound:
             raise WeirError(
                 f"{worst} of the engine, in {self.model.dtype}, differs from the twin's by {errors[worst]:.2g} of a "
-                f"row's length (at most {bound} is taken for rounding): is it the same checkpoint, unquantised and "
-                "without adapters?",
+                f"row's length (at most {bound} is taken for rounding): is it the same checkpoint, unquantised, under "
+                "the same adapter (lora=) or none?",
                 "model",
             )
         return errors[worst]
@@ -91,7 +93,8 @@ class EngineRuns:
 
         plain = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         prompts = [{"prompt_token_ids": list(ids)} for ids, _ in asked]
-        return self.llm.generate(prompts, [params(plain, **wanted) for _, wanted in asked], use_tqdm=False)
+        sampling = [params(plain, **wanted) for _, wanted in asked]
+        return self.llm.generate(prompts, sampling, use_tqdm=False, **self._options)
 
 
 def _replace(patch: RowPatch) -> Replace:

@@ -116,17 +116,9 @@ class AskedSites:
 
     @classmethod
     def parse(cls, hooks: Any, layers: Any, heads: Any, num_layers: int, shape: Callable[[Site], tuple]) -> AskedSites:
-        """Parse hook points, layers and heads of a model.
+        """Parse hook points, layers and heads of a model; raise WeirError naming the argument.
 
-        Args:
-            hooks: one name or several.
-            layers: as for `Capture`.
-            heads: None, ``"all"``, or as for `Capture`.
-            num_layers: blocks of the model.
-            shape: of a site's row; called for hook points that the model has.
-
-        Raises:
-            WeirError: naming the argument.
+        `shape` is asked for a site's row, of hook points that the model has.
         """
         names = parse_hooks(hooks)
         numbers = layers_of(names[0], parse_layers(layers, "layers"), num_layers, "layers")
@@ -168,16 +160,7 @@ def parse_hooks(hooks: Any) -> tuple[str, ...]:
 
 
 def parse_metric(metric: Any, tokenizer: Any, vocab_size: int) -> tuple[LogitsMetric, str]:
-    """Return a metric as a function of logits [vocabulary], and its name.
-
-    Args:
-        metric: `logit_diff(a, b)`, `on_logits(f)`, or a function of a torch tensor.
-        tokenizer: for the texts of a `logit_diff`; None if there is none.
-        vocab_size: tokens of the model.
-
-    Raises:
-        WeirError: if it is none of these.
-    """
+    """Return a metric as a function of logits [vocabulary], and its name; raise WeirError if it is none."""
     if isinstance(metric, LogitDiff):
         bound = metric.bind(tokenizer, 1, vocab_size=vocab_size)
         a, b = bound.tokens[0]

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
+from vllm_weir.experiments.adapter import Adapter
 from vllm_weir.experiments.attribute.arithmetic import first_order, largest
 from vllm_weir.experiments.attribute.engine_runs import EngineRuns
 from vllm_weir.experiments.attribute.question import (
@@ -61,6 +63,7 @@ def attribute(
     device: Any = None,
     method: Method = "gradient",
     steps: int | None = None,
+    lora: Any = None,
 ) -> Attribution:
     """Estimate what patching each hook point does to a metric; make the largest patches to verify it.
 
@@ -94,6 +97,8 @@ def attribute(
             The estimates of a site then add up to the effect of putting all of these in.
         steps: of integrated gradients, at the middles of so many equal parts of the line; None for
             16. Each takes a forward and a backward pass for each site.
+        lora: ``LoRARequest``, or the path of an adapter's folder: the engine runs under it, and it is
+            merged into the twin's weights until the call ends.
 
     Returns:
         The estimates, and the real effects of the largest.
@@ -112,12 +117,22 @@ def attribute(
         config = ModelConfig.read(model, {})
         config.check_layers(names[0], blocks)
         config.check_heads(heads, "attribute.heads")
-    engine, twin, tokenizer = _open(model, llm, device)
+    adapter = Adapter.parse(lora)
+    engine, twin, tokenizer = _open(model, llm, device, adapter)
     longest = None if engine is None else engine.model.max_model_len - 1
     prompts = PromptPair.encode(clean, corrupt, mode, tokenizer, twin.vocab_size, longest)
     asked = AskedSites.parse(hooks, layers, heads, twin.num_layers, lambda site: _shape(twin, site))
     chosen = prompts.select(positions, () if tokenizer is None else tokenizer.all_special_ids)
     function, name = parse_metric(metric, tokenizer, twin.vocab_size)
+    with contextlib.nullcontext() if adapter is None else adapter.merged(twin.network):
+        return _attributed(engine, twin, prompts, asked, chosen, function, name, count)
+
+
+def _attributed(
+    engine: EngineRuns | None, twin: Twin, prompts: PromptPair, asked: AskedSites, chosen: tuple[int, ...],
+    function: LogitsMetric, name: str, count: int,
+) -> Attribution:  # fmt: skip
+    """Estimate all patches, and make the `count` largest."""
     rows = twin.rows(prompts.source, asked.sites)
     error = None
     if engine is not None:
@@ -138,15 +153,15 @@ def attribute(
     )  # fmt: skip
 
 
-def _open(model: Any, llm: Any, device: Any) -> tuple[EngineRuns | None, Twin, Any]:
+def _open(model: Any, llm: Any, device: Any, adapter: Adapter | None) -> tuple[EngineRuns | None, Twin, Any]:
     """Return the engine, if there is one, the twin, and the tokenizer, if there is one."""
     is_checkpoint = isinstance(model, str)
     if not is_checkpoint and not isinstance(model, torch.nn.Module):
-        own = EngineRuns(model, "model")
+        own = EngineRuns(model, "model", adapter)
         if llm is not None and llm is not model:
             raise WeirError("the model is an LLM itself; leave llm out", "llm")
         return own, own.load_twin(device), own.tokenizer
-    engine = None if llm is None else EngineRuns(llm)
+    engine = None if llm is None else EngineRuns(llm, adapter=adapter)
     if is_checkpoint:
         return engine, Twin.load(model, device), load_tokenizer(model) if engine is None else engine.tokenizer
     if device is not None:

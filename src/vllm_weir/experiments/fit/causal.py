@@ -23,6 +23,7 @@ class HeldOut:
 
     Attributes:
         layer: where the direction is used.
+        head: of which head; None for whole rows.
         direction: what is added and projected out.
         positive: tokens of the prompts.
         negative: likewise.
@@ -30,6 +31,7 @@ class HeldOut:
     """
 
     layer: int
+    head: int | None
     direction: Direction
     positive: Sequence[list[int]]
     negative: Sequence[list[int]]
@@ -38,7 +40,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Readout:
-    """What is looked at: its name, ``SamplingParams``, rows that it is read off, and output -> number."""
+    """What is looked at: its name, params, rows that it is read off, and output -> number."""
 
     name: str
     sampling: Any
@@ -46,21 +48,26 @@ class Readout:
     read: Callable[[Any], float]
 
 
-def score_readout(engine: FitEngine, layer: int, direction: Direction) -> Readout:
-    """Read the probe's score at a block further down, fitted without the held-out prompts."""
+def score_readout(engine: FitEngine, layer: int, head: int | None, direction: Direction) -> Readout:
+    """Read the probe's score at a block further down, of the same head, fitted without the held-out prompts."""
     capture = Capture(engine.hook, layer, engine.positions, reduce=engine.capture.reduce)
 
     def read(out: Any) -> float:
-        return float(direction.score(out.activations[engine.hook, layer].double().numpy())[0])
+        rows = out.activations[engine.hook, layer].double().numpy()
+        return float(direction.score(rows if head is None else rows[:, head])[0])
 
-    sampling = vllm.SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-    return Readout(f"probe's score at {engine.hook}.{layer}", sampling, capture, read)
+    place = f"{engine.hook}.{layer}" if head is None else f"{engine.hook}.{layer}, head {head}"
+    return Readout(f"probe's score at {place}", engine.plain, capture, read)
 
 
 def metric_readout(engine: FitEngine, metric: Any, sampling: Any) -> Readout:
     """Read a metric of the output, as `weir.sweep` takes them; raise WeirError if the engine does not return it."""
     bound = bind_metric(metric, sampling, engine.tokenizer, 1, vocab_size=engine.model.get_vocab_size())
     check_engine(bound, engine.model, engine.capabilities.traits.speculative)
+    if engine.pools:
+        if sampling is not None:
+            raise WeirError("an engine that pools samples nothing; leave it out", "sampling")
+        return Readout(bound.name, engine.plain, None, lambda out: bound.score(out, 0))
     chosen = sampling if sampling is not None else vllm.SamplingParams(**bound.sampling(0))
     return Readout(bound.name, chosen, None, lambda out: bound.score(out, 0))
 
@@ -73,7 +80,8 @@ def check(engine: FitEngine, held: HeldOut, readout: Readout) -> dict[str, Any]:
     every position.
     """
     unit, dose = held.direction.unit.astype(np.float32), held.direction.gap
-    place: dict[str, Any] = {"layers": held.layer, "hook": engine.hook, "positions": "all"}
+    heads = None if held.head is None else [held.head]
+    place: dict[str, Any] = {"layers": held.layer, "hook": engine.hook, "positions": "all", "heads": heads}
     ablation = (Ablate(unit, **place),)
     groups = {
         "plain_positive": (held.positive, ()),
@@ -94,6 +102,7 @@ def check(engine: FitEngine, held: HeldOut, readout: Readout) -> dict[str, Any]:
     left = means["ablated_positive"] - means["ablated_negative"]
     return {
         "layer": held.layer,
+        **({} if held.head is None else {"head": held.head}),
         "readout": readout.name,
         "prompts": {"positive": len(held.positive), "negative": len(held.negative)},
         "means": means,

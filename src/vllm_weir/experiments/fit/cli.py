@@ -31,6 +31,7 @@ def fit(
     ] = "diff",
     hook: Annotated[str, typer.Option(help="Hook point, as `weir sites` lists them.")] = "resid_post",
     layers: Annotated[str, typer.Option(help="'all', or ints with commas.")] = "all",
+    head: Annotated[int | None, typer.Option(help="Fit one head, where a hook point has a row for each.")] = None,
     positions: Annotated[str, typer.Option(help="last_prompt, prompt, -4:, or JSON.")] = "last_prompt",
     folds: Annotated[int, typer.Option(help="Parts of the prompts that are held out in turn.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed by which prompts go to the parts.")] = 0,
@@ -38,6 +39,7 @@ def fit(
     answer: Annotated[str | None, typer.Option(help="The check looks at logit(answer) - logit(wrong).")] = None,
     wrong: Annotated[str | None, typer.Option(help="The token whose logit the check subtracts.")] = None,
     plot: Annotated[str | None, typer.Option(help="Picture of the AUC by block: .png, .svg or .html.")] = None,
+    lora: Annotated[str | None, typer.Option(help="Folder of a LoRA adapter, under which prompts are read.")] = None,
     column: Annotated[str, typer.Option(help="Field that is the prompt, in JSONL of objects.")] = "text",
     engine: Annotated[
         list[str] | None, typer.Option("--engine", "-e", help="Option of vllm.LLM: key=value, or a JSON object.")
@@ -50,6 +52,8 @@ def fit(
     Exit code 0: done; 1: refused or failed.
     """
     with exit_on_error():
+        from vllm_weir.experiments.adapter import options_under
+        from vllm_weir.experiments.fit.engine import parse_heads
         from vllm_weir.experiments.fit.run import fit as run
         from vllm_weir.experiments.prompts import read_prompts
 
@@ -59,15 +63,20 @@ def fit(
         first, second = (
             read_prompts(path, name, column) for path, name in ((positive, "positive"), (negative, "negative"))
         )
-        options = parse_engine_options(engine or [])
+        options = options_under(lora, parse_engine_options(engine or []))
         asked = _check_arguments(
             (len(first), len(second)), method, hook, blocks, parse_positions(positions), folds, seed
         )
-        ModelConfig.read(model, options).check_layers(asked.hook, asked.layers)
+        parse_heads(head, hook)
+        config = ModelConfig.read(model, options)
+        config.check_layers(asked.hook, asked.layers)
+        config.check_heads(head, "head")
         found = run(
             start_llm(model, options), first, second, cast(Any, method), hook, blocks,
-            parse_positions(positions), folds=folds, seed=seed, check=check, metric=metric, progress=not quiet,
+            parse_positions(positions), heads=head, folds=folds, seed=seed, check=check, metric=metric, lora=lora,
+            progress=not quiet,
         )  # fmt: skip
+        found = found if head is None else found[head]
         found.save(out)
         files = [out] if plot is None else [out, str(found.plot(plot))]
     _show(found, files, as_json)

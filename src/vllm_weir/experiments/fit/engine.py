@@ -6,14 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import vllm
-
 from vllm_weir import api
 from vllm_weir.errors import WeirError
+from vllm_weir.experiments.adapter import Adapter
 from vllm_weir.experiments.fit.rows import CallerRows, FitRows, WorkerRows, stays_on_workers
 from vllm_weir.frontend.engine import EngineCapabilities
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.hooks import HEAD_HOOKS, Site, normalise_hook
+from vllm_weir.schema.row_parts import RowPart
+from vllm_weir.schema.sinks import RAGGED_HOOKS
 
 _PATH = "capture[0]"
 Question = tuple[list[int], Sequence[Any]]
@@ -29,6 +30,8 @@ class FitEngine:
         hook: hook point.
         layers: ``"all"``, a block, or several.
         positions: selector; rows of several positions are averaged on the device.
+        adapter: under which all prompts run; None for none.
+        heads: ``"all"`` or some, each of which is fitted; None for whole rows.
 
     Attributes:
         hook: its normal name.
@@ -36,6 +39,9 @@ class FitEngine:
         capture: what is captured of each prompt.
         longest: tokens of a prompt.
         positions: the selector.
+        heads: those that are fitted; None for whole rows.
+        plain: params with which a prompt is read.
+        pools: whether the engine pools.
         model: vLLM's ``ModelConfig``.
         tokenizer: the model's, or None.
 
@@ -43,7 +49,7 @@ class FitEngine:
         WeirError: naming the field, if the engine cannot give these rows.
     """
 
-    def __init__(self, llm: Any, hook: str, layers: Any, positions: Any) -> None:
+    def __init__(self, llm: Any, hook: str, layers: Any, positions: Any, adapter: Adapter | None, heads: Any) -> None:
         engine = self._engine = api.engine(llm)
         self.capabilities, self.model, self.tokenizer = engine.capabilities, engine.model, engine.tokenizer
         asked = parse_capture(hook, layers, positions)
@@ -54,8 +60,16 @@ class FitEngine:
         except WeirError as e:
             raise _own(e) from None
         self.hook, self.positions = asked.hook, asked.positions
-        _check_rows(self.capabilities, self.hook, self.layers)
-        self.longest = self.model.max_model_len - 1
+        picked = parse_heads(heads, self.hook)
+        shape = _shape(self.capabilities, self.hook, self.layers, heads)
+        self.heads, self._width = _heads(picked, heads, self.hook, shape), shape[-1]
+        self.plain, self.pools = engine.prompt_params(), engine.pools
+        self.longest = self.model.max_model_len - (not self.pools)
+        self._options = {} if adapter is None else adapter.load(engine)
+
+    def columns(self, head: int | None) -> tuple[int, int] | None:
+        """Return where a head's values begin and end in a row; None for whole rows."""
+        return None if head is None else (head * self._width, (head + 1) * self._width)
 
     def open_rows(self, prompts: int) -> FitRows:
         """Return where rows of so many prompts will be; close it. Raise WeirError if the workers lack room."""
@@ -66,8 +80,7 @@ class FitEngine:
 
     def read(self, prompts: Sequence[list[int]], rows: FitRows, report: Report) -> list[str]:
         """Read a row of each prompt at each block; return the prompts' names, for `FitRows.fit`."""
-        plain = vllm.SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        sampling, names = api.params(plain, capture=rows.capture), [""] * len(prompts)
+        sampling, names = api.params(self.plain, capture=rows.capture), [""] * len(prompts)
         for done, (number, out) in enumerate(self._stream((tokens, sampling) for tokens in prompts), 1):
             names[number] = rows.take(out)
             report(done)
@@ -76,14 +89,7 @@ class FitEngine:
     def ask(
         self, questions: Sequence[Question], sampling: Any, capture: Capture | None, read: Callable[[Any], float]
     ) -> list[float]:
-        """Return what `read` makes of the output of each question.
-
-        Args:
-            questions: tokens of a prompt, and what is changed while it is read.
-            sampling: ``SamplingParams`` of all.
-            capture: rows that `read` looks at, or None.
-            read: output -> number.
-        """
+        """Return what `read` makes of the output of each question, under the same params and capture."""
         numbers = [0.0] * len(questions)
         asked = ((ids, api.params(sampling, capture=capture, interventions=moves)) for ids, moves in questions)
         for number, out in self._stream(asked):
@@ -92,7 +98,7 @@ class FitEngine:
 
     def _stream(self, requests: Iterator[tuple[list[int], Any]]) -> Iterator[tuple[int, Any]]:
         try:
-            with contextlib.closing(self._engine.stream(requests)) as outputs:
+            with contextlib.closing(self._engine.stream(requests, **self._options)) as outputs:
                 yield from outputs
         except WeirError as e:
             raise _own(e) from None
@@ -116,11 +122,36 @@ def _own(e: WeirError) -> WeirError:
     return WeirError(e.message, e.field.removeprefix(f"{_PATH}."))
 
 
-def _check_rows(capabilities: EngineCapabilities, hook: str, layers: Sequence[int]) -> None:
-    """Raise WeirError unless a row is one vector [d], of one width at all blocks."""
+def _shape(capabilities: EngineCapabilities, hook: str, layers: Sequence[int], heads: Any) -> tuple[int, ...]:
+    """Return the shape of a row, [d] or [heads, d_head], alike at all blocks; raise WeirError for any other."""
     shapes = {capabilities.shape(Site(hook, layer)) for layer in layers}
-    odd = next((shape for shape in shapes if len(shape) != 1), None)
+    odd = next((shape for shape in shapes if len(shape) != (1 if heads is None else 2)), None)
     if odd is not None:
-        raise WeirError(f"a row of {hook} is {list(odd)}, and a direction is one vector [d]", "hook")
+        more = "; fit heads=, each of which has one" if hook in HEAD_HOOKS else ""
+        raise WeirError(f"a row of {hook} is {list(odd)}, and a direction is one vector [d]{more}", "hook")
     if len(shapes) > 1:
         raise WeirError(f"rows of {hook} differ in width between blocks: {sorted(shapes)}", "layers")
+    return next(iter(shapes))
+
+
+def _heads(part: RowPart | None, heads: Any, hook: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the heads that are fitted, None for whole rows, of those that were given and parsed."""
+    if part is None:
+        return None if heads is None else tuple(range(shape[0]))
+    try:
+        part.check(shape, hook, "fit")
+    except WeirError as e:
+        raise WeirError(e.message, "heads") from None
+    return part.heads
+
+
+def parse_heads(heads: Any, hook: str) -> RowPart | None:
+    """Return heads as far as no engine is asked; None for all, or for whole rows. Raise WeirError naming the field."""
+    every = isinstance(heads, str) and heads == "all"
+    if hook in RAGGED_HOOKS and heads is not None:
+        raise WeirError(f"rows of {hook} have a value for each key, so they have no direction", "hook")
+    try:
+        part = RowPart.parse(normalise_hook(hook), 0 if every else heads, None, "fit")
+    except WeirError as e:
+        raise WeirError(e.message, e.field.removeprefix("fit.")) from None
+    return None if every or heads is None else part

@@ -91,7 +91,7 @@ class CallerRows:
 
     def take(self, out: Any) -> str:
         """Keep an output's rows, or note that it has none; `fit` then says so."""
-        rows = torch.cat([out.activations[site] for site in self._rows.sites])
+        rows = torch.cat([out.activations[site].flatten(1) for site in self._rows.sites])
         if len(rows):
             self._rows.put(out.request_id, rows)
         else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.experiments.adapter import Adapter
 from vllm_weir.experiments.directions import Directions
 from vllm_weir.experiments.fit import causal
 from vllm_weir.experiments.fit.engine import FitEngine
@@ -22,6 +24,9 @@ from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import number
 from vllm_weir.storage.cli import progress_bar
 
+Fits = dict[int | None, dict[int, LayerFit]]
+"""Head, or None for whole rows -> block -> what was fitted."""
+
 
 @right_words
 def fit(
@@ -33,14 +38,16 @@ def fit(
     layers: Any = "all",
     positions: Any = "last_prompt",
     *,
+    heads: Any = None,
     folds: int = 5,
     seed: int = 0,
     C: float = 1.0,
     check: bool = True,
     metric: Any = None,
     sampling: Any = None,
+    lora: Any = None,
     progress: bool = True,
-) -> Directions:
+) -> Any:
     """Fit a direction at each block from prompts of two classes.
 
     Difference of means (Rimsky et al. 2024, arXiv:2312.06681), principal components of pairs and LAT
@@ -48,7 +55,7 @@ def fit(
     along the result. Interventions that are set for everyone (`set_global`) act on the prompts too.
 
     Args:
-        llm: ``vllm.LLM`` or Weir's drop-in class.
+        llm: ``vllm.LLM`` or Weir's drop-in class, also with ``runner="pooling"``.
         positive: texts, chats (lists of messages) or lists of token ids.
         negative: likewise. Lists of the same length are pairs: prompt i of both has the same content
             but for the class, and they are held out together. Other lengths are for ``"diff"`` and
@@ -56,24 +63,26 @@ def fit(
         method: ``"diff"``; ``"pca"`` (repeng's ``pca_diff``); ``"pca_center"``, repeng's and
             steering-vectors' PCA; ``"lat"``; ``"logistic"``, scikit-learn's ``LogisticRegression``;
             ``"logistic_pairs"``, steering-vectors'.
-        hook: hook point with one row [d].
+        hook: hook point with one row [d]; with `heads`, one with a row for each head.
         layers: ``"all"``, a block, or a list of them.
         positions: selector of the row that stands for a prompt; rows of several positions are
             averaged on the device.
+        heads: ``"all"``, a head, or a list of them: each head is fitted by itself. None: whole rows.
         folds: in how many parts the prompts are held out in turn, for the AUC.
         seed: of the parts, and of LAT's order within pairs.
         C: inverse strength of the penalty of logistic regressions.
         check: try the direction of the block with the highest AUC on prompts of a part that was held
             out while it was fitted: add it, subtract it, project it out. ``.details["causal"]`` has
-            the results.
+            the results. Of several heads, that with the highest AUC is tried.
         metric: what the check looks at: `logit_diff`, or any metric of `sweep`. None: the score of
             the probe at the last block fitted. Given, it asks for the check.
         sampling: ``SamplingParams`` for a `metric` that is a function of the output.
+        lora: ``LoRARequest``, or the path of an adapter's folder, under which prompts are read and tried.
         progress: show a progress bar on stderr.
 
     Returns:
-        `Directions`; ``.details["layers"]`` has for each block the distance between the classes
-        along the direction, the mean length of a row, and their ratio.
+        `Directions`, or with `heads` ``{head: Directions}``. Their ``.details["layers"]`` has for each block
+        the distance between the classes along the direction, the mean length of a row, and their ratio.
 
     Raises:
         WeirError: naming the field.
@@ -85,7 +94,8 @@ def fit(
     if metric is None and sampling is not None:
         raise WeirError("it is for a metric; give one, or leave it out", "sampling")
     wants_check = parse_flag(check, "check", "fit") or metric is not None
-    engine = FitEngine(llm, hook, layers, positions)
+    adapter = Adapter.parse(lora)
+    engine = FitEngine(llm, hook, layers, positions, adapter, heads)
     readout = None if metric is None else causal.metric_readout(engine, metric, sampling)
     names = [
         f"{name}[{i}]" for name, side in zip(("positive", "negative"), texts, strict=True) for i in range(len(side))
@@ -101,28 +111,30 @@ def fit(
         "folds": task.parts.number,
         "seed": task.seed,
         "rows": rows,
-        "layers": {
-            str(layer): {"gap": one.direction.gap, "norm": one.norm, "relative_dose": one.relative_dose}
-            for layer, one in found.items()
-        },
     }
-    if wants_check:
-        details["causal"] = _checked(engine, found, task.parts, tokens, readout)
-    return _directions(engine, method, chosen, found, details)
+    if adapter is not None:
+        details["lora"] = {"name": adapter.name, "digest": adapter.digest}
+    checks = _checked(engine, found, task.parts, tokens, readout) if wants_check else {}
+    made = {
+        head: _directions(engine, method, chosen, head, one, details | checks.get(head, {}))
+        for head, one in found.items()
+    }
+    return made[None] if engine.heads is None else {head: made[head] for head in engine.heads}
 
 
-def _fitted(
-    engine: FitEngine, tokens: list[list[list[int]]], task: FitTask, bar: Any
-) -> tuple[str, dict[int, LayerFit]]:
-    """Read the prompts and fit every block; return where the rows were, and the fits."""
+def _fitted(engine: FitEngine, tokens: list[list[list[int]]], task: FitTask, bar: Any) -> tuple[str, Fits]:
+    """Read the prompts and fit every block and head; return where the rows were, and the fits."""
     prompts = tokens[0] + tokens[1]
     rows = engine.open_rows(len(prompts))
     try:
         shown = bar.add_task("prompts", total=len(prompts), rate="")
         names = engine.read(prompts, rows, lambda done: bar.update(shown, completed=done))
-        shown, found = bar.add_task("blocks", total=len(engine.layers), rate=""), {}
+        shown = bar.add_task("blocks", total=len(engine.layers), rate="")
+        tasks = {head: replace(task, columns=engine.columns(head)) for head in engine.heads or (None,)}
+        found: Fits = {head: {} for head in tasks}
         for layer in engine.layers:
-            found[layer] = rows.fit(Site(engine.hook, layer), names, task)
+            for head, one in tasks.items():
+                found[head][layer] = rows.fit(Site(engine.hook, layer), names, one)
             bar.advance(shown)
     except BaseException as e:
         rows.close(e)
@@ -132,9 +144,13 @@ def _fitted(
 
 
 def _directions(
-    engine: FitEngine, name: str, method: Method, found: dict[int, LayerFit], details: dict[str, Any]
+    engine: FitEngine, name: str, method: Method, head: int | None, found: dict[int, LayerFit], details: dict[str, Any]
 ) -> Directions:
     areas = {layer: one.auc for layer, one in found.items() if one.auc is not None}
+    by_layer = {
+        str(layer): {"gap": one.direction.gap, "norm": one.norm, "relative_dose": one.relative_dose}
+        for layer, one in found.items()
+    }
     return Directions(
         hook=engine.hook,
         layers=engine.layers,
@@ -146,39 +162,38 @@ def _directions(
         ),
         auc_by_layer=areas or None,
         bias={layer: one.direction.bias for layer, one in found.items()},
-        details=details,
+        details=details | {"layers": by_layer},
+        head=head,
     )
 
 
 def _checked(
-    engine: FitEngine,
-    found: dict[int, LayerFit],
-    folds: Folds,
-    tokens: list[list[list[int]]],
-    readout: causal.Readout | None,
-) -> dict[str, Any]:
-    """Return the results of the check, or why there are none."""
+    engine: FitEngine, found: Fits, folds: Folds, tokens: list[list[list[int]]], readout: causal.Readout | None
+) -> dict[int | None, dict[str, Any]]:
+    """Return what details have of the check for each head: the results, or why there are none."""
     if not folds.number:
-        return _skipped("too few prompts to hold any out", readout)
+        return _skipped("too few prompts to hold any out", readout, found)
     last = engine.layers[-1]
     usable = [layer for layer in engine.layers if readout is not None or layer != last]
     if not usable:
-        return _skipped("one block was fitted, and the probe is read further down; give a metric", readout)
-    layer = max(usable, key=lambda one: found[one].auc or 0.0)
+        return _skipped("one block was fitted, and the probe is read further down; give a metric", readout, found)
+    places = [(head, layer) for head in found for layer in usable]
+    head, layer = max(places, key=lambda place: found[place[0]][place[1]].auc or 0.0)
     if why := engine.capabilities.read_only.get(Site(engine.hook, layer)):
-        return _skipped(f"{engine.hook} cannot be changed: {why}", readout)
-    one, further = found[layer], found[last].held
+        return _skipped(f"{engine.hook} cannot be changed: {why}", readout, found)
+    one, further = found[head][layer], found[head][last].held
     assert one.held is not None and one.doses is not None and further is not None, "fold 0 was held out"
     positive, negative = ([side[k] for k in tried] for side, tried in zip(tokens, folds.tried, strict=True))
-    held = causal.HeldOut(layer, one.held, positive, negative, one.doses)
-    return causal.check(engine, held, readout or causal.score_readout(engine, last, further))
+    held = causal.HeldOut(layer, head, one.held, positive, negative, one.doses)
+    result = causal.check(engine, held, readout or causal.score_readout(engine, last, head, further))
+    return _skipped(f"the AUC of head {head} is higher", None, found) | {head: {"causal": result}}
 
 
-def _skipped(why: str, readout: causal.Readout | None) -> dict[str, Any]:
-    """Note why nothing was checked; a metric that the caller gave must not be passed over."""
+def _skipped(why: str, readout: causal.Readout | None, found: Fits) -> dict[int | None, dict[str, Any]]:
+    """Note for each head why nothing was checked; a metric that the caller gave must not be passed over."""
     if readout is not None:
         raise WeirError(f"it cannot be looked at: {why}", "metric")
-    return {"skipped": why}
+    return {head: {"causal": {"skipped": why}} for head in found}
 
 
 def check_options(folds: Any, seed: Any, strength: Any = 1.0) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ class CellRunner:
         metric: of an output.
         store: where numbers go.
         report: called with how many numbers are there, whenever one has come.
+        options: further ones of `Engine.stream`.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class CellRunner:
         metric: BoundMetric,
         store: Checkpoint | NoCheckpoint,
         report: Callable[[int], Any],
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._engine, self._plan, self._metric, self._store, self._report = engine, plan, metric, store, report
+        self._options = options
         self._rows: dict[tuple[int, int], RunRows] = {}
         self._submitted: set[int] = set()
         self._second_runs: deque[Request] = deque()
@@ -66,7 +70,7 @@ class CellRunner:
 
     def run(self) -> None:
         """Compute all that is missing; after an error nothing of it is left in the engine."""
-        with contextlib.closing(self._engine.stream(self._requests())) as outputs:
+        with contextlib.closing(self._engine.stream(self._requests(), **self._options)) as outputs:
             for take, out in outputs:
                 take(out)
 

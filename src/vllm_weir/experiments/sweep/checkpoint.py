@@ -90,7 +90,8 @@ def _check_header(line: bytes, plan: str, field: str) -> None:
         raise WeirError(f"written by another version of Weir (format {header.get('version')})", field)
     if header.get("plan") != plan:
         raise WeirError(
-            "the file belongs to another sweep: the weights, number of ranks, prompts, metric, axes or mode differ; "
+            "the file belongs to another sweep: the weights, adapter, number of ranks, prompts, metric, axes or mode "
+            "differ; "
             "repeat that call, or choose another path",
             field,
         )

@@ -45,6 +45,7 @@ def sweep(
     to: Annotated[str | None, typer.Option(help="Receiver of a path, such as q.5.")] = None,
     to_heads: Annotated[str | None, typer.Option(help="Heads of the receiver: ints with commas. [all]")] = None,
     freeze: Annotated[str | None, typer.Option(help="What a path holds still, with commas. [attn_out,mlp_out]")] = None,
+    lora: Annotated[str | None, typer.Option(help="Folder of a LoRA adapter, under which all runs are made.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="File to continue from after an interruption.")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="File for the result (.npz).")] = None,
     plot: Annotated[str | None, typer.Option(help="File for heat maps: .png, .svg or .html.")] = None,
@@ -59,6 +60,7 @@ def sweep(
     Exit code 0: done; 1: refused or failed.
     """
     with exit_on_error():
+        from vllm_weir.experiments.adapter import options_under
         from vllm_weir.experiments.metrics import logit_diff
         from vllm_weir.experiments.sweep.prepare import check_arguments
         from vllm_weir.experiments.sweep.run import sweep as run
@@ -71,13 +73,13 @@ def sweep(
             "heads": heads if heads == "all" else parse_ints(heads, "'all' or ints", "heads"),
         }
         check_arguments(hooks.split(","), picked["layers"], parse_positions(positions), mode, receiver, held)
-        options = parse_engine_options(engine or [])
+        options = options_under(lora, parse_engine_options(engine or []))
         _check_model(ModelConfig.read(model, options), hooks.split(","), picked, receiver)
         result = run(
             start_llm(model, options), prompts.clean, prompts.corrupt, hooks.split(","),
             positions=parse_positions(positions), metric=logit_diff(prompts.answers, prompts.wrong),
-            mode=cast(Any, mode),
-            to=receiver, freeze=held, checkpoint=checkpoint, progress=not quiet, **picked,
+            mode=cast(Any, mode), to=receiver, freeze=held, checkpoint=checkpoint, progress=not quiet, **picked,
+            **({} if lora is None else {"lora": lora}),
         )  # fmt: skip
         if out is not None:
             result.save(out)

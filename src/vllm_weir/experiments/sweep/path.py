@@ -34,11 +34,7 @@ class Receiver:
 
     @classmethod
     def parse(cls, to: Any, field: str = "to") -> Receiver:
-        """Parse ``(hook, layer)`` or ``(hook, layer, heads)``.
-
-        Raises:
-            WeirError: for anything else, or a hook point that cannot be changed.
-        """
+        """Parse ``(hook, layer)`` or ``(hook, layer, heads)``; WeirError for other forms, or what cannot be changed."""
         if isinstance(to, str) and to in MODEL_HOOKS:
             to = (to, 0)
         if isinstance(to, str) or not isinstance(to, Sequence) or len(to) not in (2, 3) or not is_int(plain(to[1])):

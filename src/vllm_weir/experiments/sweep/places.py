@@ -43,11 +43,7 @@ class Entry:
     field: str
 
     def resolve(self, token_ids: Sequence[int], special_ids: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return its positions in a prompt, ascending.
-
-        Raises:
-            WeirError: if there are none, or one is outside the prompt.
-        """
+        """Return its positions in a prompt, ascending; raise WeirError if there are none, or one is outside."""
         length = len(token_ids)
         if self.selector.kind == "list":
             for value in self.selector.numbers:
@@ -63,13 +59,8 @@ class Entry:
 def parse_entries(positions: Any, field: str = "positions") -> tuple[Entry, ...] | None:
     """Parse the positions of a sweep; None stands for one entry for each token.
 
-    Args:
-        positions: ``"all"``; another selector of positions, which is one entry; or a list whose
-            items are ints and selectors, one entry each.
-        field: named by errors.
-
-    Raises:
-        WeirError: for anything else, or an entry that occurs twice.
+    A selector is one entry, and a list has one for each of its ints and selectors. WeirError names `field` for
+    anything else, or an entry that occurs twice.
     """
     positions = plain(positions)
     if isinstance(positions, str) and positions == EVERY:

@@ -155,13 +155,7 @@ class SweepPlan:
 
 
 def token_labels(labels: Sequence[Label], places: Sequence[Place], texts: Sequence[str]) -> tuple[str, ...]:
-    """Return labels of the positions' axis for people: single positions with their token.
-
-    Args:
-        labels: of the axis.
-        places: of each label.
-        texts: of the base prompt's tokens.
-    """
+    """Return labels of the positions' axis for people: single positions with the text of their token."""
     out = []
     for label, place in zip(labels, places, strict=True):
         token = texts[place.base[0]].strip() if len(place.base) == 1 else ""

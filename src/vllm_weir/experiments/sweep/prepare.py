@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.experiments.adapter import Adapter
 from vllm_weir.experiments.metrics import BoundMetric, bind_metric, check_engine
 from vllm_weir.experiments.mode import DENOISE, parse_mode
 from vllm_weir.experiments.prompts import Prompt, check_tokens, encode, named, parse_one_or_more
@@ -38,7 +39,7 @@ class PreparedSweep:
     position_labels: tuple[str, ...]
 
 
-def _identity(engine: Engine) -> dict[str, Any]:
+def _identity(engine: Engine, adapter: Adapter | None) -> dict[str, Any]:
     """Return, as JSON data, what numbers depend on beside weights: the model as it runs, and what all undergo."""
     model = engine.model
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in WHENCE}
@@ -48,7 +49,7 @@ def _identity(engine: Engine) -> dict[str, Any]:
         "quantization": str(model.quantization),
         "logprobs_mode": str(model.logprobs_mode),
         "always": [one.to_json() for one in engine.interventions],
-    }
+    } | ({} if adapter is None else {"lora": adapter.digest})
 
 
 def check_arguments(hooks: Any, layers: Any, positions: Any, mode: Any, to: Any, freeze: Any) -> None:
@@ -62,7 +63,7 @@ def check_arguments(hooks: Any, layers: Any, positions: Any, mode: Any, to: Any,
 
 def prepare(
     engine: Engine, clean: Any, corrupt: Any, *, hooks: Any, layers: Any, positions: Any, heads: Any, metric: Any,
-    mode: Any, to: Any, freeze: Any, sampling: Any,
+    mode: Any, to: Any, freeze: Any, sampling: Any, adapter: Adapter | None = None,
 ) -> PreparedSweep:  # fmt: skip
     """Check the arguments of `sweep`, which has their meanings; raise WeirError naming the field."""
     mode = parse_mode(mode)
@@ -82,7 +83,7 @@ def prepare(
     plan = SweepPlan(
         pairs, names, _layers(names, layers, receiver, capabilities), labels, places,
         _heads(names, heads, capabilities), mode, receiver, held,
-        capabilities.num_layers, [_identity(engine), bound.identity()],
+        capabilities.num_layers, [_identity(engine, adapter), bound.identity()],
     )  # fmt: skip
     check_served(plan, capabilities)
     texts = [""] * len(bases[0])

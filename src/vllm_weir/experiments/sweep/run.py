@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any
 
 from vllm_weir import api
+from vllm_weir.experiments.adapter import Adapter
 from vllm_weir.experiments.mode import DENOISE, Mode
 from vllm_weir.experiments.sweep.cells import CellRunner
 from vllm_weir.experiments.sweep.checkpoint import Checkpoint, NoCheckpoint
@@ -40,6 +41,7 @@ def sweep(
     to: Any = None,
     freeze: Any = None,
     sampling: Any = None,
+    lora: Any = None,
     checkpoint: str | PathLike | None = None,
     progress: bool | Callable[[int, int], Any] = True,
 ) -> Sweep:
@@ -76,26 +78,27 @@ def sweep(
         freeze: what is held still on a path: ``"attn_out"``, ``"mlp_out"`` or both; None for both.
             With ``"attn_out"`` alone a path may lead through MLPs, as in Wang et al.
         sampling: ``SamplingParams`` for a function of the output; default: one greedy token.
+        lora: ``LoRARequest``, or the path of an adapter's folder, under which all runs are made.
         checkpoint: a file to which every number is appended; the same call goes on from there, on an
-            engine that has the same weights loaded, with as many ranks.
+            engine that has the same weights loaded, with as many ranks, under the same adapter.
         progress: whether to show a bar; or a function of (numbers done, numbers in all).
 
     Raises:
         WeirError: naming the field.
     """
-    engine = api.engine(llm)
+    engine, adapter = api.engine(llm), Adapter.parse(lora)
     prepared = prepare(
         engine, clean, corrupt, hooks=hooks, layers=layers, positions=positions, heads=heads, metric=metric, mode=mode,
-        to=to, freeze=freeze, sampling=sampling,
+        to=to, freeze=freeze, sampling=sampling, adapter=adapter,
     )  # fmt: skip
-    plan = prepared.plan
+    plan, options = prepared.plan, {} if adapter is None else adapter.load(engine)
     with (
         _store(engine, plan, checkpoint) as store,
         _reporter(progress, plan.keys) as report,
         frozen_heap(),
     ):
         report(len(store.values))
-        CellRunner(engine, plan, prepared.metric, store, report).run()
+        CellRunner(engine, plan, prepared.metric, store, report, options).run()
         return Sweep.of(plan, store.values, prepared.metric.name, prepared.position_labels)
 
 

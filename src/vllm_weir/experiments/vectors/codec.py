@@ -15,7 +15,7 @@ from vllm_weir.schema.vector_files import BLOCK_0, METADATA
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.util.foreign_files import MAX_NAMES
 
-KNOWN = ("hook", "method", "convention", "auc_by_layer", "bias", "details")
+KNOWN = ("hook", "method", "convention", "auc_by_layer", "bias", "details", "head")
 """What is kept of `Directions` beside its vectors."""
 _BY_LAYER = ("auc_by_layer", "bias")
 
@@ -29,13 +29,10 @@ def to_safetensors(vectors: Mapping[int, np.ndarray], known: Mapping[str, Any]) 
 
 
 def to_gguf(vectors: Mapping[int, np.ndarray], known: Mapping[str, Any], model_hint: str) -> bytes:
-    """Return the bytes of a control vector that llama.cpp and repeng read.
+    """Return the bytes of a control vector that llama.cpp and repeng read; WeirError for other hooks than `resid_post`.
 
-    llama.cpp has no direction of block 0 and refuses files with one, so that is kept in the
-    metadata, where only Weir reads it.
-
-    Raises:
-        WeirError: for directions of another hook point than `resid_post`, the only one it has.
+    llama.cpp has no direction of block 0 and refuses files with one, so that is kept in the metadata, where only Weir
+    reads it.
     """
     check_gguf_hook(known["hook"], "path")
     if len(vectors) > MAX_NAMES:
@@ -67,11 +64,7 @@ def describe(known: Mapping[str, Any]) -> str:
 
 
 def described(text: str | bytes, field: str) -> dict[str, Any]:
-    """Return what `describe` wrote.
-
-    Raises:
-        WeirError: for anything else.
-    """
+    """Return what `describe` wrote; raise WeirError for anything else."""
     out = loads(text, field)
     if not isinstance(out, dict) or set(out) - set(KNOWN):
         raise WeirError(f"expected an object with {', '.join(KNOWN)}", field)

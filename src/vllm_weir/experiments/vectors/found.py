@@ -67,3 +67,4 @@ class Found:
     details: Mapping[str, Any] = field(default_factory=dict)
     auc_by_layer: Mapping[int, float] | None = None
     bias: Mapping[int, float] | None = None
+    head: int | None = None

@@ -60,16 +60,7 @@ def load_vector(
         found = _folder(place, given)
     else:
         found = _file(place, given)
-    return Directions(
-        found.hook,
-        (),
-        found.vectors,
-        found.method,
-        found.convention,
-        found.auc_by_layer,
-        found.bias,
-        found.details,
-    )
+    return Directions(**vars(found))
 
 
 def _folder(path: Path, given: Given) -> Found:
