@@ -28,7 +28,8 @@ class When:
         below: or where it is below this; exactly one of the two.
         latch: once it has acted, it acts at every later position too.
         delay: 0: the score at a position decides on that position, for which the probe has to read
-            before the intervention acts; 1: the score at the position before it does.
+            before the intervention acts (at `resid_post` for one at the next block's `resid_pre`); 1: the
+            score at the position before it does.
         sharpness: instead of switching, multiply what the intervention adds by
             ``sigmoid(sharpness * (score - above))``, or by ``sigmoid(sharpness * (below - score))``.
         output: which of the probe's scores; may be left out if it has one.

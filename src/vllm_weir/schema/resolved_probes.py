@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ENCODE, HELD, SCORE, Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.taps import column_of
 
 LINEAR, MLP, ATTENTION = range(3)
 NO_ACTIVATION, SIGMOID, SOFTMAX = range(3)
@@ -66,6 +67,7 @@ class ResolvedProbe:
         activation: NO_ACTIVATION, SIGMOID or SOFTMAX.
         smoothing: NO_SMOOTHING, ...
         parameter: a of EMA, the window of MEAN; 0 for the others.
+        before: whether it reads the site before the interventions there.
     """
 
     name: str
@@ -85,11 +87,17 @@ class ResolvedProbe:
     activation: int = NO_ACTIVATION
     smoothing: int = NO_SMOOTHING
     parameter: float = 0.0
+    before: bool = False
 
     @property
     def site(self) -> Site:
-        """The site that it reads, after the interventions there."""
+        """The site that it reads."""
         return Site(self.hook, self.layer)
+
+    @property
+    def column(self) -> int:
+        """The column of the site that it reads."""
+        return column_of(self.site, self.before)
 
     @property
     def vectors(self) -> frozenset[str]:
@@ -113,7 +121,7 @@ class ResolvedProbe:
         return [
             self.name, self.hook, self.layer, self.positions.to_json(), self.kind, self.outputs, self.rows,
             self.offsets, self.start, self.stop, self.hidden, self.out_rows, self.out_offsets, self.heads,
-            self.activation, self.smoothing, self.parameter,
+            self.activation, self.smoothing, self.parameter, self.before,
         ]  # fmt: skip
 
     @classmethod
@@ -264,13 +272,25 @@ def with_activations(
     return tuple(placed), tuple(steps)
 
 
-def scoring_steps(probes: tuple[ResolvedProbe, ...], layout: CellLayout) -> tuple[ResolvedIntervention, ...]:
-    """Return what writes the probes' raw numbers, as interventions that change no row."""
+def scoring_steps(
+    probes: tuple[ResolvedProbe, ...], layout: CellLayout, before: bool = False
+) -> tuple[ResolvedIntervention, ...]:
+    """Return what writes probes' raw numbers, as interventions that change no row.
+
+    Those that come `before` a request's interventions are of probes that read first at their tap; the others come
+    after them.
+    """
     steps = []
     for probe, first in zip(probes, layout.raws, strict=True):
+        hook, layer = probe.site
+        at_pre = probe.before and hook == "resid_pre"
+        if at_pre:  # what leaves the block before: the same tap, where nothing has acted at resid_pre yet
+            hook, layer = "resid_post", layer - 1
+        if (probe.before and not at_pre) != before:
+            continue
         instructions = tuple(
             Instruction(SCORE, "", row, b=offset, start=probe.start, stop=probe.stop, cell=first + j + 1)
             for j, (row, offset) in enumerate(zip(probe.rows, probe.offsets, strict=True))
         )
-        steps.append(ResolvedIntervention(probe.hook, (probe.layer,), probe.positions, 0, instructions))
+        steps.append(ResolvedIntervention(hook, (layer,), probe.positions, 0, instructions))
     return tuple(steps)

@@ -21,10 +21,10 @@ from vllm_weir.schema.probe_base import ProbeBase
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.schema.selectors import Asked
+from vllm_weir.schema.set_activation import SetActivation
 from vllm_weir.schema.stop_rules import StopRule, StopText
-from vllm_weir.schema.taps import tap_of
-
-FINAL_NORM = Site("final_norm", 0)
+from vllm_weir.schema.taps import STAGES, reads_in_time, tap_of
+from vllm_weir.schema.user_hooks import Hook
 
 
 class CheckSite(Protocol):
@@ -139,6 +139,7 @@ class ProbeResolver:
         counted = tuple((names.index(one.probe.name), one) for one in everyone)
         resolved = tuple(self._probes.values())
         self._check_stages(resolved, [one for one in interventions if dose or one.when is not None])
+        self._check_calls(interventions, [[*gates][k] if k >= 0 else None for k in gate_of])
         if dose:
             self._check_whole_rows(interventions)
         return AdmittedScoring(resolved, tuple(gates), tuple(gate_of), stops, self._rows, asked_of(own), told, counted)
@@ -259,6 +260,28 @@ class ProbeResolver:
                 what, field = ("measured", "dose") if one.when is None else ("gated", one.when.path)
                 holders = self._common(holders, Site(one.hook, layer), f"a {what} {one.op} acts at", field)
 
+    def _check_calls(self, interventions: Sequence[Intervention], gates: Sequence[ResolvedGate | None]) -> None:
+        """Raise WeirError if something is called at a tap with rows on which a probe of that tap has to decide first.
+
+        What is called at a tap is called before its probes score.
+        """
+        undecided: set[Site] = set()
+        for one, gate in zip(interventions, gates, strict=True):
+            if one.hook != "resid_pre":
+                continue
+            sites = {Site(one.hook, layer) for layer in one.resolve_layers(self._capabilities.num_layers)}
+            called = isinstance(one, Hook) or (isinstance(one, SetActivation) and one.sae is not None)
+            if called and (first := min(undecided & sites, key=place_of, default=None)) is not None:
+                raise WeirError(
+                    f"this is given the row of {first} after an intervention there whose gate reads what leaves the "
+                    "block before, which is not decided by then; put it before that one, or let the gate's probe read "
+                    "an earlier hook point",
+                    one.path,
+                )
+            if gate is not None and not gate.controller:
+                tap, stage = divmod(list(self._probes.values())[gate.probe].column, STAGES)
+                undecided |= {site for site in sites if stage and tap == tap_of(site)}
+
     def _common(self, holders: frozenset[int] | None, site: Site, what: str, field: str) -> frozenset[int] | None:
         workers = self._capabilities.workers.get(site)
         if workers is None:
@@ -289,7 +312,7 @@ def _check_order(probe: ResolvedProbe, intervention: Intervention, layers: Seque
     If `speculative`, generated tokens, too, share a pass.
     """
     acting = [Site(intervention.hook, layer) for layer in layers]
-    early = [site for site in acting if not _reads_before(probe.site, site)]
+    early = [site for site in acting if not reads_in_time(probe.column, site)]
     when = intervention.when
     if not early or (when.delay and intervention.positions.kind == "generated" and not speculative):
         return
@@ -312,10 +335,3 @@ def _check_order(probe: ResolvedProbe, intervention: Intervention, layers: Seque
         "hook point or block, let the probe read an earlier one, or take the score of the token before (delay=1)",
         f"{when.path}.probe",
     )
-
-
-def _reads_before(probed: Site, acting: Site) -> bool:
-    """Return whether a token is scored at one site before another is changed."""
-    if probed == FINAL_NORM or acting == FINAL_NORM:
-        return acting == FINAL_NORM != probed
-    return tap_of(probed) < tap_of(acting)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import IN_GRAPHS
-from vllm_weir.schema.taps import NO_GRAPH, SCORES, Place, tap_of
+from vllm_weir.schema.taps import NO_GRAPH, SCORES, STAGES, Place, early_bit, tap_of
 from vllm_weir.util.identity_cache import IdentityCache
 
 
@@ -21,8 +21,9 @@ class ActiveTaps:
     """The requests that capture or steer something, each with the taps that it needs.
 
     Taps are bit masks: bit t stands for tap t, and bit SCORES + t for the probes that read there. Bit
-    NO_GRAPH is set where rows are encoded whole or given to a function by the host; bits from FUNCTIONS on are of
-    functions that are called inside graphs.
+    NO_GRAPH is set where rows are encoded whole or given to a function by the host; bits from EARLY_SCORES on are of
+    columns that are scored before their tap goes on, those from FUNCTIONS on of functions that are called inside
+    graphs.
 
     Args:
         number_of: identity of a compiled function -> its number, None for one that only the host calls.
@@ -100,7 +101,8 @@ def _remove_one(counter: Counter[int], key: int) -> bool:
 def _mask_of_spec(number_of: Callable[[str], int | None], spec: EngineSpec) -> int:
     taps = functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
     probes = functools.reduce(operator.or_, (_mask(probe.hook, (probe.layer,)) for probe in spec.probes), 0)
-    return taps | probes << SCORES | bool(spec.encoders) << NO_GRAPH | _functions_of(number_of, spec)
+    early = sum(1 << early_bit(*divmod(column, STAGES)) for column in spec.early_columns)
+    return taps | probes << SCORES | bool(spec.encoders) << NO_GRAPH | early | _functions_of(number_of, spec)
 
 
 def _functions_of(number_of: Callable[[str], int | None], spec: EngineSpec) -> int:

@@ -122,6 +122,8 @@ class Draw:
             after = probe.layer + (probe.hook == "resid_post")
             if after >= LAYERS:
                 g = -1
+            elif probe.hook == "resid_post" and self.random.random() < 0.4:  # at the tap that the probe reads
+                hook, layer, cell = "resid_pre", after, layout.factors[g] + 1
             else:
                 hook, layer, cell = "resid_post", int(self.random.integers(after, LAYERS)), layout.factors[g] + 1
         kinds = [self.choice(CONST, NORM, BLEND, AFFINE) for _ in range(int(self.random.integers(1, 3)))]
