@@ -145,11 +145,7 @@ class EngineSpec:
         if self._activations:
             placed, reading = with_activations(moves, self.layout.activations)
             moves = (*placed, *reading)
-        if not self.probes:
-            return moves
-        return (
-            *scoring_steps(self.probes, self.layout, before=True), *moves, *scoring_steps(self.probes, self.layout),
-        )  # fmt: skip
+        return (*moves, *scoring_steps(self.probes, self.layout)) if self.probes else moves
 
     @functools.cached_property
     def scoring(self) -> Scoring | None:

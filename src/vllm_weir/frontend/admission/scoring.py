@@ -11,9 +11,10 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.feature_gates import FeatureReads, FindSAE
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.reachable import Vocabulary, asked_of, resolve_tokens
-from vllm_weir.schema.gates import When
+from vllm_weir.schema.gates import SAE_PREFIX, When
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.intervention_base import Intervention
@@ -90,7 +91,9 @@ class ProbeResolver:
         vocabulary: Vocabulary,
         has_token_ids: bool,
         check: CheckSite,
+        find_sae: FindSAE,
     ) -> None:
+        self._features = FeatureReads(find_sae, capabilities.num_layers)
         self._capabilities, self._lookup, self._registry = capabilities, lookup, registry
         self._vocabulary, self._has_token_ids, self._check = vocabulary, has_token_ids, check
         self._own: dict[str, AnyProbe] = {}
@@ -123,6 +126,7 @@ class ProbeResolver:
         self._own = {probe.name: probe for probe in own}
         for probe in own:
             self._add(probe)
+        self._features.note([one for one in interventions if one.when is not None and one.when.sae])
         gates: dict[ResolvedGate, int] = {}
         gate_of = []
         for k, intervention in enumerate(interventions):
@@ -150,6 +154,10 @@ class ProbeResolver:
             try:
                 probe = self._registry.find(name, field)
             except WeirError as e:
+                if name.startswith(SAE_PREFIX):
+                    raise WeirError(
+                        "missing: say which feature of the autoencoder gates", field.removesuffix(".probe") + ".feature"
+                    ) from None
                 listed = f"the request lists {', '.join(self._own)}; " if own and self._own else ""
                 raise WeirError(f"{listed}{e.message}", field) from None
             self._add(probe.at(field))
@@ -189,7 +197,7 @@ class ProbeResolver:
         when: When = intervention.when
         if when.controller:
             return self._controlled(intervention, when, own)
-        index = self._index(when.probe, f"{when.path}.probe", own)
+        index = self._feature(intervention) if when.sae else self._index(when.probe, f"{when.path}.probe", own)
         probe = list(self._probes.values())[index]
         output = _output(
             probe, when.output, f"{when.path}.output", f"say which one gates: output=0..{probe.outputs - 1}"
@@ -199,6 +207,18 @@ class ProbeResolver:
         threshold = float(np.float32(when.threshold))
         sharpness = float(np.float32(when.sharpness or 0.0))
         return ResolvedGate(index, output, threshold, when.above is not None, when.latch, when.delay, sharpness)
+
+    def _feature(self, intervention: Intervention) -> int:
+        """Return the index of what gives the activation of the feature that gates an intervention."""
+        name, (probe, before, threshold) = self._features.probe(intervention)
+        if name not in self._probes:
+            try:
+                resolved, rows = self._resolve(probe)
+            except WeirError as e:
+                raise WeirError(e.message, f"{probe.path}.probe") from None
+            self._probes[name] = replace(resolved, name=name, before=before, threshold=threshold)
+            self._rows.update(rows)
+        return list(self._probes).index(name)
 
     def _controlled(self, intervention: Intervention, when: When, own: bool) -> ResolvedGate:
         """Return the gate of a sync controller, whose probes are added to the request."""

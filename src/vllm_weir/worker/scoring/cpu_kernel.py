@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from vllm_weir.schema.instructions import SCORE
+from vllm_weir.schema.instructions import ACTIVATE, SCORE
 from vllm_weir.schema.resolved_probes import (
     ATTENTION,
     EMA,
@@ -117,7 +117,7 @@ class _Runs:
         scored, ints = np.zeros(len(tokens), bool), self._t.ints.numpy()
         while (nodes >= 0).any():
             at = ints[nodes]
-            scored |= (nodes >= 0) & (at[:, 0] == SCORE) & (at[:, 4] >> CELL_BIT == cells)
+            scored |= (nodes >= 0) & np.isin(at[:, 0], (SCORE, ACTIVATE)) & (at[:, 4] >> CELL_BIT == cells)
             nodes = np.where(nodes >= 0, at[:, 3], -1)
         return np.split(scored, np.cumsum(self._counts)[:-1])
 

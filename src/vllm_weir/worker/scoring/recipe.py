@@ -49,7 +49,7 @@ class ScoringRecipe:
         bit_of = selector_bits(step.positions for step in steps)
         for step in steps:
             bit, gates = bit_of[step.positions], self._gates_of(step)
-            if step.scores or gates or step.dose_cell:
+            if self.layout.scores_by(step) or gates or step.dose_cell:
                 self.bits |= 1 << bit
             if gates and not self.probes and table.is_local(step):
                 raise WeirError("a gate's probe has to be on the pipeline stage of what it gates", "interventions")

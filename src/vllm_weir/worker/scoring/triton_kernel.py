@@ -29,7 +29,7 @@ _MLP, _ATTENTION = tl.constexpr(kinds.MLP), tl.constexpr(kinds.ATTENTION)
 _SIGMOID, _SOFTMAX = tl.constexpr(kinds.SIGMOID), tl.constexpr(kinds.SOFTMAX)
 _EMA, _MAXIMUM, _MEAN = tl.constexpr(kinds.EMA), tl.constexpr(kinds.MAXIMUM), tl.constexpr(kinds.MEAN)
 _RELU, _GELU, _SILU = tl.constexpr(kinds.RELU), tl.constexpr(kinds.GELU), tl.constexpr(kinds.SILU)
-_SCORE = tl.constexpr(instructions.SCORE)
+_SCORE, _ACTIVATE = tl.constexpr(instructions.SCORE), tl.constexpr(instructions.ACTIVATE)
 _ABOVE, _LATCH = tl.constexpr(probe_table.ABOVE), tl.constexpr(probe_table.LATCH)
 _DELAYED, _CONTROLLED = tl.constexpr(probe_table.DELAYED), tl.constexpr(probe_table.CONTROLLED)
 _CELL_BIT = tl.constexpr(programs.CELL_BIT)
@@ -49,7 +49,7 @@ def _is_scored(plan, heads, ints, token, tap, num_taps, cell):
     found = 0
     while (node >= 0) & (found == 0):
         kind, flags = tl.load(ints + node * _NODE), tl.load(ints + node * _NODE + 4)
-        found = ((kind == _SCORE) & ((flags >> _CELL_BIT) == cell)).to(tl.int32)
+        found = (((kind == _SCORE) | (kind == _ACTIVATE)) & ((flags >> _CELL_BIT) == cell)).to(tl.int32)
         node = tl.load(ints + node * _NODE + 3).to(tl.int64)
     return found != 0
 
