@@ -40,4 +40,6 @@ def test_the_kernel_computes_what_the_cpu_s_does(seeds, monkeypatch):
 def test_the_kernel_compiles_for_hopper():
     floats = {"vectors", "cells", "decays", "bounds", "biases", "states"}
     types = {entry.name: "*fp32" if entry.name in floats else "*i32" for entry in fields(ScoreTensors)}
-    assert compile_for_hopper(triton_kernel._score, types, {"BLOCK": 64, "PROGRAMS": 128}, num_warps=1)
+    for stages in (7, 2, 5):
+        constants = {"BLOCK": 64, "PROGRAMS": 128, "STAGES": stages}
+        assert compile_for_hopper(triton_kernel._score, types, constants, num_warps=1)

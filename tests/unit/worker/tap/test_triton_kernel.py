@@ -258,5 +258,7 @@ def test_the_kernels_compile_for_hopper(dtype):
     constants = {"HAS_OTHER": True, "BLOCK": 1024}
     assert compile_for_hopper(peek_kernel._peek, types, constants, num_warps=4)
     assert compile_for_hopper(peek_kernel._peek_hook, types | {"nodes": "*i32"}, constants, num_warps=4)
+    for stage in range(STAGES - 1):
+        assert compile_for_hopper(peek_kernel._read_early, types, constants | {"STAGE": stage}, num_warps=4)
     constants |= {"STAGES": STAGES, "GROUP": GROUP, "LISTED": False, "AHEAD": True}
     assert compile_for_hopper(triton_kernel._tap, types, constants, num_warps=4, maxnreg=96)
