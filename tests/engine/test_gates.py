@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +103,74 @@ def test_every_form_of_gate(llm, truth, size):
     assert sum(0.1 < share < 0.9 for share in counts) >= 4, "gates that are open or shut all the time show little"
     del outs, out
     assert_nothing_is_held(llm)
+
+
+def one_tap(truth):
+    """Requests whose probe reads what leaves block 1, and whose gate acts where block 2 begins: the same rows."""
+    requests = []
+    kinds = [("linear", {}), ("mlp", {}), ("attention", {}), ("linear", {"smooth": ("ema", 0.4)})]
+    for k, (more, side) in enumerate(itertools.product(({}, {"latch": True}, {"sharpness": 3.0}), ("above", "below"))):
+        for delay in (0, 1):
+            ids = tokens(26 + k, 500 + k)
+            kind, how = kinds[len(requests) % len(kinds)]
+            probe = random_probe("p", kind, ("resid_post", 1), 520 + k, **how)
+            gate = GateCase("p", **{side: middle(truth, probe, ids, len(ids))}, delay=delay, **more)
+            acts = [Act(add(layers=1, seed=k + 3)), Act(add(hook="resid_pre", seed=k), gate)]
+            acts.append(Act(intervention("ablate", "resid_pre", [2], "generated", k)))
+            requests.append((ids, [probe], acts))
+    return requests
+
+
+@pytest.mark.parametrize("size", [None, pytest.param(23, marks=pytest.mark.thorough)])
+def test_a_gate_acts_at_the_tap_that_its_probe_reads(llm, truth, size):
+    """Each form: the probe sees what acts at resid_post, and not what its gate lets act at resid_pre."""
+    llm.reset_prefix_cache()
+    requests = one_tap(truth)
+    with chunks(llm, size):
+        outs = run(llm, requests)
+    fired = 0
+    for out, (ids, probes, acts) in zip(outs, requests, strict=True):
+        traced = check_gated(out, probes, acts, truth)
+        check_receipt(out, 1, acts[1], traced, list(range(len(ids) + 5)))
+        fired += 0.1 < len(fired_at(traced.factors[1], range(len(ids) + 5))) / (len(ids) + 5) < 0.9
+    assert fired >= 4
+    del outs, out
+    assert_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
+def test_beside_functions_at_the_same_tap(llm, truth, mode):
+    """One acts before the probe reads, in the same request, and one in another."""
+    llm.reset_prefix_cache()
+    ids = tokens(30, 610)
+    doubles = functools.partial(weir.Add, torch.zeros(D), 1)
+    item = SimpleNamespace(
+        hook="resid_post", layers=(1,), vectors=(), neurons=None, heads=None, per_layer=False,
+        positions=SimpleNamespace(to_json=lambda: "all"), changed=lambda h: 2 * h,
+    )  # fmt: skip
+    probe = random_probe("p", "linear", ("resid_post", 1), 611)
+    gate = GateCase("p", above=2 * middle(truth, probe, ids, len(ids)))
+    acts = [Act(doubles, None, item), Act(add(hook="resid_pre"), gate)]
+    double = weir.Hook(double_row, layers=1, mode=mode)
+    params = weir.params(
+        sampling(6), probes=probe.public(), interventions=acts[1].public(), hooks=double, capture=EVERYTHING
+    )
+    other = weir.params(sampling(6), hooks=weir.Hook(double_row, hook="resid_pre", layers=2, mode=mode))
+    requests = one_tap(truth)[:2]
+    asks = [params, other, *(asked(sampling(6), *more, capture=EVERYTHING) for _, *more in requests)]
+    prompts = [{"prompt_token_ids": one} for one in (ids, ids, *(ids for ids, *_ in requests))]
+    out, _, *rest = llm.generate(prompts, asks, use_tqdm=False)
+    check_gated(out, [probe], acts, truth)
+    for one, (_, probes, acts) in zip(rest, requests, strict=True):
+        check_gated(one, probes, acts, truth)
+    late = weir.Hook(double_row, hook="resid_pre", layers=2, mode=mode)
+    with pytest.raises(WeirError, match=r"resid_pre\[2\] after .* before that one") as error:
+        llm.generate(prompts[0], weir.params(params, hooks=late))
+    assert error.value.field == "hooks[0]"
+
+
+def double_row(rows, ctx):
+    return 2 * rows
 
 
 def test_a_feature_under_a_gate(llm, truth):

@@ -95,9 +95,10 @@ def test_a_rule_stops_at_its_token(client):
     assert (chunks[-1]["finish_reason"], chunks[-1]["stop_reason"]) == ("stop", "probe:own")
 
 
-def test_a_gate_acts_where_its_probe_fires(client, kept):
+@pytest.mark.parametrize("place", [{}, {"hook": "resid_pre", "layers": [LAYER + 1]}], ids=["later", "the same tap"])
+def test_a_gate_acts_where_its_probe_fires(client, kept, place):
     kept("mood", **FIELDS)
-    gated = add(4, vector=[0.0] * (D - 1) + [4.0], scale=1.0, when={"probe": "mood", "above": 0.5})
+    gated = add(4, vector=[0.0] * (D - 1) + [4.0], scale=1.0, when={"probe": "mood", "above": 0.5}) | place
     found = weir_of(client, interventions=[gated])
     gate, scores = found["receipt"]["gates"][0], found["scores"]["mood"]
     fired = [at for at, (score,) in zip(scores["positions"], scores["values"], strict=True) if score > 0.5]

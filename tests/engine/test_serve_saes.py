@@ -219,6 +219,33 @@ def check_chunks(chunks, choice: dict) -> None:
         assert [ids for part in parts for ids in part.ids.tolist()] == expected["ids"]
 
 
+def test_a_gate_by_a_feature_acts_where_that_is_active(weir_server, server, saes, folder):
+    """At the hook point that the autoencoder reads, with its other clients' forms; and what a client gets wrong."""
+    sae = saes["mood"]
+    here = [{"hook": sae.site.hook, "layers": [sae.site.layer], "positions": "all", "before": True}]
+    acts, _ = read(server, folder, capture=here)
+    dense = sae.encode(acts[sae.site])
+    feature = int(((dense > 0).sum(0) - len(dense) // 2).abs().argmin())
+    gate = {"probe": "sae:mood", "feature": feature, "above": 0.01}
+    gated = {"op": "set_feature", "name": "mood", "feature": feature, "value": 0.0, "when": gate}
+    acts, choice = read(server, folder, capture=here, interventions=[gated])
+    active = sae.encode(acts[sae.site])[:, feature]
+    told = choice["weir"]["receipt"]["gates"][0]
+    fired = [p for first, end in told["spans"] for p in range(first, end)]
+    assert fired == (active > 0.01).nonzero()[:, 0].tolist() and 0 < len(fired) < told["of"]
+    assert (told["probe"], told["feature"], told["fired"]) == ("sae:mood", feature, len(fired))
+    scores = torch.tensor(choice["weir"]["scores"][f"sae:mood[{feature}]"]["values"])[:, 0]
+    assert (scores - active).abs().max() <= bound(sae, acts[sae.site])
+    own = weir.SetFeature("mood", feature, value=0.0, when=weir.When("sae:mood", feature=feature, above=0.01))
+    with weir_server.client() as client:
+        answer = client.generate(PROMPT, max_tokens=MAX_TOKENS, temperature=0, interventions=own)
+        assert answer.text == text_of(choice) and answer.receipt.gates[0]["feature"] == feature
+        wrong = weir.SetFeature("mood", 0, value=0.0, when=weir.When("sae:gone", feature=0, above=0.0))
+        with pytest.raises(weir.WeirError, match="loaded are mood") as e:
+            client.generate(PROMPT, interventions=wrong)
+        assert e.value.field == "interventions[0].when.probe"
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_the_client(weir_server, server, saes, folder, path):
     prompt = PROMPT if path == COMPLETIONS else [{"role": "user", "content": PROMPT}]

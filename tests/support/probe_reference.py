@@ -46,6 +46,8 @@ class ProbeCase:
     positions: Any = "all"
     head: int | None = None
     hidden: str = "relu"
+    before: bool = False
+    """Whether it reads the row before the interventions at its hook point, as gates by a feature do."""
 
     @property
     def site(self) -> Site:
@@ -213,16 +215,20 @@ class _Pass:
 
     def through(self, hook: str, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Rows [n, ...] of a site after the interventions there, which are then scored."""
+        self._score((hook, layer), True, rows)
         for act in self.acts:
             item = act.plain
             layers = range(self.num_layers) if item.layers == "all" else item.layers
             if item.hook == hook and layer in layers:
                 rows = self._changed(act, of_layer(item, layer, layers), rows)
         self.rows[hook, layer] = rows.detach().clone()
-        for probe in self.probes.values():
-            if probe.site == (hook, layer):
-                self.scores[probe.name] = probe.scores(rows, self.prompt_len, self.ids)
+        self._score((hook, layer), False, rows)
         return rows
+
+    def _score(self, site: Site, before: bool, rows: torch.Tensor) -> None:
+        for probe in self.probes.values():
+            if (probe.site, probe.before) == (site, before):
+                self.scores[probe.name] = probe.scores(rows, self.prompt_len, self.ids)
 
     def factors(self, act: Act) -> list[float]:
         """The factor of an act at each position, by the scores that there are by now."""

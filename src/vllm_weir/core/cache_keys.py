@@ -41,7 +41,7 @@ class CacheKeys:
     scores rows adds nothing.
 
     Args:
-        interventions: those that change something, in order; steps that score are passed over.
+        interventions: those that change something, in order; steps that only write numbers are passed over.
         prompt_len: tokens of the prompt.
         own_from: see the function of that name.
     """
@@ -49,7 +49,7 @@ class CacheKeys:
     def __init__(
         self, interventions: Sequence[ResolvedIntervention], prompt_len: int, own_from: int | None = None
     ) -> None:
-        ungated = [m for m in interventions if not m.scores and not m.is_gated]
+        ungated = [m for m in interventions if not m.only_writes and not m.is_gated]
         self._bounded = [
             (m, None if m.per_position else m.positions.bounds(prompt_len), m.positions.listed(prompt_len))
             for m in ungated
@@ -133,7 +133,7 @@ class ExternalKV:
         if request.table_needs is None:
             return cls(limit)
         spec, prompt_len = EngineSpec.from_wire(request.spec), len(prompt_ids)
-        if all(move.scores for move in spec.moves):
+        if not spec.moves:
             return cls(limit)
         keys = CacheKeys(spec.moves, prompt_len, own_from(request, spec, prompt_len))
         return cls(limit, True, keys.of_block(0, prompt_ids) is not None)

@@ -325,7 +325,9 @@ class EngineNames:
         named = (self.hooks.resolve(one, find) if isinstance(one, Use) else one for one in interventions)
         settled = [self.saes.resolve(one) if isinstance(one, SetFeature) else one for one in named]
         gating = self.probes if probes is None else probes
-        admitted = admit({}, capabilities, True, find, settled, vocabulary=self._engine.vocabulary, probes=gating)
+        admitted = admit(
+            {}, capabilities, True, find, settled, vocabulary=self._engine.vocabulary, saes=self.saes, probes=gating
+        )
         for rows in admitted.by_position:
             if everyone:
                 rows.check_everyone()

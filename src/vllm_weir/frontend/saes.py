@@ -72,10 +72,12 @@ def _refuse_used(frontend: EngineFrontend, name: str) -> None:
 
 
 def refuse_used(key: str, name: str, always: Sequence[Kept], modules: Mapping[str, Sequence[Kept]]) -> None:
-    """Raise WeirError if what is set for all, or a module, has the autoencoder with this key encode rows."""
+    """Raise WeirError if what is set for all, or a module, is gated by an autoencoder, or has it encode rows."""
     users = {"what every request undergoes": always}
     users |= {f"the module {module!r}": steps for module, steps in modules.items()}
     for user, interventions in users.items():
+        if any(one.when is not None and one.when.sae == name for one in interventions):
+            raise WeirError(f"{user} is gated by a feature of {name!r}; clear that first", "name")
         if any(isinstance(one, SetActivation) and one.sae and split_key(one.sae)[0] == key for one in interventions):
             raise WeirError(
                 f"{user} sets a feature of {name!r}, whose rows the workers encode; clear that first", "name"

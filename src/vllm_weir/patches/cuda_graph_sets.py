@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_weir.schema.taps import CELLS, GROUPS, NO_GRAPH, SCORES, TAPS, function_bits
+from vllm_weir.schema.taps import CELLS, GROUPS, NO_GRAPH, SCORES, TAPS, exact_bits
 from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.tap.op import ALL, EVERYTHING
 
@@ -151,7 +151,7 @@ class GraphSets:
 
     def _mask_for(self, needed: int) -> int | None:
         """Return the set to replay from, alike on all ranks; None if there is none, and no room for one."""
-        called = function_bits(needed)
+        called = exact_bits(needed)
         widest = EVERYTHING if needed >> SCORES & TAPS else ALL  # launches for probes that nobody has would cost time
         if not self.lazy:
             return None if called else widest
@@ -344,8 +344,8 @@ class GraphSets:
 def _covers(graph: LiveGraph, wanted: LiveGraph) -> bool:
     """Return whether a graph has the taps, the kind and at least the size of the wanted one."""
     desc, wanted_desc = graph.desc, wanted.desc
-    if function_bits(wanted.mask) & ~function_bits(graph.mask):
-        return False  # a graph of all taps has been captured without functions
+    if exact_bits(wanted.mask) & ~exact_bits(graph.mask):
+        return False  # a graph of all taps has been captured without what these stand for
     if graph.mask & wanted.mask != wanted.mask or desc.num_tokens < wanted_desc.num_tokens:
         return False
     same_kind = replace(desc, num_tokens=wanted_desc.num_tokens, num_reqs=wanted_desc.num_reqs) == wanted_desc

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from math import isfinite, nan
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from vllm_weir.schema.fields import short_repr
 from vllm_weir.schema.hooks import Site
@@ -20,12 +20,14 @@ class GateCount(TypedDict):
         fired: positions at which the intervention acted, that is, at which the gate's factor was not 0.
         of: positions that it was asked for.
         spans: where it acted: ranges [first, end] of positions, `end` not included.
+        feature: whose activation it looks at, if `probe` is an autoencoder, ``"sae:NAME"``; else missing.
     """
 
     probe: str
     fired: int
     of: int
     spans: list[list[int]]
+    feature: NotRequired[int]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import HOOK, ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec
@@ -25,6 +26,7 @@ from vllm_weir.schema.resolved_probes import (
     with_activations,
     with_doses,
 )
+from vllm_weir.schema.taps import STAGES, reads_in_time, tap_of
 from vllm_weir.util.lru import LruCache
 
 
@@ -112,6 +114,19 @@ class EngineSpec:
     def functions(self) -> tuple[str, ...]:
         """Keys of the users' functions that are called inside taps, each once."""
         return tuple(dict.fromkeys(key for move in self.moves for key in move.functions))
+
+    @functools.cached_property
+    def early_columns(self) -> frozenset[int]:
+        """Columns at which probes read for gates of interventions at the same tap."""
+        found = set()
+        for move in self.moves if self.gates else ():
+            gate = self.gates[self.layout.gate_of(move.instructions[0])] if move.is_gated else None
+            if gate is None or gate.controller:
+                continue
+            column, sites = self.probes[gate.probe].column, [Site(move.hook, layer) for layer in move.layers]
+            if any(tap_of(site) == column // STAGES and reads_in_time(column, site) for site in sites):
+                found.add(column)
+        return frozenset(found)
 
     @functools.cached_property
     def layout(self) -> CellLayout:

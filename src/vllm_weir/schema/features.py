@@ -10,14 +10,13 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, right_words, set_fields
-from vllm_weir.schema.gates import When
+from vllm_weir.schema.gates import MAX_FEATURE, MAX_SAE_NAME, When, parse_feature
 from vllm_weir.schema.hooks import normalise_hook
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import number
 
-MAX_TOP_K, MAX_IDS, MAX_NAME, MAX_LENSES = 1024, 4096, 256, 16
-MAX_FEATURE = 2**31 - 1
+MAX_TOP_K, MAX_IDS, MAX_NAME, MAX_LENSES = 1024, 4096, MAX_SAE_NAME, 16
 LensKind = Literal["logit", "tuned", "jacobian"]
 LENSES: tuple[str, ...] = get_args(LensKind)
 LENS_HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
@@ -136,7 +135,7 @@ class SetFeature:
         set_fields(
             self,
             name=_name(self.name, f"{self.path}.name"),
-            feature=_feature(self.feature, f"{self.path}.feature"),
+            feature=parse_feature(self.feature, f"{self.path}.feature"),
             layer=None if self.layer is None else _block(self.layer, f"{self.path}.layer"),
             positions=Positions.parse(self.positions, f"{self.path}.positions"),
             when=When.parse(self.when, f"{self.path}.when"),
@@ -302,13 +301,6 @@ def _count(value: object, field_name: str) -> int:
     return int(value)  # type: ignore[call-overload]
 
 
-def _feature(value: object, field_name: str) -> int:
-    value = plain(value)
-    if not is_int(value) or not 0 <= value <= MAX_FEATURE:  # type: ignore[operator]
-        raise WeirError(f"features are ints from 0, got {brief(value)}", field_name)
-    return int(value)  # type: ignore[call-overload]
-
-
 def _block(value: object, field_name: str) -> int:
     value = plain(value)
     if not is_int(value) or not 0 <= value <= MAX_FEATURE:  # type: ignore[operator]
@@ -328,7 +320,7 @@ def _ids(value: object, field_name: str, of: str = "features") -> tuple[int, ...
         raise WeirError(f"expected a list of {of}, at least one", field_name)
     if len(value) > MAX_IDS:
         raise WeirError(f"more than {MAX_IDS} {of}", field_name)
-    ids = tuple(_feature(one, field_name) for one in value)
+    ids = tuple(parse_feature(one, field_name) for one in value)
     if len(set(ids)) < len(ids):
         raise WeirError(f"one of the {of} is named twice", field_name)
     return ids

@@ -1,7 +1,8 @@
-"""`When`: the condition under which an intervention acts, a comparison with a probe's score."""
+"""`When`: the condition under which an intervention acts, a comparison with a score or a feature's activation."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -14,6 +15,30 @@ from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import number
 
 MAX_OUTPUT = 2**20
+MAX_FEATURE = 2**31 - 1
+MAX_SAE_NAME = 256
+SAE_PREFIX = "sae:"
+"""Comes before an autoencoder's name where probes have theirs."""
+_FEATURE_NAME = re.compile(rf"({SAE_PREFIX}.+)\[(\d+)\](?: at .*)?", re.DOTALL)
+
+
+def feature_name(probe: str, feature: int, more: str = "") -> str:
+    """Return the name of what gives a feature's activation; `more` tells two readings of it in a request apart."""
+    return f"{probe}[{feature}]" + (f" at {more}" if more else "")
+
+
+def split_feature_name(name: str) -> tuple[str, int | None]:
+    """Return `When.probe` and `When.feature` of which a name of a probe came about."""
+    match = _FEATURE_NAME.fullmatch(name)
+    return (name, None) if match is None else (match[1], int(match[2]))
+
+
+def parse_feature(value: object, field_name: str) -> int:
+    """Return the number of a feature; raise WeirError naming the field."""
+    value = plain(value)
+    if not is_int(value) or not 0 <= value <= MAX_FEATURE:  # type: ignore[operator]
+        raise WeirError(f"features are ints from 0, got {brief(value)}", field_name)
+    return int(value)  # type: ignore[call-overload]
 
 
 @right_words
@@ -23,15 +48,21 @@ class When:
 
     Args:
         probe: name of one of the request's probes, or of a registered one. ``"controller:NAME"``,
-            with nothing else, lets a sync controller of the engine decide, at generated tokens.
+            with nothing else, lets a sync controller of the engine decide, at generated tokens. With
+            `feature`, ``"sae:NAME"``: a sparse autoencoder that the engine has loaded.
         above: the intervention acts where the score is above this.
         below: or where it is below this; exactly one of the two.
         latch: once it has acted, it acts at every later position too.
         delay: 0: the score at a position decides on that position, for which the probe has to read
-            before the intervention acts; 1: the score at the position before it does.
+            before the intervention acts (at `resid_post` for one at the next block's `resid_pre`); 1: the
+            score at the position before it does.
         sharpness: instead of switching, multiply what the intervention adds by
             ``sigmoid(sharpness * (score - above))``, or by ``sigmoid(sharpness * (below - score))``.
         output: which of the probe's scores; may be left out if it has one.
+        feature: of the autoencoder; its activation is the score, which the request's output has as
+            ``scores["sae:NAME[7]"]``. An intervention at the hook point that the autoencoder reads is gated by
+            the row before all interventions there, one at a later hook point by the row after them.
+            TopK, and autoencoders that normalise each row, are refused.
 
     Where the probe scores no row, its last score counts; before the first one nothing happens.
 
@@ -39,7 +70,9 @@ class When:
         WeirError: naming the field.
     """
 
-    wire_fields: ClassVar[tuple[str, ...]] = ("probe", "above", "below", "latch", "delay", "sharpness", "output")
+    wire_fields: ClassVar[tuple[str, ...]] = (
+        "probe", "above", "below", "latch", "delay", "sharpness", "output", "feature",
+    )  # fmt: skip
     probe: str
     above: float | None = None
     below: float | None = None
@@ -47,10 +80,14 @@ class When:
     delay: int = 0
     sharpness: float | None = None
     output: int | None = None
+    feature: int | None = None
     path: str = field(default="when", repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        parse_name(self.probe, f"{self.path}.probe")
+        if self.feature is None:
+            parse_name(self.probe, f"{self.path}.probe")
+        else:
+            self._parse_feature()
         if self.controller:
             self._refuse_rules()
             return
@@ -71,6 +108,23 @@ class When:
             if not is_int(output) or not 0 <= output <= MAX_OUTPUT:
                 raise WeirError(f"outputs are ints from 0, got {brief(output)}", f"{self.path}.output")
             set_fields(self, output=int(output))
+
+    def _parse_feature(self) -> None:
+        name = self.probe.removeprefix(SAE_PREFIX) if isinstance(self.probe, str) else ""
+        if not isinstance(self.probe, str) or name == self.probe or not 0 < len(name) <= MAX_SAE_NAME:
+            raise WeirError(
+                f"a feature is one of a loaded autoencoder, 'sae:NAME', got {brief(self.probe)!r}; leave feature out "
+                "for a probe",
+                f"{self.path}.probe",
+            )
+        if self.output is not None:
+            raise WeirError("a feature has one activation; leave output out", f"{self.path}.output")
+        set_fields(self, feature=parse_feature(self.feature, f"{self.path}.feature"))
+
+    @property
+    def sae(self) -> str:
+        """Name of the autoencoder whose feature decides; empty if none does."""
+        return "" if self.feature is None else self.probe.removeprefix(SAE_PREFIX)
 
     def _refuse_rules(self) -> None:
         """Raise WeirError if there is a rule beside the controller."""

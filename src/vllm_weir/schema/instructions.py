@@ -11,7 +11,7 @@ same h:
     KEEP_NORM  adds s * |h| / |s| - h, where s = h + (a + b * |h|) * u; adds nothing if s = 0
     FEATURE    c = a * act + b, where act = p if p > hi, else 0, and p = w . h + lo
     SCORE      adds nothing; writes w . h + b into a cell of the token (`resolved_probes`)
-    ACTIVATE   likewise, and writes 0 unless that is above hi: act, as of FEATURE, for a HELD elsewhere
+    ACTIVATE   likewise, and writes 0 unless that is above hi: act, as of FEATURE, for a HELD elsewhere, or a gate
     ENCODE     likewise, and writes the activation of feature `a` of the autoencoder `key`, given the whole row
     HELD       c = a * act + b, act being the number in the cell `lo` of the token, counted from 0
     HOOK       replaces h by what the function `key` returns, given the whole row; b is 0 if requests share the function
@@ -179,6 +179,7 @@ class ResolvedIntervention:
         dose_cell: one more than the number of the cell of a token into which its relative dose at the first of
             `layers` is written, those at the others into the following cells; 0 if its dose is not measured.
         source: where the number of its HELD instruction comes from, at the same positions.
+        leads: whether it comes before all others at its tap, in whatever order they are given.
     """
 
     hook: str
@@ -188,6 +189,7 @@ class ResolvedIntervention:
     instructions: tuple[Instruction, ...]
     dose_cell: int = 0
     source: Source | None = None
+    leads: bool = False
 
     def of_position(self, rank: int) -> tuple[Instruction, ...]:
         """Return what is done at the selected position that `rank` others come before.
@@ -200,12 +202,7 @@ class ResolvedIntervention:
     @property
     def is_gated(self) -> bool:
         """Whether a gate decides how much of it is done."""
-        return bool(self.instructions) and self.instructions[0].cell > 0 and self.instructions[0].kind != SCORE
-
-    @property
-    def scores(self) -> bool:
-        """Whether it changes nothing, but writes a probe's raw numbers."""
-        return bool(self.instructions) and self.instructions[0].kind == SCORE
+        return bool(self.instructions) and self.instructions[0].cell > 0 and not self.only_writes
 
     @property
     def only_writes(self) -> bool:
@@ -232,6 +229,8 @@ class ResolvedIntervention:
             content.append({"dose_cell": self.dose_cell})
         if self.source is not None:
             content.append({"source": self.source})
+        if self.leads:
+            content.append({"leads": True})
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()[:32]
 
     @functools.cached_property

@@ -2,8 +2,8 @@
 
 A probe turns a row h(t) of its site, at the positions that its selector chooses, into k scores:
 
-1. *Raw numbers*, all float32: ``raw_j(t) = w_j . h(t) + offsets_j``. The tap of the site computes
-   them with one SCORE instruction each.
+1. *Raw numbers*, all float32: ``raw_j(t) = w_j . h(t) + offsets_j``, or 0 where that is not above the
+   probe's threshold. The tap of the site computes them with one SCORE or ACTIVATE instruction each.
 2. *Outputs* s(t), [k]:
    LINEAR      ``s_i = raw_i``;
    MLP         ``s_i = w_out_i . f(raw) + b_out_i``, f being the activation of the hidden units;
@@ -36,8 +36,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import ENCODE, HELD, SCORE, Instruction, ResolvedIntervention, Source
+from vllm_weir.schema.instructions import ACTIVATE, ENCODE, HELD, SCORE, Instruction, ResolvedIntervention, Source
 from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.taps import column_of
 
 LINEAR, MLP, ATTENTION = range(3)
 NO_ACTIVATION, SIGMOID, SOFTMAX = range(3)
@@ -66,6 +67,8 @@ class ResolvedProbe:
         activation: NO_ACTIVATION, SIGMOID or SOFTMAX.
         smoothing: NO_SMOOTHING, ...
         parameter: a of EMA, the window of MEAN; 0 for the others.
+        before: whether it reads the site before the interventions there.
+        threshold: raw numbers that are not above it count as 0; None: all count as they are.
     """
 
     name: str
@@ -85,11 +88,18 @@ class ResolvedProbe:
     activation: int = NO_ACTIVATION
     smoothing: int = NO_SMOOTHING
     parameter: float = 0.0
+    before: bool = False
+    threshold: float | None = None
 
     @property
     def site(self) -> Site:
-        """The site that it reads, after the interventions there."""
+        """The site that it reads."""
         return Site(self.hook, self.layer)
+
+    @property
+    def column(self) -> int:
+        """The column of the site that it reads."""
+        return column_of(self.site, self.before)
 
     @property
     def vectors(self) -> frozenset[str]:
@@ -113,7 +123,8 @@ class ResolvedProbe:
         return [
             self.name, self.hook, self.layer, self.positions.to_json(), self.kind, self.outputs, self.rows,
             self.offsets, self.start, self.stop, self.hidden, self.out_rows, self.out_offsets, self.heads,
-            self.activation, self.smoothing, self.parameter,
+            self.activation, self.smoothing, self.parameter, self.before,
+            self.threshold,
         ]  # fmt: skip
 
     @classmethod
@@ -199,6 +210,10 @@ class CellLayout(NamedTuple):
         """Return the index of the gate whose factor an instruction with a cell is multiplied by."""
         return self.factors.index(instruction.cell - 1)
 
+    def scores_by(self, step: ResolvedIntervention) -> bool:
+        """Return whether a step writes a probe's raw numbers."""
+        return step.only_writes and 0 < step.instructions[0].cell <= self.activations
+
     @classmethod
     @functools.lru_cache(maxsize=1024)
     def of(
@@ -276,9 +291,16 @@ def scoring_steps(probes: tuple[ResolvedProbe, ...], layout: CellLayout) -> tupl
     """Return what writes the probes' raw numbers, as interventions that change no row."""
     steps = []
     for probe, first in zip(probes, layout.raws, strict=True):
+        hook, layer = probe.site
+        leads = probe.before and hook != "resid_pre"
+        if probe.before and not leads:  # what leaves the block before: the same tap, nothing has acted at resid_pre yet
+            hook, layer = "resid_post", layer - 1
+        how: dict[str, Any] = {"kind": SCORE}
+        if probe.threshold is not None:
+            how = {"kind": ACTIVATE, "hi": probe.threshold}
         instructions = tuple(
-            Instruction(SCORE, "", row, b=offset, start=probe.start, stop=probe.stop, cell=first + j + 1)
+            Instruction(u="", w=row, b=offset, start=probe.start, stop=probe.stop, cell=first + j + 1, **how)
             for j, (row, offset) in enumerate(zip(probe.rows, probe.offsets, strict=True))
         )
-        steps.append(ResolvedIntervention(probe.hook, (probe.layer,), probe.positions, 0, instructions))
+        steps.append(ResolvedIntervention(hook, (layer,), probe.positions, 0, instructions, leads=leads))
     return tuple(steps)

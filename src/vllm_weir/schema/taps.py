@@ -24,8 +24,15 @@ CELLS, GROUPS = NO_GRAPH + 1, NO_GRAPH + 2
 """Bits of a mask of taps which say that nodes may write or read cells of their tokens, or what a
 function returned, and that rows may be reduced. Without them the taps launch a smaller kernel."""
 
-FUNCTIONS = NO_GRAPH + 3
+EARLY_SCORES = NO_GRAPH + 3
+"""Bit of a mask of taps from which on each stands for a column whose probes score before the tap goes on,
+because a gate there needs them; there are two for each tap, one for each stage but the last."""
+
+FUNCTIONS = EARLY_SCORES + (STAGES - 1) * SCORES
 """Bit of a mask of taps from which on each stands for a `Place`."""
+
+ALL_STAGES = (1 << STAGES) - 1
+"""Mask of the stages of a tap."""
 
 
 class Place(NamedTuple):
@@ -39,6 +46,21 @@ class Place(NamedTuple):
     def bit(self) -> int:
         """Its bit in a mask of taps."""
         return FUNCTIONS + 2 * (SCORES * self.function + self.tap) + self.after_post
+
+
+def early_bit(tap: int, stage: int) -> int:
+    """Return the bit of a mask which says that what probes read at a stage of a tap is scored before the next one."""
+    return EARLY_SCORES + (STAGES - 1) * tap + stage
+
+
+def early_stages(mask: int, tap: int) -> int:
+    """Return the stages of a tap, as bits, that are scored before the next ones; a mask of all taps has none."""
+    return mask >> early_bit(tap, 0) & ALL_STAGES >> 1 if mask > 0 else 0
+
+
+def exact_bits(mask: int) -> int:
+    """Return the bits of a mask for which no graph of all taps stands; a negative mask, of all taps, has none."""
+    return mask >> EARLY_SCORES if mask > 0 else 0
 
 
 def function_bits(mask: int) -> int:
@@ -88,6 +110,12 @@ def site_of(served: Site, after_post: bool) -> Site:
 def comes_before(tap: int, other: int) -> bool:
     """Return whether a token meets one tap before another."""
     return other != tap and (other == 1 or (tap != 1 and tap < other))
+
+
+def reads_in_time(column: int, site: Site) -> bool:
+    """Return whether a token's row is read at a column before it is changed at a site."""
+    (tap, stage), acts = divmod(column, STAGES), tap_of(site)
+    return comes_before(tap, acts) or (tap == acts and stage <= (site.hook == "resid_pre"))
 
 
 def is_boundary(tap: int) -> bool:

@@ -197,6 +197,13 @@ class LiveRequests:
                 "given to a function, as this request needs; start the engine with enforce_eager",
                 "interventions",
             )
+        if spec.early_columns and self._switch.pinned:
+            raise WeirError(
+                "this engine replays every step from one set of CUDA graphs, in which no gate acts at the tap that its "
+                "probe reads, as one of this request does; start the engine with enforce_eager, or gate a later hook "
+                "point",
+                "interventions",
+            )
         self._functions.hold(request_id, engine_request.reader_endpoint, engine_request.calls)
         for key in spec.encoders:
             self._saes.hold(request_id, key)

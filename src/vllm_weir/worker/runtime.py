@@ -261,6 +261,7 @@ class WorkerRuntime:
                 self._sites_of,
                 failures.fail_called,
                 self.model_info.device,
+                self.switch.score_early,
             ),
             self.in_graphs,
             self._scorer,

@@ -30,7 +30,19 @@ from vllm_weir.schema.instructions import (
 )
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
-from vllm_weir.schema.taps import CELLS, FUNCTIONS, GROUPS, NO_GRAPH, SCORES, Place, places_in, tap_of
+from vllm_weir.schema.resolved_probes import ResolvedGate, ResolvedProbe
+from vllm_weir.schema.taps import (
+    CELLS,
+    FUNCTIONS,
+    GROUPS,
+    NO_GRAPH,
+    SCORES,
+    Place,
+    early_stages,
+    function_bits,
+    places_in,
+    tap_of,
+)
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.tap.op import ALL, EVERYTHING, TapSwitch, TapTensors, numbered
@@ -588,6 +600,33 @@ def test_bits_of_functions(keys):
         assert sum(1 << one.bit for one in wanted) == mask >> FUNCTIONS << FUNCTIONS
     else:
         assert mask >> NO_GRAPH & 1
+
+
+GATED = {  # where a probe reads, whether before interventions, and where its gate acts -> the stage that is early
+    ("resid_post", 1, False, "resid_pre", 2, 0): 1, ("resid_post", 1, True, "resid_post", 1, 0): 0,
+    ("resid_post", 1, True, "resid_pre", 2, 0): 0, ("resid_pre", 2, True, "resid_pre", 2, 0): 1,
+    ("mlp_out", 1, True, "mlp_out", 1, 1): 0, ("resid_post", 1, False, "resid_post", 2, 0): None,
+    ("resid_post", 1, False, "resid_post", 1, 1): None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "stage"), GATED.items())
+def test_a_gate_at_its_probe_s_tap_is_decided_between_the_stages(none_at_start, case, stage):
+    """A set of graphs with that bit, or a step without a graph: those of all taps do not do it."""
+    hook, layer, before, acts, at, delay = case
+    add = Instruction(CONST, "u", cell=2)
+    move = ResolvedIntervention(acts, (at,), Positions.parse("all"), 0, (add,))
+    probe = ResolvedProbe("p", hook, layer, Positions.parse("all"), 0, 1, ("w",), (0.0,), before=before)
+    live = ActiveTaps()
+    live.join("a", EngineSpec(ResolvedSpec(()), (move,), (probe,), (ResolvedGate(0, 0, 0.0, delay=delay),)), 10)
+    mask, tap = live.taps_in((["a"], [0])), tap_of(Site(hook, layer))
+    assert early_stages(mask, tap) == (0 if stage is None else 1 << stage) and not function_bits(mask)
+    assert early_stages(EVERYTHING, tap) == early_stages(ALL, tap) == 0
+    assert mask >> SCORES + tap & 1
+    sets = Engine().sets
+    assert sets._mask_for(mask) == mask
+    sets._masks = [1 << k for k in range(2 * MAX_SETS)]
+    assert sets._mask_for(mask) == (EVERYTHING if stage is None else None)
 
 
 def test_a_step_that_encodes_rows_has_no_graph():

@@ -125,12 +125,12 @@ def attribute(
     chosen = prompts.select(positions, () if tokenizer is None else tokenizer.all_special_ids)
     function, name = parse_metric(metric, tokenizer, twin.vocab_size)
     with contextlib.nullcontext() if adapter is None else adapter.merged(twin.network):
-        return _attributed(engine, twin, prompts, asked, chosen, function, name, count)
+        return _attributed(engine, twin, prompts, asked, chosen, function, name, count, method, parts)
 
 
 def _attributed(
     engine: EngineRuns | None, twin: Twin, prompts: PromptPair, asked: AskedSites, chosen: tuple[int, ...],
-    function: LogitsMetric, name: str, count: int,
+    function: LogitsMetric, name: str, count: int, method: Method, parts: int,
 ) -> Attribution:  # fmt: skip
     """Estimate all patches, and make the `count` largest."""
     rows = twin.rows(prompts.source, asked.sites)

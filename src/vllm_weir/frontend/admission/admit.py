@@ -188,7 +188,7 @@ class _Admission:
         interventions = self._interventions(spec, own)
         lowered = lower(interventions, capabilities, self.lookup, self.has_token_ids, self._check)
         scoring = ProbeResolver(
-            capabilities, self.lookup, self.probes, self.vocabulary, self.has_token_ids, self._check
+            capabilities, self.lookup, self.probes, self.vocabulary, self.has_token_ids, self._check, self.saes.find
         ).resolve(spec.probes, spec.stop_when, interventions, len(interventions) - len(own), spec.dose)
         stacked = stack(spec, capabilities, self.has_embeddings or self.has_media)
         captures = (*self._captures(spec), *stacked.captures)

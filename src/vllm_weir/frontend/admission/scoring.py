@@ -11,9 +11,10 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.feature_gates import FeatureReads, FindSAE
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.reachable import Vocabulary, asked_of, resolve_tokens
-from vllm_weir.schema.gates import When
+from vllm_weir.schema.gates import SAE_PREFIX, When
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.intervention_base import Intervention
@@ -21,10 +22,10 @@ from vllm_weir.schema.probe_base import ProbeBase
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.schema.selectors import Asked
+from vllm_weir.schema.set_activation import SetActivation
 from vllm_weir.schema.stop_rules import StopRule, StopText
-from vllm_weir.schema.taps import tap_of
-
-FINAL_NORM = Site("final_norm", 0)
+from vllm_weir.schema.taps import STAGES, reads_in_time, tap_of
+from vllm_weir.schema.user_hooks import Hook
 
 
 class CheckSite(Protocol):
@@ -90,7 +91,9 @@ class ProbeResolver:
         vocabulary: Vocabulary,
         has_token_ids: bool,
         check: CheckSite,
+        find_sae: FindSAE,
     ) -> None:
+        self._features = FeatureReads(find_sae, capabilities.num_layers)
         self._capabilities, self._lookup, self._registry = capabilities, lookup, registry
         self._vocabulary, self._has_token_ids, self._check = vocabulary, has_token_ids, check
         self._own: dict[str, AnyProbe] = {}
@@ -123,6 +126,7 @@ class ProbeResolver:
         self._own = {probe.name: probe for probe in own}
         for probe in own:
             self._add(probe)
+        self._features.note([one for one in interventions if one.when is not None and one.when.sae])
         gates: dict[ResolvedGate, int] = {}
         gate_of = []
         for k, intervention in enumerate(interventions):
@@ -139,6 +143,7 @@ class ProbeResolver:
         counted = tuple((names.index(one.probe.name), one) for one in everyone)
         resolved = tuple(self._probes.values())
         self._check_stages(resolved, [one for one in interventions if dose or one.when is not None])
+        self._check_calls(interventions, [[*gates][k] if k >= 0 else None for k in gate_of])
         if dose:
             self._check_whole_rows(interventions)
         return AdmittedScoring(resolved, tuple(gates), tuple(gate_of), stops, self._rows, asked_of(own), told, counted)
@@ -149,6 +154,10 @@ class ProbeResolver:
             try:
                 probe = self._registry.find(name, field)
             except WeirError as e:
+                if name.startswith(SAE_PREFIX):
+                    raise WeirError(
+                        "missing: say which feature of the autoencoder gates", field.removesuffix(".probe") + ".feature"
+                    ) from None
                 listed = f"the request lists {', '.join(self._own)}; " if own and self._own else ""
                 raise WeirError(f"{listed}{e.message}", field) from None
             self._add(probe.at(field))
@@ -188,7 +197,7 @@ class ProbeResolver:
         when: When = intervention.when
         if when.controller:
             return self._controlled(intervention, when, own)
-        index = self._index(when.probe, f"{when.path}.probe", own)
+        index = self._feature(intervention) if when.sae else self._index(when.probe, f"{when.path}.probe", own)
         probe = list(self._probes.values())[index]
         output = _output(
             probe, when.output, f"{when.path}.output", f"say which one gates: output=0..{probe.outputs - 1}"
@@ -198,6 +207,18 @@ class ProbeResolver:
         threshold = float(np.float32(when.threshold))
         sharpness = float(np.float32(when.sharpness or 0.0))
         return ResolvedGate(index, output, threshold, when.above is not None, when.latch, when.delay, sharpness)
+
+    def _feature(self, intervention: Intervention) -> int:
+        """Return the index of what gives the activation of the feature that gates an intervention."""
+        name, (probe, before, threshold) = self._features.probe(intervention)
+        if name not in self._probes:
+            try:
+                resolved, rows = self._resolve(probe)
+            except WeirError as e:
+                raise WeirError(e.message, f"{probe.path}.probe") from None
+            self._probes[name] = replace(resolved, name=name, before=before, threshold=threshold)
+            self._rows.update(rows)
+        return list(self._probes).index(name)
 
     def _controlled(self, intervention: Intervention, when: When, own: bool) -> ResolvedGate:
         """Return the gate of a sync controller, whose probes are added to the request."""
@@ -259,6 +280,28 @@ class ProbeResolver:
                 what, field = ("measured", "dose") if one.when is None else ("gated", one.when.path)
                 holders = self._common(holders, Site(one.hook, layer), f"a {what} {one.op} acts at", field)
 
+    def _check_calls(self, interventions: Sequence[Intervention], gates: Sequence[ResolvedGate | None]) -> None:
+        """Raise WeirError if something is called at a tap with rows on which a probe of that tap has to decide first.
+
+        What is called at a tap is called before its probes score.
+        """
+        undecided: set[Site] = set()
+        for one, gate in zip(interventions, gates, strict=True):
+            if one.hook != "resid_pre":
+                continue
+            sites = {Site(one.hook, layer) for layer in one.resolve_layers(self._capabilities.num_layers)}
+            called = isinstance(one, Hook) or (isinstance(one, SetActivation) and one.sae is not None)
+            if called and (first := min(undecided & sites, key=place_of, default=None)) is not None:
+                raise WeirError(
+                    f"this is given the row of {first} after an intervention there whose gate reads what leaves the "
+                    "block before, which is not decided by then; put it before that one, or let the gate's probe read "
+                    "an earlier hook point",
+                    one.path,
+                )
+            if gate is not None and not gate.controller:
+                tap, stage = divmod(list(self._probes.values())[gate.probe].column, STAGES)
+                undecided |= {site for site in sites if stage and tap == tap_of(site)}
+
     def _common(self, holders: frozenset[int] | None, site: Site, what: str, field: str) -> frozenset[int] | None:
         workers = self._capabilities.workers.get(site)
         if workers is None:
@@ -289,7 +332,7 @@ def _check_order(probe: ResolvedProbe, intervention: Intervention, layers: Seque
     If `speculative`, generated tokens, too, share a pass.
     """
     acting = [Site(intervention.hook, layer) for layer in layers]
-    early = [site for site in acting if not _reads_before(probe.site, site)]
+    early = [site for site in acting if not reads_in_time(probe.column, site)]
     when = intervention.when
     if not early or (when.delay and intervention.positions.kind == "generated" and not speculative):
         return
@@ -312,10 +355,3 @@ def _check_order(probe: ResolvedProbe, intervention: Intervention, layers: Seque
         "hook point or block, let the probe read an earlier one, or take the score of the token before (delay=1)",
         f"{when.path}.probe",
     )
-
-
-def _reads_before(probed: Site, acting: Site) -> bool:
-    """Return whether a token is scored at one site before another is changed."""
-    if probed == FINAL_NORM or acting == FINAL_NORM:
-        return acting == FINAL_NORM != probed
-    return tap_of(probed) < tap_of(acting)

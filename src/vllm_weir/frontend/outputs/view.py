@@ -30,6 +30,7 @@ from vllm_weir.results.scores import HookValues, Scores
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.controllers import PREFIX
 from vllm_weir.schema.functions import by_authors
+from vllm_weir.schema.gates import split_feature_name
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
@@ -460,8 +461,10 @@ class OutputView:
             most = max(resolved, key=lambda one: one.asked)
             acted = _NOWHERE if most.intervention is None else self._acted(gate, most.intervention)
             controller = admitted.gates[gate].controller
-            probe = f"{PREFIX}{controller}" if controller else admitted.probes[admitted.gates[gate].probe].name
-            out.append({"probe": probe, "fired": len(acted), "of": most.asked, "spans": _spans(acted)})
+            name = f"{PREFIX}{controller}" if controller else admitted.probes[admitted.gates[gate].probe].name
+            probe, feature = split_feature_name(name)
+            counts: GateCount = {"probe": probe, "fired": len(acted), "of": most.asked, "spans": _spans(acted)}
+            out.append(counts if feature is None else {**counts, "feature": feature})
         return tuple(out)
 
     def _by_intervention(self, verified: Sequence[VerifiedIntervention]) -> list[tuple[dict[Site, int], int]]:

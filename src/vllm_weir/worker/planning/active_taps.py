@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ACTIVATE, DOSE, ENCODE, HELD, HOOK, IN_GRAPHS, SCORE
-from vllm_weir.schema.taps import CELLS, GROUPS, NO_GRAPH, SCORES, Place, tap_of
+from vllm_weir.schema.taps import CELLS, GROUPS, NO_GRAPH, SCORES, STAGES, Place, early_bit, tap_of
 from vllm_weir.util.identity_cache import IdentityCache
 
 
@@ -21,8 +21,9 @@ class ActiveTaps:
     """The requests that capture or steer something, each with the taps that it needs.
 
     Taps are bit masks: bit t stands for tap t, and bit SCORES + t for the probes that read there. Bit
-    NO_GRAPH is set where rows are encoded whole or given to a function by the host; bits from FUNCTIONS on are of
-    functions that are called inside graphs. CELLS and GROUPS say what a tap's kernel has to be able to do.
+    NO_GRAPH is set where rows are encoded whole or given to a function by the host; bits from EARLY_SCORES on are of
+    columns that are scored before their tap goes on, those from FUNCTIONS on of functions that are called inside
+    graphs. CELLS and GROUPS say what a tap's kernel has to be able to do.
 
     Args:
         number_of: identity of a compiled function -> its number, None for one that only the host calls.
@@ -120,7 +121,8 @@ def _mask_of_spec(number_of: Callable[[str], int | None], spec: EngineSpec) -> i
     probes = functools.reduce(operator.or_, (_mask(probe.hook, (probe.layer,)) for probe in spec.probes), 0)
     postprocess = spec.captures.postprocess
     kernel = _uses_cells(spec) << CELLS | (postprocess is not None and postprocess.folds) << GROUPS
-    return taps | probes << SCORES | bool(spec.encoders) << NO_GRAPH | kernel | _functions_of(number_of, spec)
+    early = sum(1 << early_bit(*divmod(column, STAGES)) for column in spec.early_columns)
+    return taps | probes << SCORES | bool(spec.encoders) << NO_GRAPH | kernel | early | _functions_of(number_of, spec)
 
 
 def _uses_cells(spec: EngineSpec) -> bool:

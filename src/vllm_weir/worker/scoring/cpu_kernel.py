@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from vllm_weir.schema.instructions import SCORE
+from vllm_weir.schema.instructions import ACTIVATE, SCORE
 from vllm_weir.schema.resolved_probes import (
     ATTENTION,
     EMA,
@@ -27,6 +27,7 @@ from vllm_weir.schema.resolved_probes import (
     SOFTMAX,
     TANH,
 )
+from vllm_weir.schema.taps import ALL_STAGES
 from vllm_weir.worker.scoring import probe_table as fields
 from vllm_weir.worker.scoring.tensors import ScoreTensors
 from vllm_weir.worker.steering.programs import CELL_BIT
@@ -42,10 +43,15 @@ ALIKE.append(fields.PROBE_FIELDS.index("window"))
 """Fields in which runs that are computed together agree."""
 
 
-def launch(tap: int, tensors: ScoreTensors) -> None:
-    """Compute scores and factors of the tokens of the step's runs at a tap, which has written their raw numbers."""
+def launch(tap: int, tensors: ScoreTensors, stages: int = ALL_STAGES) -> None:
+    """Compute scores and factors of the tokens of the step's runs at a tap, which has written their raw numbers.
+
+    `stages` are bits of those of its stages whose probes score.
+    """
     offsets = tensors.offsets.numpy()
     runs = tensors.runs.numpy()[offsets[tap] : offsets[tap + 1]]
+    if stages != ALL_STAGES:
+        runs = runs[stages >> tensors.probes.numpy()[runs[:, 0], fields.STAGE] & 1 != 0]
     if not len(runs):
         return
     keys = tensors.probes.numpy()[runs[:, 0]][:, ALIKE]
@@ -111,7 +117,7 @@ class _Runs:
         scored, ints = np.zeros(len(tokens), bool), self._t.ints.numpy()
         while (nodes >= 0).any():
             at = ints[nodes]
-            scored |= (nodes >= 0) & (at[:, 0] == SCORE) & (at[:, 4] >> CELL_BIT == cells)
+            scored |= (nodes >= 0) & np.isin(at[:, 0], (SCORE, ACTIVATE)) & (at[:, 4] >> CELL_BIT == cells)
             nodes = np.where(nodes >= 0, at[:, 3], -1)
         return np.split(scored, np.cumsum(self._counts)[:-1])
 

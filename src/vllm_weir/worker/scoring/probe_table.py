@@ -27,7 +27,7 @@ from vllm_weir.worker.steering.programs import ProgramTable
 
 PROBE_FIELDS = (
     "kind", "outputs", "scores", "raws", "units", "hidden", "activation", "smoothing", "window", "state", "gate",
-    "next", "tap", "stride",
+    "next", "tap", "stride", "stage",
 )  # fmt: skip
 """Integer fields of a probe.
 
@@ -37,6 +37,7 @@ state: where its numbers begin in the table of states; also those of its outputs
 gate: its first gate, -1 for none.
 next: the request's next probe, -1 for none.
 stride: how far apart the copies of its numbers are in the table of states.
+stage: of the tap, at which it reads.
 """
 GATE_FIELDS = ("output", "factor", "state", "flags", "next")
 """Integer fields of a gate: `factor` is its cell."""
@@ -48,8 +49,9 @@ EARLY: a token needs its factor before it reaches the probe.
 CONTROLLED: its factor is what a controller has written into the table of states, whatever the score.
 """
 
-OUTPUTS, SCORES, RAWS, STATE, GATE, NEXT, TAP, STRIDE = (
-    PROBE_FIELDS.index(name) for name in ("outputs", "scores", "raws", "state", "gate", "next", "tap", "stride")
+OUTPUTS, SCORES, RAWS, STATE, GATE, NEXT, TAP, STRIDE, STAGE = (
+    PROBE_FIELDS.index(name)
+    for name in ("outputs", "scores", "raws", "state", "gate", "next", "tap", "stride", "stage")
 )
 OUTPUT, FACTOR, GATE_STATE, FLAGS, NEXT_GATE = range(len(GATE_FIELDS))
 ZERO = 0
@@ -94,7 +96,7 @@ class ProbeTable(HostTables):
         copies: of what is kept of a request.
 
     Attributes:
-        probes: int32 [probes, 14], see PROBE_FIELDS.
+        probes: int32 [probes, 15], see PROBE_FIELDS.
         decays: float32 [probes], a of an EMA.
         gates: int32 [gates, 5], see GATE_FIELDS.
         bounds: float32 [gates, 2], see GATE_FLOATS.
@@ -183,7 +185,7 @@ class ProbeTable(HostTables):
         self.probes[row] = (
             probe.kind, probe.outputs, recipe.layout.scores[k], recipe.layout.raws[k], units_of(probe), probe.hidden,
             probe.activation, probe.smoothing, window, state, gate, next_row, recipe.taps[k],
-            stride,
+            stride, recipe.stages[k],
         )  # fmt: skip
         self.decays[row] = probe.parameter
         self.changed["probes"].add(row)

@@ -9,7 +9,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import WRITES, ResolvedIntervention
 from vllm_weir.schema.resolved_probes import CellLayout, Scoring
 from vllm_weir.schema.selectors import selector_bits
-from vllm_weir.schema.taps import comes_before, tap_of
+from vllm_weir.schema.taps import STAGES, reads_in_time, tap_of
 from vllm_weir.worker.steering.programs import ProgramTable
 
 
@@ -20,7 +20,7 @@ class ScoringRecipe:
         probes: those with a tap on this worker: all of them, or none.
         gates: likewise.
         layout: where their numbers stand.
-        taps: of the probes.
+        taps, stages: of the probes.
         vectors: digests of vectors that they use beside those of the steps.
         reads: whether this worker has anything to report: it has the probes, or interventions whose doses are
             measured.
@@ -37,7 +37,9 @@ class ScoringRecipe:
     def __init__(self, scoring: Scoring, table: ProgramTable) -> None:
         probes, self.gates, steps, doses = scoring
         self.layout = CellLayout.of(probes, self.gates, doses)
-        self.taps = tuple(tap_of(probe.site) for probe in probes)
+        self.taps = tuple(probe.column // STAGES for probe in probes)
+        self.stages = tuple(probe.column % STAGES for probe in probes)
+        self._columns = tuple(probe.column for probe in probes)
         measured = [tap_of(Site(step.hook, layer)) for step in steps if step.dose_cell for layer in step.layers]
         self.reads = _reads((*self.taps, *measured), table)
         self.probes = probes if self.reads else ()
@@ -47,7 +49,7 @@ class ScoringRecipe:
         bit_of = selector_bits(step.positions for step in steps)
         for step in steps:
             bit, gates = bit_of[step.positions], self._gates_of(step)
-            if step.scores or gates or step.dose_cell:
+            if self.layout.scores_by(step) or gates or step.dose_cell:
                 self.bits |= 1 << bit
             if gates and not self.probes and table.is_local(step):
                 raise WeirError("a gate's probe has to be on the pipeline stage of what it gates", "interventions")
@@ -71,8 +73,8 @@ class ScoringRecipe:
         """Return whether a token can reach a step before the probe that decides on it."""
         if self.gates[gate].controller:
             return True
-        probe_tap = self.taps[self.gates[gate].probe]
-        return any(not comes_before(probe_tap, tap_of(Site(step.hook, layer))) for layer in step.layers)
+        column = self._columns[self.gates[gate].probe]
+        return any(not reads_in_time(column, Site(step.hook, layer)) for layer in step.layers)
 
 
 def _reads(taps: Sequence[int], table: ProgramTable) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.taps import ALL_STAGES
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.columns import RUN, as_integers
 from vllm_weir.worker.planning.step_plan import ScoreReads, StepPlan
@@ -127,14 +128,14 @@ class Scorer:
         self.controllers.forget()
         self._early = None
 
-    def launch(self, tap: int) -> None:
-        """Compute the scores and factors that follow from what a tap has written."""
+    def launch(self, tap: int, stages: int = ALL_STAGES) -> None:
+        """Compute the scores and factors that follow from what a tap has written at some of its stages."""
         if self._device.type == "cuda":
             from vllm_weir.worker.scoring.triton_kernel import launch
 
-            launch(tap, self.tensors)
+            launch(tap, self.tensors, stages)
         else:
-            cpu_kernel.launch(tap, self.tensors)
+            cpu_kernel.launch(tap, self.tensors, stages)
 
     def read(self, reads: ScoreReads) -> Callable[[ScoreReads | None], dict[str, np.ndarray]]:
         """Copy what readers are told of the step, after its forward pass was issued.

@@ -19,7 +19,7 @@ class ScoreTensors:
             ``offsets[t + 1]`` (not included).
         runs: int32 [probes, 4], see RUN_FIELDS.
         plan, heads, ints, vectors, cells: as in `vllm_weir.worker.tap.op.TapTensors`.
-        probes: int32 [probes, 14]. This and the following are the tables of
+        probes: int32 [probes, 15]. This and the following are the tables of
             `vllm_weir.worker.scoring.probe_table.ProbeTable`.
         decays: float32 [probes].
         gates: int32 [gates, 5].

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from vllm_weir.schema import instructions
 from vllm_weir.schema import resolved_probes as kinds
+from vllm_weir.schema.taps import ALL_STAGES
 from vllm_weir.worker.scoring import probe_table
 from vllm_weir.worker.scoring.tensors import RUN_FIELDS, ScoreTensors
 from vllm_weir.worker.steering import programs
@@ -28,7 +29,7 @@ _MLP, _ATTENTION = tl.constexpr(kinds.MLP), tl.constexpr(kinds.ATTENTION)
 _SIGMOID, _SOFTMAX = tl.constexpr(kinds.SIGMOID), tl.constexpr(kinds.SOFTMAX)
 _EMA, _MAXIMUM, _MEAN = tl.constexpr(kinds.EMA), tl.constexpr(kinds.MAXIMUM), tl.constexpr(kinds.MEAN)
 _RELU, _GELU, _SILU = tl.constexpr(kinds.RELU), tl.constexpr(kinds.GELU), tl.constexpr(kinds.SILU)
-_SCORE = tl.constexpr(instructions.SCORE)
+_SCORE, _ACTIVATE = tl.constexpr(instructions.SCORE), tl.constexpr(instructions.ACTIVATE)
 _ABOVE, _LATCH = tl.constexpr(probe_table.ABOVE), tl.constexpr(probe_table.LATCH)
 _DELAYED, _CONTROLLED = tl.constexpr(probe_table.DELAYED), tl.constexpr(probe_table.CONTROLLED)
 _CELL_BIT = tl.constexpr(programs.CELL_BIT)
@@ -37,6 +38,7 @@ _RUN = tl.constexpr(len(RUN_FIELDS))
 _PROBE = tl.constexpr(len(probe_table.PROBE_FIELDS))
 _GATE = tl.constexpr(len(probe_table.GATE_FIELDS))
 _OF_GATE, _STRIDE = tl.constexpr(probe_table.GATE), tl.constexpr(probe_table.STRIDE)
+_STAGE, _ALL_STAGES = tl.constexpr(probe_table.STAGE), tl.constexpr(ALL_STAGES)
 
 
 @triton.jit
@@ -47,7 +49,7 @@ def _is_scored(plan, heads, ints, token, tap, num_taps, cell):
     found = 0
     while (node >= 0) & (found == 0):
         kind, flags = tl.load(ints + node * _NODE), tl.load(ints + node * _NODE + 4)
-        found = ((kind == _SCORE) & ((flags >> _CELL_BIT) == cell)).to(tl.int32)
+        found = (((kind == _SCORE) | (kind == _ACTIVATE)) & ((flags >> _CELL_BIT) == cell)).to(tl.int32)
         node = tl.load(ints + node * _NODE + 3).to(tl.int64)
     return found != 0
 
@@ -297,17 +299,25 @@ def _score(
     BLOCK: tl.constexpr,
     COPIES: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    STAGES: tl.constexpr = _ALL_STAGES,
 ):
     first, end = tl.load(offsets + tap), tl.load(offsets + tap + 1)
     for k in range(first + tl.program_id(0), end, PROGRAMS):
-        _walk(
-            runs + k * _RUN, tap, plan, heads, ints, vectors, cells, probes, decays, gates, bounds, outs, biases,
-            states, positions, num_taps, num_cells, d_model, BLOCK, COPIES,
-        )  # fmt: skip
+        chosen = True
+        if STAGES != _ALL_STAGES:
+            chosen = ((STAGES >> tl.load(probes + tl.load(runs + k * _RUN) * _PROBE + _STAGE)) & 1) != 0
+        if chosen:
+            _walk(
+                runs + k * _RUN, tap, plan, heads, ints, vectors, cells, probes, decays, gates, bounds, outs, biases,
+                states, positions, num_taps, num_cells, d_model, BLOCK, COPIES,
+            )  # fmt: skip
 
 
-def launch(tap: int, tensors: ScoreTensors) -> None:
-    """Compute scores and factors of the tokens of the step's runs at a tap, which has written their raw numbers."""
+def launch(tap: int, tensors: ScoreTensors, stages: int = ALL_STAGES) -> None:
+    """Compute scores and factors of the tokens of the step's runs at a tap, which has written their raw numbers.
+
+    `stages` are bits of those of its stages whose probes score.
+    """
     t = tensors
     _score[(PROGRAMS,)](
         tap,
@@ -332,5 +342,6 @@ def launch(tap: int, tensors: ScoreTensors) -> None:
         BLOCK=max(16, triton.next_power_of_2(t.cells.shape[1])),
         COPIES=t.copies,
         PROGRAMS=PROGRAMS,
+        STAGES=stages,
         num_warps=1,
     )

@@ -271,6 +271,7 @@ class ProgramTable(HostTables):
         # Chains of single interventions are numbered, since numbers are hashed faster.
         numbers: dict[tuple[Node, ...], int] = {}
         by_tap: dict[int, tuple[int, ...]] = {}
+        active = sorted(active, key=lambda one: not one.intervention.leads)
         for after_post in (False, True):
             for intervention, _, rank in active:
                 if (intervention.hook == "resid_pre") == after_post:

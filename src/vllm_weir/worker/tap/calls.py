@@ -44,6 +44,7 @@ class TapCalls:
         find: key -> the autoencoder, which a live request holds.
         sites: tap -> the hook point inside a block that it serves, or `resid_post`.
         fail: called with a request and the reason if its function fails.
+        score_early: `TapSwitch.score_early`.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class TapCalls:
         sites: Mapping[int, Site],
         fail: Callable[[str, str], None],
         device: torch.device,
+        score_early: Callable[..., None],
     ) -> None:
+        self._score_early = score_early
         self._table, self._taps, self._find, self._functions = table, taps, find, functions
         self._sites, self._fail, self._device = sites, fail, device
         self._batch = Batch.of(np.empty(0, np.int64), (), (), ())
@@ -84,6 +87,7 @@ class TapCalls:
         held = torch.empty(shape, device=hidden.device)
         for one in rounds:
             self._fill(tap, one, hidden, other, number, held, *tables[-4:])
+        self._score_early(1, tap, hidden, other, number, held)
         self._launch(hidden, other, number, *tables, held=held)
 
     def _rounds(self, tap: int) -> list[_Round]:

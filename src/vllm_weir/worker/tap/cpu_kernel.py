@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_weir.schema.instructions import HOOK
+from vllm_weir.schema.instructions import ACTIVATE, HOOK, SCORE
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.schema.row_shapes import ring_rows
 from vllm_weir.schema.taps import STAGES
@@ -110,6 +110,42 @@ def rows_at(
         at = torch.from_numpy(members)
         rows[at] = chains.rows_at(start, stop, members, rows[at])
     return rows.to(hidden.dtype)
+
+
+def read_early(
+    hidden: torch.Tensor,
+    other: torch.Tensor | None,
+    number: torch.Tensor,
+    plan: torch.Tensor,
+    heads: torch.Tensor,
+    ints: torch.Tensor,
+    floats: torch.Tensor,
+    vectors: torch.Tensor,
+    cells: torch.Tensor,
+    held: torch.Tensor | None,
+    stage: int,
+) -> None:
+    """Write the raw numbers of probes that read at the first stage of a tap, or (1) at the second; nothing else.
+
+    The arguments are as of `launch`.
+    """
+    programs = plan.numpy()[: len(hidden), 2]
+    nodes = np.where(programs >= 0, heads.numpy()[programs, int(number[0])], -1)
+    active = (nodes >= 0).nonzero()[0]
+    if not len(active):
+        return
+    scale, other_scale = number.numpy()[1:3].view(np.float32).tolist()
+    tokens, nodes = torch.from_numpy(active), nodes[active]
+    rows = _stream_rows(hidden, other, tokens, scale, other_scale).float()
+    chains = Chains(ints.numpy(), floats, vectors, Cells(cells, tokens, hidden.dtype, held), len(active))
+    if stage:
+        chains.follow(nodes, rows, False)
+        return
+    for start in np.unique(nodes).tolist():
+        members, stop = (nodes == start).nonzero()[0], start
+        while stop >= 0 and int(ints[stop, 0]) in (SCORE, ACTIVATE):
+            stop = int(ints[stop, 3])
+        chains.rows_at(start, stop, members, rows[torch.from_numpy(members)])
 
 
 def rows_at_hook(

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from vllm_weir.schema.taps import CELLS, FUNCTIONS, GROUPS, SCORES, TAPS
+from vllm_weir.schema.taps import ALL_STAGES, CELLS, FUNCTIONS, GROUPS, NO_GRAPH, SCORES, TAPS, early_stages
 from vllm_weir.worker.tap import cpu_kernel
 
 _LIBRARY = torch.library.Library("weir", "DEF")
@@ -87,8 +87,8 @@ class TapSwitch:
             [tokens, heads, head size], with several heads.
         launch: called by the taps in place of their kernel, with the same arguments; None for the
             kernel.
-        score: called after a tap at which probes read, with its number; None where there are no
-            probes.
+        score: called after a tap at which probes read, with its number and the stages to be scored, as bits;
+            None where there are no probes.
         mapped: returns the rows of compiled functions; called with the mask, a tap's number and the
             arguments of the kernel where the mask has functions; None where there are none.
     """
@@ -106,7 +106,7 @@ class TapSwitch:
         self.columns: dict[int, tuple[int, int]] = {}
         self.head_sizes: dict[int, int] = {}
         self.launch: Callable[..., None] | None = None
-        self.score: Callable[[int], None] | None = None
+        self.score: Callable[[int, int], None] | None = None
         self.mapped: Callable[..., torch.Tensor | None] | None = None
         self._kept: list[torch.Tensor] = []
 
@@ -146,6 +146,26 @@ class TapSwitch:
         """Return whether a tap acts; ``SCORES + tap`` stands for its probes."""
         return bool(self.mask >> tap & 1)
 
+    def score_early(
+        self,
+        stage: int,
+        tap: int,
+        hidden: torch.Tensor,
+        other: torch.Tensor | None,
+        number: torch.Tensor,
+        held: torch.Tensor | None = None,
+    ) -> None:
+        """Score what probes read at a stage of a tap whose later stages have gates that need it.
+
+        The tensors are those of a kernel's `launch`, which comes next and reads and writes all.
+        """
+        if self.score is None or not early_stages(self.mask, tap) >> stage & 1:
+            return
+        t = self.tensors
+        read = _read_cuda if hidden.is_cuda else cpu_kernel.read_early
+        read(hidden, other, number, t.plan, t.heads, t.ints, t.floats, t.vectors, t.cells, held, stage)
+        self.score(tap, 1 << stage)
+
 
 _switches: weakref.WeakValueDictionary[int, TapSwitch] = weakref.WeakValueDictionary()
 """Address of a tap's number tensor -> the engine's switch."""
@@ -155,6 +175,12 @@ def _tap_cuda(hidden: torch.Tensor, other: torch.Tensor | None, *tables: torch.T
     from vllm_weir.worker.tap.triton_kernel import launch
 
     launch(hidden, other, *tables, **more)
+
+
+def _read_cuda(*arguments: Any) -> None:
+    from vllm_weir.worker.tap.peek_kernel import read_early
+
+    read_early(*arguments)
 
 
 def acts(number: torch.Tensor) -> bool:
@@ -183,13 +209,16 @@ def _act(kernel: Callable[..., None], hidden: torch.Tensor, other: torch.Tensor 
         other = other.squeeze(0)
     launch, tap = switch.launch or kernel, switch.numbers[address]
     held = None
+    switch.score_early(0, tap, hidden, other, number)
     if switch.mapped is not None and switch.mask >> FUNCTIONS > 0:  # a mask of all taps is negative
         held = switch.mapped(switch.mask, tap, hidden, other, number, *switch.tables)
+    if not switch.wants(NO_GRAPH):  # else `launch` does so, once it has called what has to be called before
+        switch.score_early(1, tap, hidden, other, number, held)
     groups = switch.wants(GROUPS)
     tables = switch.tables if groups or switch.wants(CELLS) else switch.tables[:-1]
     launch(hidden, other, number, *tables, held=held, groups=groups)
     if switch.score is not None and switch.wants(SCORES + tap):
-        switch.score(tap)
+        switch.score(tap, ALL_STAGES & ~early_stages(switch.mask, tap))
 
 
 def _as_rows(tensor: torch.Tensor, columns: tuple[int, int] | None) -> torch.Tensor:

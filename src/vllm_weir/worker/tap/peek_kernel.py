@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.tap.triton_kernel import _FLOATS, _HOOK, _INTS, _follow, _load, _stream
+from vllm_weir.worker.tap.triton_kernel import _ACTIVATE, _FLOATS, _HOOK, _INTS, _SCORE, _follow, _load, _stream
 
 
 @triton.jit
@@ -123,6 +123,95 @@ def _peek_hook(
         hidden, other, tap, token, start, found, ints, floats, vectors, cells, held, out + token * width,
         hidden_stride, other_stride, num_cells, held_stride, width, d_model, HAS_OTHER, BLOCK,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["plan_size", "num_taps", "num_cells", "held_stride"])
+def _read_early(
+    hidden,
+    other,
+    tap,
+    plan,
+    heads,
+    ints,
+    floats,
+    vectors,
+    cells,
+    held,
+    hidden_stride,
+    other_stride,
+    plan_size,
+    num_taps,
+    num_cells,
+    held_stride,
+    width,
+    d_model,
+    HAS_OTHER: tl.constexpr,
+    STAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    program = tl.load(plan + token * 4 + 2, mask=token < plan_size, other=-1).to(tl.int64)
+    tap_index = tl.load(tap).to(tl.int64)
+    node = tl.load(heads + program * num_taps + tap_index, mask=program >= 0, other=-1).to(tl.int64)
+    if node >= 0:
+        stop = node * 0 - 1
+        if STAGE == 0:
+            stop = node
+            kind = tl.load(ints + stop * _INTS)
+            while (stop >= 0) & ((kind == _SCORE) | (kind == _ACTIVATE)):
+                stop = tl.load(ints + stop * _INTS + 3).to(tl.int64)
+                kind = tl.load(ints + stop * _INTS, mask=stop >= 0, other=0)
+        offsets = tl.arange(0, BLOCK)
+        inside = offsets < width
+        row, other_row = _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
+        scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
+        row = _stream(row, other_row, scale, tl.load(tap + 2).to(tl.float32, bitcast=True), HAS_OTHER)
+        _follow(
+            node, row.to(tl.float32), STAGE == 0, cells + token * num_cells, held + token * held_stride, ints, floats,
+            vectors, width, d_model, offsets, inside, row.dtype, stop,
+        )  # fmt: skip
+
+
+def read_early(
+    hidden: torch.Tensor,
+    other: torch.Tensor | None,
+    number: torch.Tensor,
+    plan: torch.Tensor,
+    heads: torch.Tensor,
+    ints: torch.Tensor,
+    floats: torch.Tensor,
+    vectors: torch.Tensor,
+    cells: torch.Tensor,
+    held: torch.Tensor | None,
+    stage: int,
+) -> None:
+    """Write the raw numbers of probes that read at an early stage of a tap; see `cpu_kernel.read_early`."""
+    n, width = hidden.shape
+    block = triton.next_power_of_2(width)
+    _read_early[(n,)](
+        hidden,
+        hidden if other is None else other,
+        number,
+        plan,
+        heads,
+        ints,
+        floats,
+        vectors,
+        cells,
+        floats if held is None else held,
+        hidden.stride(0),
+        0 if other is None else other.stride(0),
+        plan.shape[0],
+        heads.shape[1],
+        cells.shape[1],
+        0 if held is None else held.stride(0),
+        width,
+        vectors.shape[1],
+        HAS_OTHER=other is not None,
+        STAGE=stage,
+        BLOCK=block,
+        num_warps=4 if block <= 2048 else 16,
+    )
 
 
 def rows_at_hook(

@@ -157,9 +157,11 @@ ORDER = {  # whether it fits -> where the probe reads and the gate acts, delay, 
         "resid_post.1 resid_post.2 0 all", "resid_pre.1 attn_out.1 0 all", "attn_out.1 resid_mid.1 0 all",
         "embed resid_pre.0 0 all", "resid_post.3 final_norm 0 all", "final_norm embed 1 generated",
         "resid_post.3 resid_post.0 1 generated", "resid_post.0 resid_post.3 1 all",
+        "resid_post.1 resid_pre.2 0 all", "resid_post.1 resid_pre.2 1 all",  # one tap, at a later stage
     ],
     False: [
-        "resid_post.1 resid_post.1 0 all", "resid_post.1 resid_pre.2 0 all",  # the same tap
+        "resid_post.1 resid_post.1 0 all", "resid_pre.2 resid_pre.2 0 all",  # the same stage of a tap
+        "resid_pre.2 resid_post.1 0 all",  # an earlier one
         "resid_pre.1 resid_post.0 0 all", "mlp_out.1 attn_out.1 0 all", "final_norm final_norm 0 all",
         "final_norm resid_post.3 0 all", "resid_post.3 resid_post.0 1 all", "resid_post.3 resid_post.0 1 sampled",
     ],

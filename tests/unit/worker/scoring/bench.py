@@ -104,6 +104,8 @@ class Draw:
             activation=int(self.random.integers(3)),
             smoothing=smoothing,
             parameter=parameter,
+            before=bool(self.random.random() < 0.3),
+            threshold=self.number() if self.random.random() < 0.2 else None,
         )  # fmt: skip
 
     def gate(self, probes):
@@ -122,6 +124,10 @@ class Draw:
             after = probe.layer + (probe.hook == "resid_post")
             if after >= LAYERS:
                 g = -1
+            elif self.random.random() < 0.4 and (probe.before or probe.hook == "resid_post"):
+                # At the tap that the probe reads, where it reads before that.
+                cell, stays = layout.factors[g] + 1, probe.before and self.random.random() < 0.7
+                hook, layer = (probe.hook, probe.layer) if stays else ("resid_pre", after)
             else:
                 hook, layer, cell = "resid_post", int(self.random.integers(after, LAYERS)), layout.factors[g] + 1
         kinds = [self.choice(CONST, NORM, BLEND, AFFINE) for _ in range(int(self.random.integers(1, 3)))]

@@ -37,7 +37,8 @@ class PlainProbe:
         probe = self.probe
         part = row[probe.start : probe.stop] if probe.stop else row
         weights = np.array([self.vectors[digest] for digest in probe.rows], np.float64)
-        self.raws.append(weights @ part + np.array(probe.offsets))
+        raw = weights @ part + np.array(probe.offsets)
+        self.raws.append(raw if probe.threshold is None else np.where(raw > probe.threshold, raw, 0.0))
         outputs = self._outputs()
         if probe.activation == rp.SIGMOID:
             outputs = sigmoid(outputs)
@@ -118,6 +119,12 @@ class PlainModel:
         until = position - gate.delay
         return factors_of(gate, self.probes[gate.probe], until)[-1] if until >= 0 else 0.0
 
+    def _read(self, site, before, position, h):
+        for probe in self.probes:
+            is_here = probe.probe.site == site and probe.probe.before == before
+            if is_here and self.selects(probe.probe.positions, position):
+                probe.read(position, h)
+
     def run(self, rows, factor_cells):
         """Rows [n, d] that leave the model; `factor_cells`: cell of each gate's factor."""
         out = []
@@ -125,6 +132,7 @@ class PlainModel:
             for layer, block in enumerate(self.blocks):
                 h = block(h)
                 for hook, there in (("resid_post", layer), ("resid_pre", layer + 1)):
+                    self._read((hook, there), True, position, h)
                     for move in self.moves:
                         if move.hook == hook and there in move.layers and self.selects(move.positions, position):
                             delta = 0
@@ -132,10 +140,7 @@ class PlainModel:
                                 factor = self.factor(factor_cells.index(one.cell - 1), position) if one.cell else 1.0
                                 delta = delta + factor * added(one, h, self.vectors)
                             h = h + delta
-                    for probe in self.probes:
-                        is_here = (probe.probe.hook, probe.probe.layer) == (hook, there)
-                        if is_here and self.selects(probe.probe.positions, position):
-                            probe.read(position, h)
+                    self._read((hook, there), False, position, h)
             for g in range(len(self.gates)):
                 self.factors[g][position] = self.factor(g, position)
             out.append(h)

@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.worker.scoring.bench import LAYERS, D, Draw
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.resolved_probes import Scoring, scoring_steps
+from vllm_weir.schema.resolved_probes import Scoring
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import num_taps, tap_of
 from vllm_weir.worker.planning.columns import as_integers
@@ -30,7 +30,7 @@ def random_step(seed: int, copies: int = 1) -> ScoreTensors:
     names, counts, starts = [], [], []
     for k in range(int(draw.random.integers(1, 6))):
         asked = draw.request(tokens=False)
-        scoring = Scoring(asked.probes, asked.gates, (*asked.moves, *scoring_steps(asked.probes, asked.layout)))
+        scoring = Scoring(asked.probes, asked.gates, asked.spec.steps)
         prompt_len = int(draw.random.integers(1, 6))
 
         def fetch(digests, asked=asked):

@@ -170,6 +170,12 @@ def check_seed(seed, seen):
             assert torch.equal(nodes, wanted)
             assert_close(got[nodes >= 0], want[nodes >= 0], dtype)
             seen["found"] += int((nodes >= 0).sum())
+        for stage in range(STAGES - 1):
+            read = [numbers.clone() for _ in "ab"]
+            for kernel, into in zip((peek_kernel, cpu_kernel), read, strict=True):
+                kernel.read_early(*step, into, held, stage)
+            assert_close(*read, dtype)
+            seen[f"read at stage {stage}"] += int((read[1] != numbers).sum())
         given = hidden, None if form == "alone" else other, ring, numbers
         ours, theirs = (
             [x if x is None or (x is other and form == "offset") else x.clone() for x in given] for _ in "ab"
@@ -210,7 +216,8 @@ def test_the_kernel_does_what_the_cpu_s_tap_does(seeds):
         for seed in seeds:
             check_seed(seed, seen)
     few = {name: seen[name] for name in ("wide", "narrow", "kept") if seen[name] < len(seeds) / 12}
-    many = ("recorded", "steered", "turned", "folded", "scored", "measured", "peeked", "found")
+    many = ("recorded", "steered", "turned", "folded", "scored", "measured", "peeked", "found", "read at stage 1")
+    assert seen["read at stage 0"]
     assert not few | {name: seen[name] for name in many if seen[name] < len(seeds) / 3}, "the cases say little"
 
 
@@ -257,6 +264,8 @@ def test_the_kernels_compile_for_hopper(dtype):
     constants = {"HAS_OTHER": True, "BLOCK": 1024}
     assert compile_for_hopper(peek_kernel._peek, types, constants, num_warps=4)
     assert compile_for_hopper(peek_kernel._peek_hook, types | {"nodes": "*i32"}, constants, num_warps=4)
+    for stage in range(STAGES - 1):
+        assert compile_for_hopper(peek_kernel._read_early, types, constants | {"STAGE": stage}, num_warps=4)
     constants |= {"STAGES": STAGES, "GROUP": GROUP, "LISTED": False, "AHEAD": True}
     for cells, groups in ((True, True), (True, False), (False, False)):
         constants |= {"CELLS": cells, "GROUPS": groups}
