@@ -93,7 +93,13 @@ class FeatureReads:
         return name, FeatureProbe(probe, read.before, response.theta)
 
     def _loaded(self, when: When) -> LoadedSAE:
-        return self._find(when.sae, f"{when.path}.probe")
+        loaded = self._find(when.sae, f"{when.path}.probe")
+        if loaded.sae.layers:
+            raise WeirError(
+                f"{when.sae!r} is a cross-layer transcoder, and a gate names no block; load that block alone",
+                f"{when.path}.probe",
+            )
+        return loaded
 
     def _read(self, gated: Intervention) -> _Read:
         """Return where a gate reads: where the autoencoder does, as early as the intervention needs it.
