@@ -372,7 +372,7 @@ def test_compiled_functions_are_called_once_for_all_requests(llm, truth):
     outs = generated(llm, texts, [one for one, _ in every])
     assert 2 * (18 + 5) <= len(calls) <= 2 * (18 + 5) * 4, "a call for each position, not for each request"
     for out, (_, applied) in zip(outs, every, strict=True):
-        check(out, applied, truth)
+        check(out, applied, truth, rounding(width=2048))  # pushes of up to five times the vector pass errors on
         assert rel_err(out.values["sum"][1:, 1], out.values["sum"][:-1, 1] + means_at_2(out, applied, truth)[1:]) < 1e-4
 
     def looks(rows, ctx):

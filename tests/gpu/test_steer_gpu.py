@@ -26,7 +26,7 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
     from vllm_weir.schema.instructions import ResolvedIntervention
     from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
     from vllm_weir.schema.table_sizes import TableSizes
-    from vllm_weir.worker.steering.programs import ProgramTable
+    from vllm_weir.worker.steering.programs import ActiveIntervention, ProgramTable
     from vllm_weir.worker.tap.op import TapSwitch, TapTensors, numbered
 
     rng = np.random.default_rng(0)
@@ -50,13 +50,8 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
         for item in chosen:
             low = item.lower((d_model,), None)
             rows.update(low.rows)
-            active.append(
-                (
-                    m := ResolvedIntervention(item.hook, item.layers, item.positions, False, low.instructions),
-                    m.digest,
-                    -1,
-                )
-            )
+            one = ResolvedIntervention(item.hook, item.layers, item.positions, False, low.instructions)
+            active.append(ActiveIntervention(one, one.digest, -1))
         table.hold_vectors(list(rows), lambda digests, rows=rows: {x: rows[x] for x in digests})
         numbers.append(table.hold(active)[1])
     n = 64

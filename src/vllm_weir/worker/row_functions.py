@@ -10,6 +10,7 @@ row of each, the second one the second rows, and so on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import traceback
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
@@ -57,6 +60,41 @@ class RowContext:
         raise AttributeError(f"ctx.{name} is not there in compiled hooks; mode='eager' has it")
 
 
+class _OnDevice(TorchFunctionMode):
+    """Gives torch what a function holds on the CPU as copies on the device of its rows, which are made once.
+
+    These are tensors of its closure and lists that it indexes with. A CUDA graph that is captured can
+    copy nothing from the CPU; copies are made in the pass that comes before it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._copies: Any = WeakIdKeyDictionary()
+        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            self_, index = args
+            args = self_, tuple(map(self._index, index)) if isinstance(index, tuple) else self._index(index)
+        return func(*map(self._moved, args), **{name: self._moved(value) for name, value in (kwargs or {}).items()})
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not value.dim():
+            return value
+        if value not in self._copies:
+            self._copies[value] = value.to(self._device)
+        return self._copies[value]
+
+    def _index(self, index: Any) -> Any:
+        if not isinstance(index, list) or not all(type(one) is int for one in index):
+            return self._moved(index)
+        key = tuple(index)
+        if key not in self._indices:
+            self._indices[key] = torch.tensor(key, dtype=torch.int64, device=self._device)
+        return self._indices[key]
+
+
 class RowFunction:
     """A function that is mapped over rows.
 
@@ -71,6 +109,7 @@ class RowFunction:
         self.by_row = call.by_row
         self._fixed = {name: value for name, value in args.items() if name not in self.by_row}
         self.values_by_row = sum(math.prod(shape) for _, shape in self.by_row.values())
+        self._on_device: _OnDevice | None = None
 
     def __call__(
         self,
@@ -107,7 +146,8 @@ class RowFunction:
         own_dim: Any = None if states is None else 0
         try:
             mapping = torch.func.vmap(mapped, (0, 0, None if alone else 0, own_dim), (0, 0, own_dim))
-            new, values, states = mapping(own_rows, positions, dict(args), states)
+            with self._constants(rows.device):
+                new, values, states = mapping(own_rows, positions, dict(args), states)
         except WeirError:
             raise
         except Exception as e:
@@ -116,6 +156,13 @@ class RowFunction:
         if not changes:
             return Given(None, values, states=states)
         return Given(with_part(self._call, rows, new), values, spoiled(own_rows, new), states)
+
+    def _constants(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        if device.type == "cpu":
+            return contextlib.nullcontext()
+        if self._on_device is None:
+            self._on_device = _OnDevice(device)
+        return self._on_device
 
 
 def stacked(values: Sequence[Any], device: torch.device) -> torch.Tensor:

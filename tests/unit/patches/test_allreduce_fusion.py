@@ -22,7 +22,7 @@ def taps(monkeypatch):
     numbers = [taps_op.numbered(tap) for tap in (1, 2)]
     for tap, number in zip((1, 2), numbers):
         switch.enrol(number, tap)
-    switch.launch = lambda hidden, residual, number, *tables: hidden.add_(int(number[0]))
+    switch.launch = lambda hidden, residual, number, *tables, **_: hidden.add_(int(number[0]))
     switch.turn(0b110)
     monkeypatch.setattr("vllm.distributed.communication_op.tensor_model_parallel_all_reduce", lambda x: 2 * x)
     yield numbers
