@@ -186,7 +186,7 @@ def test_pictures(result, tmp_path):
         (dict(hooks="z", heads=[4]), "attribute.heads", "head 4 does not exist"),
         (dict(positions="generated"), "positions", "selects none"),
         (dict(mode="both"), "mode", "unknown mode 'both'"),
-        (dict(top_k=-1), "top_k", "not negative"),
+        (dict(top_k=-1), "top_k", "an int from 0"),
         (dict(method="ig"), "method", "unknown method 'ig'"),
         (dict(steps=4), "steps", "only integrated_gradients"),
         (dict(method="integrated_gradients", steps=0), "steps", "from 1 to 1024, got 0"),
