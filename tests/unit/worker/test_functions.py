@@ -12,6 +12,7 @@ from tests.unit.refusals import refused
 from vllm_weir.frontend.receive.told_values import ToldValues
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.functions import Part, WorkerFunctions
+from vllm_weir.worker.row_functions import _OnDevice
 from vllm_weir.worker.tap.mapped import MappedTaps
 
 CPU = torch.device("cpu")
@@ -157,3 +158,23 @@ def test_a_request_that_has_failed_changes_nothing_for_those_that_are_called_wit
     functions._failed["a"] = {key}
     beside = functions.call(parts, Site("resid_post", 1), np.arange(3), rows)
     assert torch.equal(beside[1], alone[1]) and torch.equal(beside[[0, 2]], rows[[0, 2]].float())
+
+
+def test_what_a_mapped_function_holds_on_the_cpu_is_copied_to_the_device_once():
+    """The device is torch's "meta", which refuses tensors on the CPU as a GPU does."""
+    kept, on_device = torch.randn(3, 4), _OnDevice(torch.device("meta"))
+
+    def function(row, own):
+        return own[[0, 2]].sum(0) + row @ kept.T @ kept + torch.mul(input=row, other=kept[1])
+
+    rows, own = torch.empty(5, 4, device="meta"), torch.empty(5, 3, 4, device="meta")
+    mapped = torch.func.vmap(function)
+    with pytest.raises(RuntimeError):
+        mapped(rows, own)
+    copies = []
+    for _ in range(2):
+        with on_device:
+            assert mapped(rows, own).device.type == "meta"
+        copies.append((on_device._copies[kept], on_device._indices[0, 2]))
+    assert all(one is other for one, other in zip(*copies, strict=True))
+    assert (len(on_device._copies), len(on_device._indices)) == (1, 1)
