@@ -21,8 +21,8 @@ NO_GRAPH = 2 * SCORES
 """Bit of a mask of taps which says that the step cannot be replayed from a CUDA graph."""
 
 CELLS, GROUPS = NO_GRAPH + 1, NO_GRAPH + 2
-"""Bits of a mask of taps which say that nodes may write or read cells of their tokens, or what a
-function returned, and that rows may be reduced. Without them the taps launch a smaller kernel."""
+"""Bits of a mask of taps. CELLS: nodes may write or read cells of their tokens, or take the row that a
+function returned. GROUPS: rows may be reduced. Without these bits the taps launch a smaller kernel."""
 
 EARLY_SCORES = NO_GRAPH + 3
 """Bit of a mask of taps from which on each stands for a column whose probes score before the tap goes on,
