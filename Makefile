@@ -38,7 +38,7 @@ help:
 	@echo "make mutants [ARGS=ID]                    every seeded fault of tests/mutants, which some test has to notice"
 	@echo "make conformance [ARGS=ARCH]              every architecture of vLLM's registry, and docs/models.md from it"
 	@echo "make docs | docs-serve                    the documentation as a site in out/site | on http://localhost:8001"
-	@echo "make check                                format, lint, types, the generated client, and the import rules"
+	@echo "make check                                format, lint, types, the generated client, the forms of a request, and the import rules"
 	@echo "make unasync                              client/client.py from client/async_client.py"
 	@echo "make unit | lint | venv | clean           fast tests | ruff and mypy | the environment | remove what was built"
 
@@ -92,6 +92,7 @@ lint: $(STAMP)
 
 check: lint
 	@$(BIN)/python scripts/unasync.py --check
+	@$(BIN)/python scripts/forms.py
 	@test ! -f tests/unit/test_import_rules.py || $(BIN)/python -m pytest -q tests/unit/test_import_rules.py
 
 docs: $(STAMP)
