@@ -60,7 +60,6 @@ class Diagnosis:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the diagnosis as plain JSON data."""
         return {"healthy": self.healthy, **asdict(self)}
 
 

@@ -35,7 +35,6 @@ for command in (extract, fit, sweep):
 
 
 def _version(asked: bool) -> None:
-    """Print the version, and end the command."""
     if asked:
         from vllm_weir import __version__
 

@@ -16,7 +16,6 @@ class Commands(TyperGroup):
     """The commands; ``--version`` may also stand after one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words of the command line."""
         after_a_command = args[:1] and args[0] in self.commands and args[-1] == "--version"
         return super().parse_args(ctx, args[-1:] if after_a_command else args)
 

@@ -121,7 +121,6 @@ def _key_in(path: str) -> str:
 
 
 def _check_loading() -> None:
-    """Raise WeirError where the server would start without Weir's routes."""
     try:
         load_route_modules()
     except Exception as e:

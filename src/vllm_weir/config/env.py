@@ -15,21 +15,12 @@ MAX_LISTED = 8
 
 
 def disabled(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether ``WEIR_DISABLE`` switches Weir off in this process."""
     return environ.get("WEIR_DISABLE", "").strip().lower() not in ("", "0", "false", "no")
 
 
 def warn_of_unknown(
     environ: Mapping[str, str], prefix: str, known: Collection[str], others: tuple[str, ...] = ()
 ) -> None:
-    """Log a warning, once a process, for each variable that begins with `prefix` and is not known.
-
-    Args:
-        environ: the environment variables.
-        prefix: of the variables to check.
-        known: names without the prefix.
-        others: beginnings of names (without the prefix) that somebody else checks.
-    """
     for variable in environ:
         name = variable.removeprefix(prefix)
         if name != variable and name not in known and not name.startswith(others):

@@ -161,14 +161,12 @@ class Settings(BaseModel):
         return self.buffer_bytes // (d_model * itemsize)
 
     def host_rows(self, d_model: int, itemsize: int) -> int:
-        """Return how many rows the host buffer holds."""
         size = self.host_bytes
         if not size:
             size = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4, 32 << 30)
         return max(1, size // (d_model * itemsize))
 
     def step_rows(self, d_model: int, itemsize: int) -> int:
-        """Return how many rows of the host buffer one step may use."""
         return max(1, self.host_rows(d_model, itemsize) // STEP_SHARE)
 
     def graph_identity(self) -> str:

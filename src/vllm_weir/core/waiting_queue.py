@@ -48,7 +48,6 @@ class WaitingQueue:
         return False
 
     def leave(self, request_id: str) -> Any | None:
-        """Remove an aborted request; return it, or None if it was not waiting."""
         entry = self._waiting.pop(request_id, None)
         return None if entry is None else entry[0]
 

@@ -139,7 +139,6 @@ class EngineFrontend:
 
     @property
     def served(self) -> bool:
-        """Whether requests come from clients of a server."""
         return self._max_rows is not None
 
     @property
@@ -334,5 +333,4 @@ _frontends: weakref.WeakSet[EngineFrontend] = weakref.WeakSet()
 
 
 def frontends() -> list[EngineFrontend]:
-    """Return the frontends of all live engines of this process."""
     return list(_frontends)

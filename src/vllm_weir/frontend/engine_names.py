@@ -77,7 +77,6 @@ class EngineNames:
 
     @property
     def universal(self) -> bool:
-        """Whether requests that name nothing are steered or scored, too."""
         self.refresh()
         return bool(self.always or self.global_hooks or self.probes.everyone or self._scoring)
 
@@ -288,14 +287,12 @@ class EngineNames:
             self._forget()
 
     def load_lens(self, name: str, path: str | os.PathLike) -> LensFile:
-        """Name the lens of a path; see `vllm_weir.api.load_lens`."""
         with self.lock:
             found = self.lenses.put(name, path, self._engine.require_capabilities())
             self._forget()
         return found
 
     def unload_lens(self, name: str) -> None:
-        """Forget the name of a lens; raise WeirError if there is none."""
         with self.lock:
             self.lenses.remove(name)
             self._forget()
@@ -362,7 +359,6 @@ def _changed(named: Mapping[str, T], changes: Mapping[str, T | None]) -> dict[st
 
 
 def refuse_gating(name: str, always: Sequence[Kept]) -> None:
-    """Raise WeirError if an intervention of every request is gated by the probe of this name."""
     if any(one.when is not None and one.when.probe == name for one in always):
         raise WeirError(
             f"an intervention of every request is gated by {name!r}; replace that (weir.set_global) or clear it first",

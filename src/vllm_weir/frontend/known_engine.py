@@ -80,5 +80,4 @@ class KnownEngine:
         )
 
     def check_holds(self, admitted: AdmittedRequest) -> None:
-        """Raise WeirError if the engine can never hold what a request needs, however short it is."""
         self.make_request(admitted, "", None, 1, 1)

@@ -17,7 +17,6 @@ FRONTEND, TRACKER = "_weir_frontend", "_weir_tracker"
 
 
 def view_of(completion: Any) -> OutputView | None:
-    """Return the view of a ``CompletionOutput``, or None."""
     return getattr(completion, _VIEW, None)
 
 
@@ -54,7 +53,6 @@ def _attached(engine: Any) -> EngineFrontend | None:
 
 
 def has_frontend(engine: Any) -> bool:
-    """Return whether Weir serves an engine client."""
     return _attached(engine) is not None
 
 
@@ -70,7 +68,6 @@ async def ask_workers(engine: Any) -> None:
 
 
 def unreported(e: Exception) -> str:
-    """Return the refusal of an engine whose workers did not report what they serve."""
     return (
         f"the workers did not report ({type(e).__name__}: {e}): is vllm-weir installed where they run, and with it "
         "everything that it needs? Their log says what could not be loaded"

@@ -52,7 +52,6 @@ async def load_async(engine: Any, frontend: EngineFrontend, name: str, sae: Any)
 
 
 def unload(llm: Any, frontend: EngineFrontend, name: str) -> None:
-    """Remove an autoencoder from the workers of an ``LLM``; see `vllm_weir.api.unload_sae`."""
     call = _blocking_caller_of(engine_of(llm))
     _refuse_used(frontend, name)
     with frontend.names.saes.removed(name) as loaded:
@@ -60,14 +59,12 @@ def unload(llm: Any, frontend: EngineFrontend, name: str) -> None:
 
 
 async def unload_async(engine: Any, frontend: EngineFrontend, name: str) -> None:
-    """Do what `unload` does, for an ``AsyncLLM``."""
     _refuse_used(frontend, name)
     with frontend.names.saes.removed(name) as loaded:
         await caller_of(engine)(UNLOAD, loaded.key)
 
 
 def _refuse_used(frontend: EngineFrontend, name: str) -> None:
-    """Raise WeirError if no autoencoder has the name, or what is set for all, or a module, has it encode rows."""
     refuse_used(frontend.names.saes.find(name, "name").key, name, frontend.names.always, frontend.names.vectors.modules)
 
 
@@ -115,7 +112,6 @@ async def send(call: CallWorkers, loaded: LoadedSAE, path: Path) -> None:
 
 
 def caller_of(engine: Any) -> CallWorkers:
-    """Return what calls the workers of an ``AsyncLLM``."""
     engine = engine_of(engine)
     return lambda method, *arguments: engine.collective_rpc(method, args=arguments)
 

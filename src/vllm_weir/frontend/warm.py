@@ -115,7 +115,6 @@ class _WarmUp:
         return {**fields, "cache_salt": f"weir-{secrets.token_hex(8)}"}
 
     def take(self, output: Any) -> None:
-        """Note what a request that has run needs."""
         view = view_of(output.outputs[0])
         if view is not None:
             spec = view.pending.admitted.engine_spec

@@ -15,7 +15,6 @@ class CarryingBeamSearchParams(BeamSearchParams, omit_defaults=True, dict=True, 
 
 
 def carrying(params: BeamSearchParams) -> CarryingBeamSearchParams:
-    """Return a copy of `params` that can carry keys."""
     if isinstance(params, CarryingBeamSearchParams):
         return copy.copy(params)
     values = {name: getattr(params, name) for name in params.__struct_fields__}

@@ -33,7 +33,6 @@ _PROPERTIES = {
 
 
 def give_outputs_properties() -> None:
-    """Add the properties as soon as vLLM's outputs are imported."""
     when_imported("vllm.outputs", _add_properties)
     when_imported(BEAMS, _add_to_beams)
 

@@ -83,7 +83,6 @@ def left_out() -> str | None:
 
 
 def module_of(distribution: str) -> str:
-    """Return the module to import of a package that Weir declares."""
     modules = {name: module for module, name in _DISTRIBUTIONS.items()}
     return modules.get(distribution, distribution)
 
@@ -283,14 +282,12 @@ def refuse_because_of(e: Exception) -> None:
 
 
 def guarded(path: str, original: Any, status: Status) -> Any:
-    """Return `original` wrapped so that it refuses what carries Weir's keys."""
     wrapper: Any = functools.wraps(original)(GUARDS[path](original, status))
     wrapper.__weir_guarded__, wrapper.__weir_status__ = original, status
     return wrapper
 
 
 def unguarded(found: Any) -> Any:
-    """Return the function that a guard wraps, or `found` itself if it is no guard."""
     return getattr(found, "__weir_guarded__", found)
 
 

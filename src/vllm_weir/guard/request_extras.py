@@ -20,7 +20,6 @@ def place_in(params: Any) -> str | None:
 
 
 def extras_in(params: Any) -> dict[str, Any] | None:
-    """Return what params carry for plugins, or None."""
     place = place_in(params)
     return None if place is None else getattr(params, place)
 
@@ -47,7 +46,6 @@ def with_extras(params: Any) -> Any:
 
 
 def set_extras(params: Any, extras: dict[str, Any]) -> None:
-    """Let params from `with_extras` carry `extras`."""
     setattr(params, place_in(params) or PLACES[0], extras)
 
 

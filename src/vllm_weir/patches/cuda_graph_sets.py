@@ -181,7 +181,6 @@ class GraphSets:
         return graph.desc.num_tokens, self._count_taps(graph.mask)
 
     def _count_taps(self, mask: int) -> int:
-        """Return the taps of a set; where their kernel serves cells or groups, each counts for half a tap more."""
         launched = mask & ~(1 << CELLS | 1 << GROUPS)
         taps = len(self._runtime.taps) if mask in _WIDEST else launched.bit_count()
         return taps * (2 + (mask >> CELLS & 1) + (mask >> GROUPS & 1)) // 2
@@ -320,7 +319,6 @@ class GraphSets:
             swap.restore()
 
     def close(self) -> None:
-        """Drop the live graphs and the captured model; live steps run without graphs from then on."""
         self.restore()
         self.lazy, self._capture_again = False, None
         self._captured, self._swaps, self._masks = set(), {}, []

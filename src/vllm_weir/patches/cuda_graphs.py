@@ -124,7 +124,6 @@ def _make_sets(runner: Any, runtime: WorkerRuntime, config: Any, lazy: bool) -> 
 
 
 def _find_pieces(compilation_config: Any) -> list[Any]:
-    """Return the piecewise wrappers that hold graphs of the engine with this config object."""
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
     found = (w for w in list(CUDAGraphWrapper._all_instances) if w.compilation_config is compilation_config)

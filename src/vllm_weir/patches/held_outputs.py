@@ -30,7 +30,6 @@ class StoppableDetokenizer:
         self._inner, self._held = inner, held
 
     def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
-        """Add tokens; return what ends the sequence with them, or None."""
         stop = self._inner.update(new_token_ids, stop_terminated)
         ends_at = self._held.ends_at
         if stop is None and ends_at is not None and self._inner.num_output_tokens() >= ends_at:

@@ -57,7 +57,6 @@ _MULTI = "MultiConnector"
 
 
 def kind_of(name: str, module: str | None) -> Kind:
-    """Return the kind of the connector class `name`; `module` is None for vLLM's own."""
     if module and not module.startswith(_HOMES):
         return Kind.UNKNOWN
     kind = _KINDS.get(name, Kind.UNKNOWN)
@@ -84,7 +83,6 @@ def connectors_of(config: Any) -> list[tuple[str, str | None]]:
 
 
 def unknown_connector(config: Any) -> str:
-    """Return the first connector of a VllmConfig that is not known; empty if there is none."""
     return next((name for name, module in connectors_of(config) if kind_of(name, module) is Kind.UNKNOWN), "")
 
 
@@ -99,7 +97,6 @@ def _configured(name: str, module: str | None, extra: dict[str, Any]) -> Iterato
 
 
 def _leaves(connector: Any) -> Iterator[Any]:
-    """Yield a connector, or those inside a MultiConnector."""
     if type(connector).__name__ == _MULTI and hasattr(connector, "_connectors"):
         for inner in connector._connectors:
             yield from _leaves(inner)

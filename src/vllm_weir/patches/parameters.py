@@ -142,7 +142,6 @@ def _place(model: Any, stages: int, name: str) -> tuple[Any, str, int | None]:
 
 
 def _names(model: Any) -> list[str]:
-    """Return the names of all weights."""
     found = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
     for together, parts in getattr(model, "packed_modules_mapping", {}).items():
         inside = [name for name in found if f".{together}." in name]

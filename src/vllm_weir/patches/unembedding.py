@@ -195,7 +195,6 @@ def why_apart(
 
 
 def not_alone(e: Exception) -> str:
-    """Return that a model's logits cannot be computed by themselves."""
     return f"the model's own way to its logits cannot be taken alone ({type(e).__name__}: {str(e)[:300]})"
 
 
@@ -206,5 +205,4 @@ def _centred(logits: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
 
 
 def refused(why: str) -> Unembedding:
-    """Return what says why no lens is served."""
     return Unembedding(refused=f"no lens is served: {why}")

@@ -15,7 +15,6 @@ BLOCK = 64
 
 
 def weights_now(runner: Any) -> str | dict[str, str]:
-    """Return the `fingerprint` of a runner's model, of this rank's part; or why it has none, as ``error``."""
     try:
         with torch.no_grad():
             return fingerprint(_tensors(runner.get_model()))

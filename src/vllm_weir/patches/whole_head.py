@@ -202,7 +202,6 @@ class WholeHead:
         return found
 
     def columns_of(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Return the weights of tokens, [tokens, width]; called on all ranks alike."""
         ids = torch.tensor(token_ids, device=self._device)
         with torch.inference_mode():
             spans = ((first, min(first + UNIT_ROWS, self.width)) for first in range(0, self.width, UNIT_ROWS))

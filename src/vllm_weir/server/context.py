@@ -26,7 +26,6 @@ SERVER = "_weir_server"
 
 
 def server_of(engine_client: Any) -> ServerState:
-    """Return the server state of an engine client, creating it on first use."""
     server = getattr(engine_client, SERVER, None)
     if server is None:
         server = ServerState(engine_client, frontend_of(engine_client))
@@ -35,7 +34,6 @@ def server_of(engine_client: Any) -> ServerState:
 
 
 def served_name(engine_client: Any) -> str:
-    """Return the model's name in vLLM's own metrics."""
     return engine_client.vllm_config.model_config.served_model_name
 
 

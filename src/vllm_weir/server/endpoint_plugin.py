@@ -130,7 +130,6 @@ class Endpoints:
 
 
 def load_route_modules() -> list[ModuleType]:
-    """Return the modules with the routes; raise whatever their import raises."""
     return [importlib.import_module(name) for name in ROUTERS]
 
 

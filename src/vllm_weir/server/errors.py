@@ -55,17 +55,14 @@ class PeerUnanswered(InternalFault):
 
 
 def error(code: int, message: str, param: str | None = None) -> JSONResponse:
-    """Return an error response."""
     return JSONResponse(error_body(code, message, param), code)
 
 
 def error_body(code: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """Return the content of an error response."""
     return ErrorBody(error=ErrorInfo(message=message, type=TYPES[code], param=param, code=code)).model_dump()
 
 
 def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
-    """Return a route's `responses`, for these error statuses."""
     return {code: {"model": ErrorBody} for code in codes}
 
 

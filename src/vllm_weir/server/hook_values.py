@@ -74,7 +74,6 @@ def _finite(values: Any) -> Any:
 
 
 def _packed(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return a tensor as a vector is sent to a server."""
     data = base64.b64encode(tensor.contiguous().numpy().tobytes()).decode("ascii")
     return {"b64": data, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 

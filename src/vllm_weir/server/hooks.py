@@ -24,7 +24,6 @@ _PLACE = re.compile(f"({_NAME}):({_NAME})")
 
 
 def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
-    """Put the values of `OPTION`, ``name=module:attribute``, into the environment; raise WeirError if one is wrong."""
     _NAMED.put(options, _parse, environ)
 
 
@@ -56,12 +55,6 @@ def check_given(environ: Mapping[str, str] = os.environ) -> None:
 
 
 async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ) -> None:
-    """Register what the environment names, in this process.
-
-    Raises:
-        WeirError: if the engine cannot serve one.
-    """
-
     async def register(name: str, place: str) -> None:
         state.frontend.names.register_hook(name, load(place))
 

@@ -16,11 +16,6 @@ _NAMED = NamedOption(OPTION, VARIABLE)
 
 
 def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
-    """Put the values of `OPTION`, ``name=path``, into the environment.
-
-    Raises:
-        WeirError: if one is wrong, or a path has no lens.
-    """
     _NAMED.put(options, _parse, environ)
 
 
@@ -33,12 +28,6 @@ def _parse(option: str) -> tuple[str, str]:
 
 
 async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ) -> None:
-    """Name what the environment has, in this process.
-
-    Raises:
-        WeirError: if the engine cannot serve one.
-    """
-
     async def load(name: str, path: str) -> None:
         state.frontend.names.load_lens(name, path)
 

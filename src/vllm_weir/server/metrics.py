@@ -61,12 +61,10 @@ class ServerMetrics:
         self.update()
 
     def admitted(self) -> None:
-        """Note that a request that captures or is steered was admitted."""
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._watch())
 
     def refused(self) -> None:
-        """Count a refused request."""
         self._errors.labels(self._model, REFUSED).inc()
 
     def failed(self) -> None:

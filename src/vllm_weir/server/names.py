@@ -17,7 +17,6 @@ _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 def check_name(name: str, field: str = "name") -> None:
-    """Raise WeirError, naming `field`, if this cannot be a name."""
     if not NAME.fullmatch(name) or _DIGEST.fullmatch(name):
         raise WeirError(
             "a name has 1 to 128 letters, digits and . _ : @ + -, begins with a letter or digit, and is not a digest",
@@ -57,7 +56,6 @@ class NamedOption:
             environ[self.variable] = json.dumps(found)
 
     def given(self, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-        """Return what the environment has, by name."""
         return dict(json.loads(environ.get(self.variable) or "{}"))
 
     @contextmanager

@@ -39,7 +39,6 @@ class ProbeMetrics:
         )
 
     def show(self, probes: Iterable[RegisteredProbe]) -> None:
-        """Show the counters of probes from now on, at 0 until something is counted."""
         for registered in probes:
             self._sequences.labels(self._model, registered.probe.name)
             if registered.alerts:
@@ -66,7 +65,6 @@ class ProbeMetrics:
 
 
 def default_buckets(probe: AnyProbe) -> tuple[float, ...]:
-    """Return the buckets of a probe for which none were chosen."""
     return LOGITS if probe.activation == "none" else SHARES
 
 

@@ -131,7 +131,6 @@ def forget(state: ServerState, name: str) -> bool:
 
 
 def check_probe_name(name: str) -> None:
-    """Raise WeirError if a probe cannot be kept under this name."""
     check_name(name)
     if name in PROJECTED_KEYS:
         raise WeirError(f"{name!r} is a key of responses; choose another name", "name")

@@ -46,7 +46,6 @@ class ResponseBuilder:
         self._spooled: list[str] = []  # ids of the results that this response refers to
 
     def add_view(self, choice: int, view: OutputView | None) -> None:
-        """Add the latest view of a choice."""
         if view is not None:
             self._views[choice] = view
             self.several |= choice > 0
@@ -95,7 +94,6 @@ class ResponseBuilder:
         self.held.release()
 
     def discard(self) -> None:
-        """Delete the stored results of a response or chunk that nobody received."""
         for key in self._spooled:
             if self._server.spool is not None:
                 self._server.spool.delete(key)

@@ -150,12 +150,10 @@ def projected(acts: Activations) -> dict[str, Any]:
 
 
 def name(site: Site) -> str:
-    """Return a site's name in a response, such as ``resid_post.10``."""
     return f"{site.hook}.{site.layer}"
 
 
 def size_of(acts: Activations) -> int:
-    """Return the bytes of the rows alone."""
     return sum(acts[site].nbytes for site in acts.sites)
 
 

@@ -82,12 +82,6 @@ def model_in(arguments: Sequence[str]) -> tuple[str, dict[str, str]]:
 
 
 async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ) -> None:
-    """Load what the environment names; processes that come later find it loaded.
-
-    Raises:
-        WeirError: if one cannot be loaded.
-    """
-
     async def load_one(name: str, source: list[Any]) -> None:
         await load(state, name, SAESource(*source), again=True)
 
@@ -119,7 +113,6 @@ async def unload(state: ServerState, name: str) -> bool:
 
 
 def infos(state: ServerState) -> list[SAEInfo]:
-    """Return what is told of each autoencoder, by name."""
     state.frontend.names.refresh()
     return state.frontend.names.saes.infos()
 

@@ -42,7 +42,6 @@ def put_options(arguments: list[str], sae_options: list[str], environ: MutableMa
 
 
 async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ) -> None:
-    """Keep the vector and the probe, if the environment says so."""
     if VARIABLE in environ:
         capabilities = await state.capabilities()
         await state.change(lambda: _keep(state, capabilities))

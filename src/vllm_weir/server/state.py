@@ -103,7 +103,6 @@ class ServerState:
         return self.frontend.engine.require_capabilities()
 
     def tokenizer(self) -> Any:
-        """Return the engine's tokenizer; raise WeirError if it has none."""
         tokenizer: Any = self.frontend.engine.vocabulary.tokenizer
         if tokenizer is None:
             raise WeirError("this server has no tokenizer", "prompt")

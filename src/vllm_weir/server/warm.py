@@ -27,7 +27,6 @@ HOST_BYTES = 0
 
 
 def put_option(values: list[str], environ: MutableMapping[str, str]) -> None:
-    """Put the value of `OPTION`, ``on`` or ``off``, into the environment; raise WeirError for others."""
     for value in values:
         if value not in ("on", "off"):
             raise WeirError(f"expected on or off, got {brief(value)!r}", OPTION)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 
 def available_bytes() -> int:
-    """Return the memory of this machine that can be had without swapping."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

@@ -97,7 +97,6 @@ def open_regular(path: str | os.PathLike, field: str = "path") -> BinaryIO:
 
 
 def read_regular(path: str | os.PathLike, field: str = "path") -> bytes:
-    """Return the content of a regular file; see `open_regular`."""
     with open_regular(path, field) as file:
         try:
             return file.read()

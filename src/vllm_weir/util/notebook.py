@@ -97,7 +97,6 @@ class Scale:
 
 
 def escaped(text: object, limit: int = 2000) -> str:
-    """Return a text for HTML, cut to `limit` characters."""
     shown = str(text)
     shown = shown if len(shown) <= limit else shown[: limit - 1] + "…"
     return html.escape(shown.encode("utf-8", "backslashreplace").decode())
@@ -114,12 +113,6 @@ def left_out(total: int, shown: int, what: str) -> str:
 
 
 def result(title: str, *parts: str) -> str:
-    """Return the HTML of one object.
-
-    Args:
-        title: what it is, a text.
-        parts: HTML.
-    """
     head = f'<div style="margin-bottom:.3em"><b>{escaped(title)}</b></div>'
     return f'<div style="overflow-x:auto;max-width:100%;font-size:13px">{head}{"".join(parts)}</div>'
 

@@ -76,5 +76,4 @@ class PluginGroup:
 
 @functools.cache
 def warn_unused(kind: str, name: str, package: str, value: str, used: str) -> None:
-    """Warn, once, of a plugin whose name is taken."""
     logger.warning("the %s %r of %s (%s) is not used, as %s has the same name", kind, name, package, value, used)

@@ -27,7 +27,6 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return what `encode` was given; arrays come back as tensors, tuples as lists."""
     return _with_tensors(msgspec.msgpack.decode(data))
 
 

@@ -21,12 +21,10 @@ def demo_model() -> str:
 
 
 def demo_sae() -> str:
-    """Return the directory of the sparse autoencoder of the shipped model's stream, for `SAE.load`."""
     return str(_FOLDER / "sae")
 
 
 def demo_mood() -> tuple[str, str]:
-    """Return the files of the vector and the probe of a story's mood, which `weir serve demo` starts with."""
     return str(_FOLDER / "mood" / "vector.safetensors"), str(_FOLDER / "mood" / "probe.safetensors")
 
 

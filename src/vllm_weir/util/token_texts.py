@@ -34,7 +34,6 @@ class TokenTexts:
             ) from e
 
     def single(self, token_id: int) -> str:
-        """Return the text of a token by itself."""
         return self._decode([token_id])
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:

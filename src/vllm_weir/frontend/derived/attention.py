@@ -84,7 +84,6 @@ def _heads_of(q: torch.Tensor, heads: Sequence[int] | None) -> torch.Tensor:
 
 
 def _chunks(scores: torch.Tensor) -> list[slice]:
-    """Return slices of the queries, each with at most `CHUNK_VALUES` scores or one query."""
     queries, heads, keys = scores.shape
     size = max(1, CHUNK_VALUES // max(1, heads * keys))
     return [slice(start, start + size) for start in range(0, queries, size)]

@@ -73,7 +73,6 @@ def derived_verdicts(sites: Mapping[Site, str], facts: ModelFacts) -> dict[Site,
 
 
 def sources_of(site: Site, facts: ModelFacts) -> tuple[Source, ...]:
-    """Return what a derived site is computed from."""
     if site.hook not in ATTENTION:
         return tuple(Source(Site(hook, site.layer), False) for hook in SOURCE_HOOKS[site.hook])
     attention = facts.attention.get(site.layer)

@@ -217,7 +217,6 @@ class SinkManager:
             raise WeirError("; ".join(e.message for e in failures), "sink")
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """Return the state of each sink, by label."""
         with self._lock:
             sinks = [Sink(name) for name in self._runners] + [Sink(own.consumer, own) for own in self._own]
             runners = [*self._runners.values(), *self._own.values()]
@@ -290,7 +289,6 @@ class _UnmarkedDelivery:
 
 
 def check_sinks(definitions: Mapping[str, SinkDefinition]) -> None:
-    """Raise WeirError for sinks of the settings that are wrong whatever the engine."""
     for name, definition in definitions.items():
         captures_for(name, definition, consumers.find(definition.consumer, _path(name)), _path(name))
 
@@ -341,7 +339,6 @@ def captures_for(
 
 
 def _fitting(capture: Capture, d_model: int) -> Capture:
-    """Bound topk8's `k` by the row's width."""
     compress = capture.compress
     if compress is None or compress.method != "topk8" or compress.k is None:
         return capture
@@ -386,7 +383,6 @@ def _close(runners: dict[str, SinkRunner], *own: dict[SinkDefinition, SinkRunner
 
 
 def _check_name(request_id: str) -> None:
-    """Raise WeirError for a request id under which no dataset would take rows."""
     if len(request_id) > MAX_ID_LENGTH:
         why = f"rows that go to a sink need an id of at most {MAX_ID_LENGTH:,} characters, not {len(request_id):,}"
         raise WeirError(why, "request_id")

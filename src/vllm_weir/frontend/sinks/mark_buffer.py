@@ -20,9 +20,7 @@ class MarkableDelivery(Protocol):
     """An item of a `MarkBuffer`."""
 
     @property
-    def size(self) -> int:
-        """Bytes of its rows."""
-        ...
+    def size(self) -> int: ...
 
     def evict(self) -> None:
         """Discard the rows, which were not marked in time."""
@@ -56,7 +54,6 @@ class MarkBuffer:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock, with abandoned requests removed first."""
         with self._lock:
             while self._abandoned:
                 self._remove_abandoned(self._abandoned.popleft())
@@ -141,7 +138,6 @@ class MarkBuffer:
         return sorted(filter(of_prompts.fullmatch, known), key=lambda request_id: int(request_id.rpartition("-")[2]))
 
     def has(self, name: str) -> bool:
-        """Return whether the request can be marked."""
         with self._locked():
             held = ((k, own) for k, (_, own, _) in self._held.items())
             return any(name in both for both in (*held, *self._live.items()))
@@ -152,7 +148,6 @@ class MarkBuffer:
             return name in self._ended
 
     def evict_expired(self) -> None:
-        """Evict rows that have been kept for too long."""
         with self._locked():
             evicted = self._expired(self._clock())
         for item in evicted:

@@ -99,7 +99,6 @@ class BoundedQueue(Generic[ItemType]):
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Refuse further items; those that wait are still taken."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

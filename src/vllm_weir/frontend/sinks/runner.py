@@ -113,7 +113,6 @@ class SinkRunner:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is queued or expected."""
         return self._queue.idle and not self._expected
 
     def report(self) -> dict[str, Any]:

@@ -84,5 +84,4 @@ def router() -> APIRouter:
 
 
 def public_limits(limits: ServerLimits) -> dict[str, int | float]:
-    """Return the limits without those that only the operator may see."""
     return limits.model_dump(exclude={"directory"})

@@ -46,5 +46,4 @@ class WeirRoute(APIRoute):
 
 
 def weir_router() -> APIRouter:
-    """Return an empty router for Weir's routes."""
     return APIRouter(tags=["weir"], route_class=WeirRoute)

@@ -48,7 +48,6 @@ class SharedDirectory:
         atexit.register(self._finalizer)
 
     def subdirectory(self, name: str) -> Path:
-        """Return the subdirectory `name`, created if it does not exist."""
         path = self.path / name
         path.mkdir(mode=0o700, exist_ok=True)
         return path

@@ -33,7 +33,6 @@ class Peers:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Start to answer questions; raise WeirError if no socket can be created."""
         try:
             self._server = await asyncio.start_unix_server(self._serve, self._address(self._own))
         except OSError as e:
@@ -57,7 +56,6 @@ class Peers:
         return [answer for answer in answers if answer is not None]
 
     async def close(self) -> None:
-        """Stop answering questions."""
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()

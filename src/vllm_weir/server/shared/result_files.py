@@ -108,13 +108,11 @@ class ResultFiles:
         return True
 
     def sweep(self) -> None:
-        """Remove expired results."""
         with locked(self._lock) as lock:
             self._scan(lock)
 
     @property
     def used(self) -> int:
-        """Bytes of all results, including those deleted since the last scan."""
         try:
             return _parse_count(self._lock.read_bytes()) or 0
         except FileNotFoundError:
@@ -189,7 +187,6 @@ class ResultFiles:
 
 
 def _parse_count(data: bytes) -> int | None:
-    """Return the count that the lock file holds, None if it is new."""
     return _COUNT.unpack(data)[0] if len(data) == _COUNT.size else None
 
 
@@ -203,12 +200,10 @@ def is_id(key: str) -> bool:
 
 
 def is_frame(key: str) -> bool:
-    """Return whether an id is that of a zstd frame."""
     return "-" in key
 
 
 def frame_key(tensor: torch.Tensor) -> str:
-    """Return a new id for the frame of a tensor."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), "x".join(map(str, tensor.shape))
     return f"{secrets.token_hex(16)}-{dtype}-{shape}"
 

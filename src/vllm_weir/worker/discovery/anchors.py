@@ -96,7 +96,6 @@ class Anchor:
 
     @property
     def modules(self) -> list[str]:
-        """Paths of the modules whose calls the value is taken from."""
         return [self.module] if self.added_term is None else [self.module, self.added_term.module]
 
     def tensors(
@@ -113,7 +112,6 @@ class Anchor:
         return hidden, None if other is None else _as_rows(other)
 
     def value(self, hidden: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-        """Return the point's value [tokens, width]."""
         scaled = hidden if self.scale == 1 else self.scale * hidden
         if other is None:
             return scaled
@@ -137,7 +135,6 @@ def pick(key: TensorKey, args: Sequence, kwargs: Mapping, output: Any) -> Any:
 
 
 def arguments(parameters: Sequence[str], args: Sequence, kwargs: Mapping) -> dict[TensorKey, Any]:
-    """Return a call's arguments by key; `parameters` is the result of `parameters_of`."""
     found = {TensorKey("arg", i, parameters[i] if i < len(parameters) else ""): value for i, value in enumerate(args)}
     for name, value in kwargs.items():
         found[TensorKey("arg", parameters.index(name) if name in parameters else -1, name)] = value
@@ -145,7 +142,6 @@ def arguments(parameters: Sequence[str], args: Sequence, kwargs: Mapping) -> dic
 
 
 def outputs(output: Any) -> dict[TensorKey, Any]:
-    """Return the elements of a call's output by key."""
     if isinstance(output, (tuple, list)):
         return {TensorKey("out", i): value for i, value in enumerate(output)}
     return {TensorKey("out", -1): output}

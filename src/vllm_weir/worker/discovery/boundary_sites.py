@@ -205,7 +205,6 @@ class BoundarySites:
         return sum(c.path == path for calls in (self._baseline.outside, *self._baseline.blocks) for c in calls)
 
     def _refuse_if_repeated(self, site: Site, path: str) -> bool:
-        """Refuse a site if its module is called several times; return whether it was refused."""
         times = self._num_calls(path)
         if times > 1:
             self._refuse(site, why_repeated(path, times))
@@ -216,5 +215,4 @@ class BoundarySites:
 
 
 def why_repeated(path: str, times: int) -> str:
-    """Return why no site can be on a module that is called several times."""
     return f"{path} runs {times} times in one pass, and what is added there would be in each"

@@ -85,10 +85,8 @@ class Matcher:
 
 
 def rms(tensor: torch.Tensor) -> float:
-    """Return the root mean square of a tensor; 0 if it is empty."""
     return float(tensor.double().pow(2).mean().sqrt()) if tensor.numel() else 0.0
 
 
 def _independent(aa: float, ab: float, bb: float) -> bool:
-    """Return whether vectors with these dot products are linearly independent."""
     return aa * bb - ab * ab > SLIGHT**2 * aa * bb

@@ -61,7 +61,6 @@ class RecordedModel:
     def with_mixer_noise(
         self, enter: Overwrite | None = None, writes: Mapping[Anchor, torch.Tensor] | None = None
     ) -> Trace:
-        """Run the model as in the baseline, with something overwritten or added."""
         return self.record(enter, mixer_noise(self.tree, self.mixers), writes)
 
 

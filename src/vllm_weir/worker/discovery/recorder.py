@@ -266,7 +266,6 @@ class Recorder:
         return self._clock
 
     def _of_stream_width(self, tensors: Mapping[TensorKey, Any]) -> dict[TensorKey, torch.Tensor]:
-        """Return the live tensors [.., d] among arguments or outputs."""
         return {k: v for k, v in tensors.items() if _is_activation(v) and v.shape[-1:] == (self._tree.width,)}
 
     def _of_other_widths(self, tensors: Mapping[TensorKey, Any]) -> dict[TensorKey, torch.Tensor]:
@@ -310,12 +309,10 @@ def _noise_in(embeddings: Any, seed: int = 0) -> Iterator[None]:
 
 
 def _is_activation(value: Any) -> bool:
-    """Return whether a value is a floating-point tensor with a token dimension."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a float32 copy [tokens, width]."""
     return tensor.detach().to(torch.float32, copy=True).reshape(-1, tensor.shape[-1])
 
 

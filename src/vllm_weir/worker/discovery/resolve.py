@@ -198,7 +198,6 @@ def _parallel(block: _Block) -> BlockPoints | None:
 
 
 def _split_by_child(block: _Block) -> tuple[list[CandidateTensor], list[CandidateTensor]]:
-    """Return the candidates in children of the block with token mixers, and those in others."""
     attention = [c for c in block.candidates if c.child in block.mixer_children]
     rest = [c for c in block.candidates if c.call.local_path and c.child not in block.mixer_children]
     return attention, rest
@@ -266,7 +265,6 @@ def _why_unexplained(block: _Block, addition: Match | None) -> str:
 
 
 def _best(candidates: Sequence[CandidateTensor], delta: torch.Tensor, matcher: Matcher) -> Match | None:
-    """Return the preferred candidate with ``c * candidate == delta``."""
     if rms(delta) <= FAINT:
         return None
     matches = [Match(c, scale) for c in candidates if (scale := matcher.factor(c.value, delta)) is not None]

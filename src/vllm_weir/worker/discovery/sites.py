@@ -84,7 +84,6 @@ class _Solution:
 
     @property
     def num_found(self) -> int:
-        """Points, and blocks whose equation was found."""
         return sum(len(points.anchors) + points.explained for points in self.points.values())
 
     @property

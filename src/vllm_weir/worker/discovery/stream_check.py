@@ -113,7 +113,6 @@ class StreamCheck:
         }
 
     def _results_beside_stream(self, block: int) -> list[TensorKey]:
-        """Return the results of a block that are not part of the stream."""
         anchor, call = self._exit(block), self._baseline.blocks[block][0]
         keys = (anchor.hidden, anchor.residual)
         stream = {call.pointers[key] for key in keys if key is not None and key in call.visible_after}

@@ -49,7 +49,6 @@ class ModuleCall:
 
     @property
     def results(self) -> dict[TensorKey, torch.Tensor]:
-        """What the call produced: its outputs and the arguments that it wrote into."""
         return {**self.outputs, **self.args_after}
 
     @property

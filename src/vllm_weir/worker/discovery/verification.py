@@ -254,7 +254,6 @@ class Verification:
                 self._sites.refused[following] = self._sites.refused[exit_]
 
     def _value(self, trace: Trace, site: Site) -> torch.Tensor | None:
-        """Return a site's value in a pass, [tokens, d]; None if it has no anchor."""
         anchor = self._sites.anchors.get(site)
         return None if anchor is None else value_at(trace.blocks[site.layer], anchor)
 

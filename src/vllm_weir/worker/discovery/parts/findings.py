@@ -77,7 +77,6 @@ class Linear:
 
     @property
     def value_in(self) -> torch.Tensor:
-        """Its input, [tokens, width]."""
         return self.call.args[self.given]
 
     @cached_property
@@ -103,7 +102,6 @@ class Columns:
 
     @property
     def value(self) -> torch.Tensor:
-        """Their values, [tokens, columns]."""
         return self.linear.value_out[:, self.start : self.stop]
 
     def overlaps(self, other: Columns) -> bool:

@@ -206,7 +206,6 @@ def _gated(linears: list[Linear], neurons: int) -> Iterator[tuple[Columns, Colum
 
 
 def _is_product(gate: torch.Tensor, up: torch.Tensor, product: torch.Tensor) -> bool:
-    """Return whether ``product = f(gate) * up`` for a function f of a number."""
     large = up.abs() > 0.5
     return _is_function(gate[large], product[large] / up[large])
 

@@ -39,7 +39,6 @@ from vllm_weir.worker.discovery.verification import why_acts_again
 
 
 def map_parts(recorded: RecordedModel, ports: StreamPorts, parts: PartModules, sites: SiteMap) -> None:
-    """Find and verify the points inside attention and MLP of every block."""
     try:
         _PartSearch(recorded, ports, parts, sites).fill()
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as e:

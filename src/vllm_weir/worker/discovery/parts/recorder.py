@@ -178,7 +178,6 @@ class PartRecorder:
 
 
 def _activations(tensors: Mapping[TensorKey, Any]) -> dict[TensorKey, torch.Tensor]:
-    """Return the floating-point tensors with a token dimension."""
     return {
         key: value
         for key, value in tensors.items()

@@ -116,7 +116,6 @@ class BlockCheck:
                 self._before[reader] = before
 
     def _at_tokens(self, remainder: int, period: int = _PERIOD) -> torch.Tensor:
-        """Return [tokens, 1], whether a token's number leaves this remainder."""
         return (torch.arange(self._tokens) % period == remainder)[:, None]
 
     def _compare_heads(self, hook: str, record: BlockRecord) -> None:
