@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import importlib
 import importlib.metadata
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -91,6 +92,18 @@ def resolve(name: str) -> Any:
 @pytest.mark.parametrize("name", sorted(documented()))
 def test_names(name: str) -> None:
     assert resolve(name) is not None, documented()[name]
+
+
+def test_what_the_reference_shows_has_docstrings() -> None:
+    """The functions and classes, and their methods, which are shown with them."""
+    pages_of_python = [page.read_text() for page in (REFERENCE / "python").rglob("*.md")]
+    shown = {name: resolve(name) for text in pages_of_python for name in re.findall(r"^::: ([\w.]+)", text, re.M)}
+    for name, one in list(shown.items()):
+        if inspect.isclass(one):
+            shown |= {f"{name}.{key}": value for key, value in vars(one).items() if inspect.isfunction(value)}
+    public = {name: one for name, one in shown.items() if callable(one) and not name.split(".")[-1].startswith("_")}
+    assert len(public) > 200
+    assert [name for name, one in public.items() if not inspect.getdoc(one)] == []
 
 
 def test_names_are_found_where_they_stand() -> None:

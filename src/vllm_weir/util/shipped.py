@@ -21,6 +21,7 @@ def demo_model() -> str:
 
 
 def demo_sae() -> str:
+    """Return the directory of the sparse autoencoder of the shipped model's stream, for `SAE.load`."""
     return str(_FOLDER / "sae")
 
 
