@@ -59,7 +59,6 @@ def load_activation_file(
 
 
 def _split(path: str | PathLike) -> tuple[ObjectStore, str]:
-    """Return the folder of a file, and the file's name there."""
     url = ObjectStore(path).url  # checks the path
     folder, name = split_url(url)
     return ObjectStore(folder), name

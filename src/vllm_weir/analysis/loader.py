@@ -142,7 +142,6 @@ class ActivationLoader:
         return {layer: self._read(request, acts, site, "projected") for layer, site in chosen.items()}
 
     def _find(self, request_id: str) -> dict[int, str]:
-        """Return sequence -> its request in the dataset."""
         names = self.list_requests()
         if request_id in names:
             return self._sequences[request_id]
@@ -193,7 +192,6 @@ class ActivationLoader:
         return to_arrays(records, block.header) | {"weir": np.frombuffer(json.dumps(block.header).encode(), np.uint8)}
 
     def _blocks(self, request: str, site: Any) -> list[RecordBlock]:
-        """Return the blocks that hold a site's rows of one request."""
         index = self.dataset.index
         runs = index.runs_of(index.request_codes[request])
         runs = runs[index.run_site[runs] == self.dataset.sites.index(site)]
@@ -213,7 +211,6 @@ class ActivationLoader:
 
 
 def _is_foreign(block: RecordBlock) -> bool:
-    """Return whether a block is a readable file of Vllm_mi_patch's."""
     return isinstance(block, ArrayBlock) and block.readable and block.unpack is not unpack_own
 
 

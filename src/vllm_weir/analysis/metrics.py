@@ -158,7 +158,6 @@ def rows_of(data: Any) -> Any:
 
 
 def as_array(values: Any) -> np.ndarray:
-    """Return values as float64 on the host."""
     if isinstance(values, torch.Tensor):
         values = values.detach().to("cpu", torch.float64).numpy()
     return np.asarray(values, np.float64)

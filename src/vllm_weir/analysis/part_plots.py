@@ -147,7 +147,6 @@ def _values(
 
 
 def _position_names(tokens: Sequence[str] | None, keys: int, at: list[int]) -> list[str]:
-    """Return a text for each key's position."""
     if any(not is_int(position) or not 0 <= position < keys for position in at):
         raise WeirError(f"rows are at positions 0..{keys - 1}, which have a key each", "positions")
     if tokens is not None and len(tokens) < keys:

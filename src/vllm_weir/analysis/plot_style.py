@@ -35,7 +35,6 @@ def new_figure(size: tuple[float, float], rows: int = 1, columns: int = 1, **opt
 
 
 def check_matplotlib() -> None:
-    """Raise WeirError without matplotlib."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -72,13 +71,11 @@ def label_tokens(axis: Any, names: list[str]) -> None:
 
 
 def label_layers(axis: Any, layers: list[int]) -> None:
-    """Label an axis with layers, as many as fit."""
     step = max(1, -(-len(layers) // MAX_LAYER_LABELS))
     axis.set_ticks(list(range(0, len(layers), step)), [str(n) for n in layers[::step]], fontsize=7.5)
 
 
 def label_bar(bar: Any, label: str) -> None:
-    """Label a colour bar."""
     from matplotlib.colors import LogNorm
 
     bar.set_label(label, color=INK, fontsize=8.5)
@@ -98,7 +95,6 @@ def plain_log(axis: Any) -> None:
 
 
 def finish(axis: Any, title: str) -> None:
-    """Set the title, and hide the frame."""
     axis.set_title(title, fontsize=9.5, color=INK, loc="left")
     axis.tick_params(colors=INK, labelsize=7.5, length=2.5)
     for side in axis.spines.values():
@@ -106,7 +102,6 @@ def finish(axis: Any, title: str) -> None:
 
 
 def check_suffix(path: str | PathLike, field: str = "path") -> str:
-    """Return the suffix of a plot's path; raise WeirError naming `field` if no plot has it."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".png", ".svg", ".html"):
         raise WeirError(f"the path of a plot ends in .png, .svg or .html, not {brief(suffix)!r}", field)

@@ -241,7 +241,6 @@ def _choose_layers(layers: Sequence[int] | None, present: list[int]) -> list[int
 
 
 def _mark_generation(axis: Any, x: float) -> None:
-    """Draw a line where generation begins."""
     axis.axvline(x, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
     axis.annotate(
         "generated", (x, 1), xycoords=("data", "axes fraction"), xytext=(4, -10),
@@ -250,11 +249,7 @@ def _mark_generation(axis: Any, x: float) -> None:
 
 
 def by_layer(activations: Any, hook: HookPoint = "resid_post") -> dict[int, np.ndarray]:
-    """Return layer -> float64 [n, d], from `Activations` or a mapping from layers to rows.
-
-    Raises:
-        WeirError: if the layers have different rows, or rows hold NaN or Inf.
-    """
+    """Return layer -> float64 [n, d], from `Activations` or a mapping from layers to rows."""
     hook = normalise_hook(hook)
     if hasattr(activations, "sites"):
         layers: dict[int, Any] = {s.layer: activations[s] for s in activations.sites if s.hook == hook}

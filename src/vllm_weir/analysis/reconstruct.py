@@ -63,7 +63,6 @@ def reconstruct_activations(
 
 
 def check_mode(mode: object) -> str | None:
-    """Return the method that a mode names, also as ``ActMode.RP8``; WeirError for other modes."""
     if mode is None:
         return None
     name = mode.removeprefix("ActMode.").lower() if isinstance(mode, str) and mode.startswith("ActMode.") else mode
@@ -104,9 +103,6 @@ def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
     Args:
         arrays: Arrays of the file by name.
         width: Values of a row, for topk8.
-
-    Raises:
-        WeirError: If fields are missing or do not match, or if the file has lost its values.
     """
     sparse = "indices" in arrays
     for key in ("indices", "values", "scale", "zero") if sparse else ("q", "scale", "zero"):

@@ -55,12 +55,10 @@ class Comparison:
 
     @property
     def worse(self) -> list[Compared]:
-        """The cases that have become slower by more than the tolerance."""
         return [c for c in self.cases if c.change > self.tolerance / 100]
 
     @property
     def passed(self) -> bool:
-        """Whether all that was asked for could be compared, and nothing is worse."""
         return not self.worse and all(c.lacking is None for c in self.cases)
 
     def table(self) -> Table:

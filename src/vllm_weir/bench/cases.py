@@ -129,5 +129,4 @@ CANNOT: dict[str, dict[str, str]] = {
 
 
 def can_run(system: str, case: str) -> bool:
-    """Return whether a system has a way to do a case."""
     return case not in CANNOT[system]

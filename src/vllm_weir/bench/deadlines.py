@@ -32,7 +32,6 @@ class Deadlines:
         return float("inf") if self.run is None else self.started + self.run - time.monotonic()
 
     def left(self, times: TaskTimes) -> float:
-        """Return the seconds that a case may still take."""
         return min(self.case - times.spent(), self.left_of_run())
 
     def end(self, times: TaskTimes, why: str, more: str = "") -> None:

@@ -216,7 +216,6 @@ class BenchPlan(BaseModel):
         return any(case not in WORKLOADS and case != "idle" for case in self.cases) or not self.named_workloads
 
     def captured_layers(self, case: str) -> tuple[int, ...]:
-        """Return the blocks whose rows a capture case delivers."""
         if case == "extract":
             return self.few_layers
         return (self.layers // 2,) if case == "long_one" else tuple(range(self.layers))
@@ -269,7 +268,6 @@ class BenchPlan(BaseModel):
         return out
 
     def cannot(self, system: str) -> dict[str, str]:
-        """Return why a system cannot run some of the cases that were asked for, by case."""
         return {case: CANNOT[system][case] for case in CASES if case in self.cases and case in CANNOT[system]}
 
     def engine(self, kind: str = "steps") -> dict[str, Any]:

@@ -72,12 +72,7 @@ class WorkerProcess:
         self._answers.put(None)
 
     def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
-        """Return the answer to a command: a public method of `ServedEngine`, with its arguments.
-
-        Raises:
-            WorkerTimeout: after `seconds`.
-            WorkerExited: if the process ends.
-        """
+        """Return the answer to a command: a public method of `ServedEngine`, with its arguments."""
         assert self.process.stdin is not None
         self._asked_at = self.log.stat().st_size
         try:
@@ -106,7 +101,6 @@ class WorkerProcess:
         return " | ".join(self._logged(0)[-3:])[-400:]
 
     def last_error(self) -> str | None:
-        """Return the last error that was logged since the last command; None if there is none."""
         lines = [line for line in self._logged(self._asked_at) if "Error" in line]
         return re.sub(r"^\(\w+ pid=\d+\) ", "", lines[-1])[:300] if lines else None
 

@@ -15,7 +15,6 @@ WORKLOAD_COLUMNS = ("workload", "system", "s a call", "over stock", "first call,
 
 
 def order(cases: Iterable[CaseResult]) -> list[CaseResult]:
-    """Return results by case, then system."""
     return sorted(cases, key=lambda c: (CASES.index(c.case), SYSTEMS.index(c.system)))
 
 
@@ -95,7 +94,6 @@ def _spread(ratios: list[float]) -> str:
 
 
 def header(label: str) -> str:
-    """Return a column's title, with the unit."""
     return {"b": f"{label}, ms/step", "p": f"{label}, ktok/s", "s": "start, s"}[label[0]]
 
 

@@ -54,7 +54,6 @@ class CaseResult(BaseModel):
 
     @property
     def median(self) -> float | None:
-        """The median, whatever its unit."""
         return self.ktok_s if self.prefill is not None else self.median_ms
 
     @property
@@ -123,7 +122,6 @@ class BenchResult(BaseModel):
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
         return all(c.passed for c in self.checks)
 
     def save(self, path: Path) -> None:
@@ -138,7 +136,6 @@ class BenchResult(BaseModel):
 def summarise(
     task: BenchTask, samples: Sequence[float], note: str | None = None, first: float | None = None
 ) -> CaseResult:
-    """Return a case's result from the figures of its repeats and of its first call (ms or ktok/s)."""
     size: dict[str, Any] = {"batch": task.size.count}
     if task.size.kind == "prefill":
         size = {"prefill": f"{task.size.count}x{task.size.prompt}"}
@@ -148,7 +145,6 @@ def summarise(
 
 
 def startup(system: str, seconds: Sequence[float], note: str | None = None) -> CaseResult:
-    """Return the result of an engine's starts, in ms."""
     return _with_samples(CaseResult(case="startup", system=system, note=note), [1e3 * s for s in seconds])
 
 
@@ -180,11 +176,7 @@ def _slowness(case: CaseResult, figure: float | None, base: float | None) -> flo
 
 
 def merge(results: Sequence[BenchResult]) -> BenchResult:
-    """Join several runs in one file; a later run's figure of a system other than stock replaces an earlier one's.
-
-    Raises:
-        ValueError: if they are not of one device, model and version.
-    """
+    """Join several runs in one file; a later run's figure of a system other than stock replaces an earlier one's."""
     out = _heading(results)
     kept: dict[tuple[Any, ...], CaseResult] = {}
     offset = 0
@@ -213,9 +205,6 @@ def pool(results: Sequence[BenchResult], cases: Sequence[str] | None = None) -> 
     Args:
         results: each of one run.
         cases: which to take; None for all.
-
-    Raises:
-        ValueError: if a file holds several runs, or they are not of one device, model and version.
     """
     out = _heading(results)
     found: dict[tuple[str, str, str], list[CaseResult]] = {}
@@ -251,11 +240,7 @@ def _pooled(same: Sequence[CaseResult]) -> CaseResult:
 
 
 def _heading(results: Sequence[BenchResult]) -> BenchResult:
-    """Return a result with the systems and runs of all of these, and no cases.
-
-    Raises:
-        ValueError: if device, model or versions differ.
-    """
+    """Return a result with the systems and runs of all of these, and no cases."""
     first = results[0]
     for field in ("device", "vllm", "torch", "model"):
         for result in results:

@@ -35,7 +35,6 @@ class ServedEngine:
         self._calls = 0
 
     def hello(self) -> dict[str, Any]:
-        """Return whether the system can run here, and its version."""
         missing = self.system.missing()
         return {"missing": missing, "version": None if missing else self.system.version()}
 
@@ -153,7 +152,6 @@ class ServedEngine:
 
 
 def first_position(case: str, prompt: int) -> int:
-    """Return the position of the first row that a case delivers."""
     return prompt - 1 if case in ("capture_last_all_layers", "last_mixed", "chat_mix") else 0
 
 

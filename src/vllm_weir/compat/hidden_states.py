@@ -28,7 +28,6 @@ SUFFIX = ".safetensors"
 
 
 def site_of(layer_id: int) -> Site:
-    """Return the site of one of vLLM's layer ids."""
     return Site("resid_post", layer_id - 1) if layer_id else Site("resid_pre", 0)
 
 
@@ -39,9 +38,6 @@ def read_hidden_states(store: ObjectStore, names: dict[str, int], layer_ids: Seq
         store: Store of the files.
         names: The files, and their sizes in bytes.
         layer_ids: As given to vLLM, in that order.
-
-    Raises:
-        WeirError: If `layer_ids` is missing or wrong, or a file is damaged, foreign or unfinished.
     """
     if layer_ids is None:
         raise WeirError(

@@ -47,9 +47,6 @@ def translate(
         body: The fields that vLLM does not know.
         names: What gates and patches refer to; None only where there are none.
         routes: Whether this server has a route to fetch results from.
-
-    Raises:
-        WeirError: Naming the field.
     """
     extra_args = dict(request.extra_args)
     if fork := fork_fields(body):
@@ -120,9 +117,6 @@ def activations_field(
 
     Returns:
         The field by its name, and what is to be stored for it to be fetched: a zstd frame by its key.
-
-    Raises:
-        WeirError: If there are too many bytes of rows.
     """
     tensors = {name: acts[name] for name in acts.stacked.tensors()}
     key = LENS_CAPTURE_KEY if acts.stacked.stream else LENS_QK_KEY

@@ -28,11 +28,7 @@ def names() -> dict[str, str]:
 
 
 def find(name: str, path: str) -> type[Consumer]:
-    """Return a consumer's class.
-
-    Raises:
-        WeirError: naming the field `path`, if the consumer is not installed or cannot be imported.
-    """
+    """Return a consumer's class."""
     loaded = _PLUGINS.load(name, path)
     if not (isinstance(loaded, type) and issubclass(loaded, Consumer)):
         raise WeirError(f"{names().get(name, name)} is not a subclass of vllm_weir.consumers.Consumer", path)
@@ -40,11 +36,6 @@ def find(name: str, path: str) -> type[Consumer]:
 
 
 def make(name: str, options: Mapping[str, Any], path: str) -> Consumer:
-    """Make a consumer with its options.
-
-    Raises:
-        WeirError: naming the field under `path`, if the consumer cannot be found or refuses the
-            options.
-    """
+    """Make a consumer with its options."""
     consumer: Consumer = _PLUGINS.make(find(name, path), name, options, path)
     return consumer

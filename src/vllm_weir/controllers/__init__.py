@@ -37,11 +37,7 @@ _PLUGINS = PluginGroup(GROUP, "controller")
 
 
 def make_sync(definitions: Mapping[str, SinkDefinition]) -> dict[str, SyncController]:
-    """Make the sync controllers among an engine's controllers, by name.
-
-    Raises:
-        WeirError: naming the setting, if one cannot be made.
-    """
+    """Make the sync controllers among an engine's controllers, by name."""
     out = {}
     for name, definition in definitions.items():
         path = f"settings.controllers.{name}"
@@ -56,11 +52,7 @@ def names() -> dict[str, str]:
 
 
 def find(name: str, path: str) -> type[AsyncController] | type[SyncController]:
-    """Return a controller's class, by its name or ``module:class``.
-
-    Raises:
-        WeirError: naming the field `path`, if it is not installed or cannot be imported.
-    """
+    """Return a controller's class, by its name or ``module:class``."""
     loaded = _PLUGINS.load(name, path)
     if not (isinstance(loaded, type) and issubclass(loaded, (AsyncController, SyncController))):
         raise WeirError(
@@ -70,10 +62,6 @@ def find(name: str, path: str) -> type[AsyncController] | type[SyncController]:
 
 
 def make(name: str, options: Mapping[str, Any], path: str) -> AsyncController | SyncController:
-    """Make a controller with its options.
-
-    Raises:
-        WeirError: naming the field under `path`, if it cannot be found or refuses the options.
-    """
+    """Make a controller with its options."""
     controller: AsyncController | SyncController = _PLUGINS.make(find(name, path), name, options, path)
     return controller

@@ -33,9 +33,6 @@ def fit_probe(x: torch.Tensor, y: torch.Tensor, l2: float = 0.01) -> LogisticPro
         x: rows [n, d].
         y: labels [n], 0 or 1 (or bool); both must occur.
         l2: weight of the penalty against the mean loss of a row.
-
-    Raises:
-        ValueError: if the shapes do not agree or only one class occurs.
     """
     if x.ndim != 2 or y.shape != (len(x),):
         raise ValueError(f"need rows [n, d] and labels [n], got {tuple(x.shape)} and {tuple(y.shape)}")

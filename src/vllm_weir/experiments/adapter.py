@@ -70,7 +70,6 @@ class Adapter:
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """Options with which ``vllm.LLM`` takes it."""
         highest = max([self.config["r"], *(self.config.get("rank_pattern") or {}).values()])
         return {"enable_lora": True, "max_lora_rank": next((rank for rank in RANKS if rank >= highest), RANKS[-1])}
 
@@ -89,11 +88,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def merged(self, network: torch.nn.Module) -> Iterator[None]:
-        """Add its weights to those of a transformers model, until the context ends.
-
-        Raises:
-            WeirError: if it is more than products of two matrices for layers that the model has.
-        """
+        """Add its weights to those of a transformers model, until the context ends."""
         kept: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         try:
             for path, (first, second) in self._products().items():

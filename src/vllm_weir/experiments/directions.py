@@ -214,7 +214,6 @@ class Directions:
         return "\n".join([repr(self), *lines])
 
     def _repr_html_(self) -> str:
-        """Return a table of the blocks, the AUCs coloured."""
         head, *rows = self._table()
         areas = self.auc_by_layer or {}
         scale = notebook.Scale(min(0.5, *areas.values(), 0.5), 1.0)
@@ -225,7 +224,6 @@ class Directions:
         return notebook.result(repr(self), notebook.table(head, rows, styles))
 
     def _table(self) -> list[list[str]]:
-        """Return a line for each block, after the head."""
         columns: dict[str, Mapping[int, float]] = {"AUC": self.auc_by_layer or {}, "bias": self.bias or {}}
         known = {name: values for name, values in columns.items() if values}
         head = ["block", *known, "length"]
@@ -349,7 +347,6 @@ def _parse_numbers(values: Any, layers: tuple[int, ...], at: str) -> dict[int, f
 
 
 def _parse_head(hook: str, head: Any) -> int | None:
-    """Return a head; raise WeirError for anything else, or a hook point without heads."""
     if head is None:
         return None
     if not is_int(plain(head)):

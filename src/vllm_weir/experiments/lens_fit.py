@@ -183,7 +183,6 @@ def _save(state: dict[str, Any], path: Path) -> None:
 
 
 def _open(model: Any, tokenizer: Any, device: Any) -> tuple[Twin, Any]:
-    """Return the twin, and the tokenizer, if there is one."""
     if isinstance(model, (str, os.PathLike)):
         path = model_path(os.fspath(model))
         return Twin.load(path, device), load_tokenizer(path) if tokenizer is None else tokenizer

@@ -33,17 +33,13 @@ class BoundMetric(Protocol):
     """A metric for the prompts of one run."""
 
     @property
-    def name(self) -> str:
-        """A name for labels."""
-        ...
+    def name(self) -> str: ...
 
     def sampling(self, pair: int) -> dict[str, Any]:
         """Return the arguments of ``SamplingParams`` for requests of a pair of prompts."""
         ...
 
-    def score(self, out: Any, pair: int) -> float:
-        """Return the metric of an output."""
-        ...
+    def score(self, out: Any, pair: int) -> float: ...
 
     def identity(self) -> Any:
         """Return JSON data that differ for metrics that are known to differ."""
@@ -70,10 +66,6 @@ class LogitDiff:
             pairs: how many.
             path: named by errors, followed by ``.a`` or ``.b``.
             vocab_size: tokens of the model, if known.
-
-        Raises:
-            WeirError: if a text is not exactly one token that the tokenizer knows, an id does not exist, a list has
-                another length, or `a` and `b` are the same token.
         """
         sides = {}
         for name, value in (("a", self.a), ("b", self.b)):
@@ -246,7 +238,6 @@ def _check_sampling(sampling: Any) -> None:
 
 
 def as_number(value: Any) -> float:
-    """Return what a user's metric has returned as a float; raise WeirError if it is no number."""
     value = plain(value)
     if isinstance(value, (bool, np.bool_)) or is_int(value) or isinstance(value, (float, np.floating)):
         return float(value)
@@ -265,7 +256,6 @@ def _token_ids(value: Any, tokenizer: Any, pairs: int, field_name: str) -> list[
 
 
 def function_name(function: Any) -> str:
-    """Return what a user's metric is called, in labels."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 

@@ -15,7 +15,6 @@ MODES = (DENOISE, NOISE)
 
 
 def parse_mode(mode: Any) -> Mode:
-    """Parse a mode; raise WeirError for anything else."""
     if mode not in MODES:
         raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(MODES)}", "mode")
     return cast("Mode", mode)

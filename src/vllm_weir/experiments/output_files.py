@@ -10,7 +10,6 @@ from vllm_weir.errors import WeirError, brief
 
 
 def check_output(path: str, field: str) -> None:
-    """Raise WeirError naming `field` unless a file can be written there."""
     target = Path(path)
     if target.is_dir():
         raise WeirError(f"{brief(path, 200)} is a folder; name a file", field)

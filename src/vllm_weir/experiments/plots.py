@@ -84,7 +84,6 @@ def draw_grid(tables: Sequence[HeatMapTable], label: str, path: str | PathLike |
 
 
 def grid_html(title: str, tables: Sequence[HeatMapTable], label: str) -> str:
-    """Return the heat maps for a notebook."""
     maps = [
         f"<div>{notebook.escaped(one.title)}</div>"
         + notebook.heat_map(one.rows, one.columns, one.numbers, label, one.what, upwards=True)
@@ -94,7 +93,6 @@ def grid_html(title: str, tables: Sequence[HeatMapTable], label: str) -> str:
 
 
 def _table(part: Any, columns: Sequence[str], title: str) -> HeatMapTable:
-    """Return the numbers of a hook point, layer by position, or by head."""
     layers = [str(layer) for layer in part.axes["layer"]]
     if "head" not in part.axes:
         return HeatMapTable(title, part.array, layers, list(columns), "layer")

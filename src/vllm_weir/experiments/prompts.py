@@ -59,7 +59,6 @@ def parse_prompt(prompt: Any, field: str) -> Prompt:
 
 
 def _listed(value: Any) -> Any:
-    """Return an array or tensor as a list, anything else as it is."""
     return value.tolist() if getattr(value, "ndim", 0) > 0 else plain(value)
 
 

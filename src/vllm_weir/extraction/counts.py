@@ -31,5 +31,4 @@ class RecordCounts:
 
     @property
     def records(self) -> int:
-        """Records that were written, already there or skipped."""
         return self.requests + self.held + len(self.skipped)

@@ -67,13 +67,9 @@ class ExtractionEngine(Protocol):
         """Return the tokens of each text or chat, or an error for one that has none."""
         ...
 
-    def read(self, prompts: Sequence[list[int]]) -> list[PromptRows]:
-        """Return the rows of each prompt."""
-        ...
+    def read(self, prompts: Sequence[list[int]]) -> list[PromptRows]: ...
 
-    def close(self) -> None:
-        """Stop the engine."""
-        ...
+    def close(self) -> None: ...
 
 
 @runtime_checkable
@@ -185,7 +181,6 @@ class VllmEngine:
         return PromptRows(rows, len(output.prompt_token_ids), len(completion.token_ids), str(completion.finish_reason))
 
     def close(self) -> None:
-        """Shut down the engine core."""
         self.llm.llm_engine.engine_core.shutdown()
 
 

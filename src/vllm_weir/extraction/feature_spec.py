@@ -85,7 +85,6 @@ class FeatureSpec:
 
 
 def load_source(source: SAE | NamedPath) -> SAE:
-    """Return the autoencoder; raise WeirError naming the option ``sae`` if it cannot be loaded."""
     if isinstance(source, SAE):
         return source
     try:

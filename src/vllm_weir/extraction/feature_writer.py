@@ -137,7 +137,6 @@ class FeatureWriter:
             self.store.remove(name)
 
     def close(self) -> None:
-        """Publish finished records."""
         self.flush()
 
     def __enter__(self) -> FeatureWriter:

@@ -58,7 +58,6 @@ class OutputTarget:
         return open_writer(self.url, self.layout, **self.options)
 
     def count(self) -> int:
-        """Return the number of requests that are there."""
         return len(load(self.url, storage_options=self.options.get("storage_options")))
 
     @property
@@ -88,7 +87,6 @@ class FeatureTarget(OutputTarget):
         return FeatureWriter(store, self.info, self.options.get("shard_bytes", PART_BYTES))
 
     def count(self) -> int:
-        """Return the number of records that are there."""
         if not part_names(list(self.store.names())):
             return 0
         return len(load_features(self.url, storage_options=self.options.get("storage_options")))
@@ -112,7 +110,6 @@ class ExtractionPlan:
     start_engine: Callable[[RunSpec], ExtractionEngine] = VllmEngine
 
     def begin(self, writer: RecordWriter, engine: ExtractionEngine) -> None:
-        """Write the identity of the run to the dataset, once the engine has started."""
         identity = {**self.spec.identity(self.source), WEIGHTS: engine.weights}
         if not check_run(writer.store, identity):
             begin_run(writer.store, identity, not self.target.count())

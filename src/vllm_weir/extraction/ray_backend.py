@@ -53,11 +53,7 @@ def run(
     plan: ExtractionPlan, settings: Ray, remaining: Sequence[tuple[int, int]], total: int,
     report: Callable[[RecordCounts], Any], stop: Callable[[], bool],
 ) -> None:  # fmt: skip
-    """Run on Ray the groups of records that are not done, (start, stop); `report`, `stop`: see `RecordLoop`.
-
-    Raises:
-        WeirError: The first error of a worker.
-    """
+    """Run on Ray the groups of records that are not done, (start, stop); `report`, `stop`: see `RecordLoop`."""
     try:
         import ray
         from ray.data import ActorPoolStrategy, DataContext
@@ -103,7 +99,6 @@ def _tasks(remaining: Sequence[tuple[int, int]]) -> list[dict[str, int]]:
 
 
 def _counts(text: str) -> RecordCounts:
-    """Parse what a worker returned for a task; raise its error."""
     result = json.loads(text)
     if "error" in result:
         raise WeirError(result["error"], result["field"])

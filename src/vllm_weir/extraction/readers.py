@@ -275,7 +275,6 @@ _DESCRIPTIONS = {"state.json", "dataset_info.json", "dataset_dict.json"}
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a file by its name, or an empty string if it has none."""
     base = name.rpartition("/")[2]
     if base in _DESCRIPTIONS:
         return ""

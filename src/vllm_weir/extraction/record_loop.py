@@ -52,11 +52,7 @@ class RecordLoop:
         self._pending: Future[RecordCounts] | None = None
 
     def run(self, start: int, stop: int) -> RecordCounts:
-        """Process records `start` to `stop` - 1; publish finished requests, also after an error.
-
-        Raises:
-            WeirError: For an invalid record (unless `skip`), or rows that cannot be written.
-        """
+        """Process records `start` to `stop` - 1; publish finished requests, also after an error."""
         counts = RecordCounts()
         with (
             ThreadPoolExecutor(1, thread_name_prefix="weir-extract") as writing,
@@ -154,7 +150,6 @@ class RecordLoop:
         return step
 
     def _finish_write(self, counts: RecordCounts) -> None:
-        """Wait for the write that is under way."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._count(counts, pending.result())

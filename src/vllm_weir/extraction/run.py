@@ -222,7 +222,6 @@ def _check_model(spec: RunSpec, start_engine: Any) -> None:
 
 
 def _features(sae: Any, top_k: Any, ids: Any, model: str, positions: Any) -> FeatureSpec | None:
-    """Return what is extracted of an autoencoder; None for a run that extracts rows."""
     if sae is not None:
         return FeatureSpec.parse(sae, top_k, ids, model, positions)
     for name, value in (("top_k", top_k), ("ids", ids)):

@@ -105,16 +105,11 @@ def request_id(source: TextSource, index: int) -> str:
 
 
 def record_of(request_id: str) -> int:
-    """Return the record of a request's id."""
     return int(request_id.partition("-")[0])
 
 
 def check_run(store: ObjectStore, identity: dict[str, Any]) -> bool:
-    """Return whether the run with this identity was begun in a folder.
-
-    Raises:
-        WeirError: If another run was begun there; it names the first field that differs.
-    """
+    """Return whether the run with this identity was begun in a folder."""
     if RUN not in store.names():
         return False
     data = store.read(RUN)
@@ -161,7 +156,6 @@ def read_skipped(store: ObjectStore) -> dict[int, str]:
 
 
 def write_skipped(store: ObjectStore, skipped: dict[int, str]) -> None:
-    """Write the list of skipped records."""
     if skipped and skipped != read_skipped(store):
         store.put(SKIPPED, b"".join(_lines(skipped)))
 

@@ -98,9 +98,6 @@ def open_source(
             lacks this column and has a column ``messages``.
         split: Split of a saved ``DatasetDict``.
         storage_options: Options for fsspec.
-
-    Raises:
-        WeirError: If there are no texts, or their format is not recognised.
     """
     store = ObjectStore(url, storage_options)
     if store.is_file():

@@ -44,7 +44,6 @@ class FitTask:
         return split(self.positive, self.negative, paired, self.folds, self.seed, METHODS[self.method].fewest)
 
     def to_wire(self) -> list[Any]:
-        """Return the form in which workers get it."""
         return list(astuple(self))
 
 

@@ -52,11 +52,9 @@ class _Subsets:
         return weights - self._kept * (weights.sum(1, keepdim=True) / self._counts) if self._centred else weights
 
     def times(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return the products with projected weights [m, n]."""
         return self.project(self._products.times(weights))
 
     def start(self) -> torch.Tensor:
-        """Return where the search begins."""
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(self._kept.shape[1], dtype=torch.float64, generator=generator)
         return self.project(start.to(self._kept.device).expand_as(self._kept))

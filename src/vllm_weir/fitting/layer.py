@@ -39,7 +39,6 @@ class Direction:
         return rows @ self.weight + self.bias
 
     def to_wire(self) -> list[Any]:
-        """Return the form in which a worker sends it."""
         return [self.vector.tobytes(), self.weight.tobytes(), self.bias, self.gap]
 
     @classmethod
@@ -72,7 +71,6 @@ class LayerFit:
         return self.direction.gap / self.norm if self.norm else 0.0
 
     def to_wire(self) -> list[Any]:
-        """Return the form in which a worker sends it."""
         held = None if self.held is None else self.held.to_wire()
         return [self.direction.to_wire(), held, self.auc, self.norm, None if self.doses is None else list(self.doses)]
 
@@ -99,9 +97,6 @@ def fit_layer(
         method: how.
         folds: of the rows.
         options: of the method.
-
-    Raises:
-        WeirError: if rows hold values that are not finite.
     """
     if not (positive.isfinite().all() and negative.isfinite().all()):
         raise WeirError("rows hold NaN or infinite values; leave the block out", "layers")

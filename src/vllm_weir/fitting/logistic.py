@@ -58,7 +58,6 @@ class _Vector(NamedTuple):
     bias: torch.Tensor
 
     def plus(self, other: _Vector, factor: torch.Tensor) -> _Vector:
-        """Return the vectors plus others, times `factor` [m]."""
         return _Vector(
             self.sums + factor[:, None] * other.sums,
             self.scores + factor[:, None] * other.scores,
@@ -110,7 +109,6 @@ class _Problems:
         return _Vector(by_row, self._products.times(by_row), bias)
 
     def _loss(self, point: _Vector) -> torch.Tensor:
-        """Return the objectives [m]."""
         margins = self._signs * (point.scores + point.bias[:, None])
         losses = torch.nn.functional.softplus(-margins, threshold=1e9)
         return (self._weights * losses).sum(1) + (point.sums * point.scores).sum(1) / 2

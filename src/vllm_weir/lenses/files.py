@@ -75,11 +75,7 @@ class LensFile:
     _read: Callable[[int], Translator] = field(repr=False)
 
     def translator(self, layer: int) -> Translator:
-        """Return what it does to rows that leave a block, mapped from the file.
-
-        Raises:
-            WeirError: if it has nothing for the block, or numbers that are not finite.
-        """
+        """Return what it does to rows that leave a block, mapped from the file."""
         if layer not in self.layers:
             raise WeirError(f"this lens has no matrix for block {layer}; it has {told_layers(self.layers)}", "layers")
         found = self._read(layer)
@@ -105,7 +101,6 @@ class LensFile:
 
 
 def told_layers(layers: tuple[int, ...]) -> str:
-    """Return blocks in few words."""
     if layers and layers == tuple(range(layers[0], layers[-1] + 1)):
         return f"those from {layers[0]} to {layers[-1]}"
     return f"those of {brief(list(layers), 200)}"
@@ -117,9 +112,6 @@ def open_lens(path: str | os.PathLike, field: str = "path") -> LensFile:
     Args:
         path: a directory of `tuned-lens`, or the file of a Jacobian lens.
         field: named by errors.
-
-    Raises:
-        WeirError: if it has no lens.
     """
     path = Path(path)
     content = path / "params.pt" if path.is_dir() else path
@@ -221,9 +213,6 @@ def _jacobian(
         count: of prompts.
         of: what the matrices are the sums of; None if they are means.
         field: named by errors.
-
-    Raises:
-        WeirError: if it is for another target than what leaves the last block, for several streams, or damaged.
     """
     matrices: dict[int, torch.Tensor] = {}
     for key, value in found.items():

@@ -89,7 +89,6 @@ def decoder_norms(tensors: Tensors) -> torch.Tensor:
 
 
 def _denormalised(config: SAEConfig, out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return a reconstruction in the units of the rows."""
     if config.normalize_activations == "constant_norm_rescale":
         return out / _rescaling(rows)
     if config.normalize_activations == "layer_norm":

@@ -188,7 +188,6 @@ class SAEConfig:
 
 
 def _labels(given: object) -> dict[int, str]:
-    """Parse labels, whose features JSON has as text."""
     if not isinstance(given, Mapping):
         raise WeirError(f"expected {{feature: text}}, got {type(given).__name__}", "labels")
     for feature, text in given.items():

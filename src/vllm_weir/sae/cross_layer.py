@@ -22,12 +22,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def named(name: str, layer: int) -> str:
-    """Return the name of a block's weight among those of all blocks."""
     return f"{name}_{layer}"
 
 
 def block_key(key: str, layer: int) -> str:
-    """Return the key of one block of a cross-layer transcoder that workers hold under a key."""
     return f"{key}/{layer}"
 
 
@@ -39,7 +37,6 @@ def split_key(key: str) -> tuple[str, int | None]:
 
 
 def joined(blocks: Iterable[tuple[int, Tensors]]) -> dict[str, torch.Tensor]:
-    """Return the weights of all blocks in one mapping."""
     return {named(name, layer): tensor for layer, tensors in blocks for name, tensor in tensors.items()}
 
 
@@ -56,7 +53,6 @@ def block_config(config: SAEConfig, layer: object) -> SAEConfig:
 
 
 def block_tensors(config: SAEConfig, tensors: Tensors, layer: int) -> dict[str, torch.Tensor]:
-    """Return the weights of one block."""
     return {name: tensors[named(name, layer)] for name in config.tensor_names}
 
 
@@ -98,9 +94,6 @@ def summed(parts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
 
     Args:
         parts: {block: [n, writes, d_out]}.
-
-    Raises:
-        WeirError: if they have different numbers of rows.
     """
     out: dict[int, torch.Tensor] = {}
     for layer, written in sorted(parts.items()):

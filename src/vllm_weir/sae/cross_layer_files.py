@@ -43,7 +43,6 @@ class CrossLayerFormat(NamedTuple):
 
 
 def format_of(path: Path) -> CrossLayerFormat | None:
-    """Return the format of a directory with a cross-layer transcoder, None if it is none."""
     if not path.is_dir():
         return None
     return next((one for one in FORMATS if _numbers(path, one.files)), None)
@@ -53,9 +52,6 @@ def as_files(config: SAEConfig, tensors: Tensors) -> dict[str, Tensors]:
     """Return the tensors of each file in which circuit-tracer keeps a cross-layer transcoder, by the file's name.
 
     A skip connection, which circuit-tracer does not write, is beside the encoder under the name ``W_skip_0``.
-
-    Raises:
-        WeirError: if such files do not say all that it is.
     """
     if config.encodes_rows or config.layers[0] != 0:
         raise WeirError("circuit-tracer's files have ReLU and JumpReLU alone, from block 0 on", "architecture")
@@ -185,7 +181,6 @@ def _numbers(path: Path, pattern: re.Pattern[str]) -> list[int]:
 
 
 def _count(path: Path, pattern: re.Pattern[str]) -> int:
-    """Return how many blocks there are; raise WeirError if the files of one are missing."""
     found = _numbers(path, pattern)
     last = found[-1]
     if missing := sorted(set(range(last + 1)) - set(found)):
@@ -208,7 +203,6 @@ def _vector(found: Tensors, name: str, file: str) -> int:
 
 
 def _checked(found: Mapping[str, torch.Tensor], name: str, shape: Shape, file: str) -> torch.Tensor:
-    """Return a tensor of a file; raise WeirError, naming the file, if it is missing or of another shape."""
     tensor = found.get(name)
     if tensor is None or tuple(tensor.shape) != shape:
         raise WeirError(f"expected {name} of shape {list(shape)}, got {_said(tensor)}", file)

@@ -69,7 +69,6 @@ def _load_cross_layer(path: Path, published: CrossLayerFormat, given: Given, nam
 
 
 def _of_block(value: Any, layer: int, count: int, name: str) -> Any:
-    """Return the weight or bias of one block's norm, of those for all blocks."""
     if value is None or isinstance(value, (int, float)):
         return value
     values = folding.as_tensor(value, name)
@@ -133,10 +132,6 @@ def write(path: Path, config: SAEConfig, tensors: dict[str, torch.Tensor]) -> No
     """Write a directory in the layout of SAELens 6; files of the same names are replaced.
 
     A cross-layer transcoder is written in circuit-tracer's.
-
-    Raises:
-        StoreError: if it cannot be written.
-        WeirError: if circuit-tracer's files cannot hold it.
     """
     if config.writes:
         raise WeirError("one block of a cross-layer transcoder is saved with all others: save that", "path")
@@ -157,7 +152,6 @@ def write(path: Path, config: SAEConfig, tensors: dict[str, torch.Tensor]) -> No
 
 
 def _texts(config: SAEConfig, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return SAELens's configuration and the labels, empty if there are none, by file."""
     decoder = tensors["W_dec"]
     d_in = tensors.get("W_enc", decoder.T).shape[0]
     cfg = to_cfg(config, str(decoder.dtype).removeprefix("torch."), d_in, *decoder.shape)

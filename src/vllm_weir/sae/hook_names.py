@@ -39,9 +39,6 @@ def read_hook_name(name: object, hf_name: object, field: str, transcoder: bool =
         field: named by errors.
         transcoder: whether it is the input of a transcoder; published ones mean what the norm
             returns by ``hook_mlp_in``.
-
-    Raises:
-        WeirError: for a name that is no hook point here.
     """
     block = _BLOCK.fullmatch(name) if isinstance(name, str) else None
     if block is None:
@@ -69,7 +66,6 @@ def _other_site(name: object, field: str) -> Site:
 
 
 def hook_name(site: Site) -> str:
-    """Return TransformerLens's name of a site."""
     if site.hook in MODEL_HOOKS:
         return "hook_embed" if site.hook == "embed" else "ln_final.hook_out"
     names = (name for name, hook in IN_BLOCK.items() if hook == site.hook and name not in _BEFORE_NORM)

@@ -19,7 +19,6 @@ class NamedPath(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, field: str) -> NamedPath:
-        """Parse the option; raise WeirError naming `field` if it has another form."""
         name, equals, path = text.partition("=")
         if not equals or not name or not path:
             raise WeirError(f"expected NAME=PATH or NAME=PATH@HOOK.LAYER, got {brief(text)!r}", field)

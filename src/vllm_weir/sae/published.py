@@ -44,7 +44,6 @@ class Format(NamedTuple):
 
 
 def format_of(path: Path) -> Format | None:
-    """Return the format of a file or directory, None if it is none of these."""
     return next((one for one in FORMATS if one.is_it(path)), None)
 
 

@@ -18,7 +18,6 @@ MAX_TEXT_BYTES = 1 << 24
 
 
 def read_text(path: Path) -> bytes:
-    """Return the content of a text file; raise WeirError if it is too long."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > MAX_TEXT_BYTES:
             raise WeirError(f"more than {MAX_TEXT_BYTES} bytes", path.name)
@@ -26,7 +25,6 @@ def read_text(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds; raise WeirError, naming the file, if it holds none."""
     data = read_text(path)
     if reason := stand_in(data) if not is_json(data) else "":
         raise WeirError(f"no JSON: {reason}", path.name)
@@ -37,7 +35,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping that a YAML file holds; raise WeirError, naming the file, if it holds none."""
     with damage_refused("no YAML", path.name):
         try:
             found = yaml.safe_load(read_text(path))

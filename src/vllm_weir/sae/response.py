@@ -38,11 +38,7 @@ class FeatureResponse(NamedTuple):
 
 
 def decoder_direction(config: SAEConfig, tensors: Mapping[str, torch.Tensor], feature: int) -> np.ndarray:
-    """Return what one unit of a feature adds to the reconstruction, float32 [d_out], or [writes, d_out].
-
-    Raises:
-        WeirError: if that depends on the row.
-    """
+    """Return what one unit of a feature adds to the reconstruction, float32 [d_out], or [writes, d_out]."""
     if not config.is_transcoder:  # whose output is not scaled back
         _refuse_row_normalisation(config)
     direction = _float64(tensors["W_dec"][feature])
@@ -53,11 +49,7 @@ def decoder_direction(config: SAEConfig, tensors: Mapping[str, torch.Tensor], fe
 
 
 def feature_response(config: SAEConfig, tensors: Mapping[str, torch.Tensor], feature: int) -> FeatureResponse:
-    """Return a feature's response; biases, gates and thresholds are folded in float64.
-
-    Raises:
-        WeirError: if the response depends on more than ``w . h``.
-    """
+    """Return a feature's response; biases, gates and thresholds are folded in float64."""
     if chooses_k(config.architecture) or config.architecture == "matching_pursuit":
         kind = "TopK SAE" if chooses_k(config.architecture) else "SAE with matching pursuit"
         raise WeirError(

@@ -22,7 +22,6 @@ _COLUMNS = 4096
 
 
 def parse_dtype(dtype: object, field: str) -> torch.dtype:
-    """Return the dtype of that name, ``"float32"`` or ``"torch.float32"``; raise WeirError naming `field`."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise WeirError(f"unknown dtype {name[:40]!r}; choose from {', '.join(DTYPES)}", field)
@@ -30,7 +29,6 @@ def parse_dtype(dtype: object, field: str) -> torch.dtype:
 
 
 def as_tensor(value: torch.Tensor | ArrayLike, field: str) -> torch.Tensor:
-    """Return numbers as a tensor; raise WeirError naming `field` if they are none."""
     if isinstance(value, torch.Tensor):
         return value
     try:
@@ -125,7 +123,6 @@ def scale_by_decoder_norms(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def subtract_b_dec_in_encoder(tensors: dict[str, torch.Tensor]) -> None:
-    """Fold the subtraction of b_dec from the input into the encoder's biases."""
     shift_input(tensors, -tensors["b_dec"].double())
 
 

@@ -21,11 +21,7 @@ _SITES = ("site", "out_site")
 
 
 def write(sae: SAE, path: Path) -> None:
-    """Write an autoencoder without what its file said beside (`SAEConfig.metadata`).
-
-    Raises:
-        StoreError: if it cannot be written.
-    """
+    """Write an autoencoder without what its file said beside (`SAEConfig.metadata`)."""
     config = asdict(replace(sae.config, metadata={}))
     try:
         save_file(for_file(sae.tensors), path, {_CONFIG: json.dumps(config)})
@@ -34,11 +30,7 @@ def write(sae: SAE, path: Path) -> None:
 
 
 def read(path: Path, device: str | torch.device = "cpu") -> SAE:
-    """Read what `write` wrote; on a CPU the weights are mapped from the file and read when they are used.
-
-    Raises:
-        StoreError: if it cannot be read.
-    """
+    """Read what `write` wrote; on a CPU the weights are mapped from the file and read when they are used."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             config = json.loads(file.metadata()[_CONFIG])

@@ -165,7 +165,6 @@ class AtomicFile:
 
 
 def remove_stale_uploads() -> None:
-    """Delete temporary files of uploads whose writers have died."""
     for path in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f".{UPLOAD_NAME}.*.tmp")):
         _remove_if_stale(path)
 

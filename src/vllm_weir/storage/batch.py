@@ -153,14 +153,12 @@ def _new_header(compression: Compression, shape: RowShape, dtype: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _record_bytes(text: str) -> int:
-    """Check a header and return the bytes of one of its records."""
     header = json.loads(text)
     Compression.from_header(header, "batch.header")
     return header_bytes(header)
 
 
 def metadata_text(metadata: Mapping[str, Any] | None) -> str:
-    """Return a request's metadata as JSON text; raise WeirError if it is not plain data."""
     try:
         return json.dumps(dict(metadata or {}), sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as e:

@@ -125,7 +125,6 @@ def progress_bar(quiet: bool) -> Iterator[Progress]:
 
 
 def _line(bar: Progress) -> str:
-    """Return what a bar shows, as text."""
     lines = []
     for task in bar.tasks:
         counts = "" if task.total is None else f": {task.completed:,.0f} of {task.total:,.0f} {task.fields['rate']}"
@@ -134,14 +133,12 @@ def _line(bar: Progress) -> str:
 
 
 def parse_compression(text: str | None) -> Any:
-    """Return the value of an option ``--compress``: a name or a JSON object."""
     if text is not None and text.lstrip().startswith("{"):
         return parse_json(text, "compress")
     return text
 
 
 def parse_ints(text: str | None, expected: str, field: str) -> list[int] | None:
-    """Parse ints with commas; raise WeirError naming `field`."""
     if text is None:
         return None
     try:
@@ -186,7 +183,6 @@ def _load_options(layer_ids: str, hidden_size: int | None, storage_options: str)
 
 
 def parse_json(text: str, field: str) -> dict[str, Any]:
-    """Parse the value of an option that is a JSON object; raise WeirError naming `field`."""
     try:
         value = json.loads(text)
     except ValueError as e:

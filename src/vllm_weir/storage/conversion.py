@@ -156,7 +156,6 @@ def _check_held(
 
 
 def _rows_of(dataset: ActivationDataset, request: str) -> dict[Site, _Rows]:
-    """Return the rows of each site that has some, ordered by position."""
     index = dataset.index
     runs = index.runs_of(index.request_codes[request])
     codes = np.unique(index.run_site[runs]).tolist()

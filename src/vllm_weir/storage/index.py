@@ -100,7 +100,6 @@ class Index:
             yield block, order[bounds[i] : bounds[i + 1]]
 
     def runs_of(self, request: int) -> np.ndarray:
-        """Return the runs of a request, by its code: int64 [its runs], ascending."""
         order, bounds = self._runs_by_request
         return order[bounds[request] : bounds[request + 1]]
 
@@ -118,11 +117,7 @@ class Index:
         return row_runs, self.run_start[row_runs] + within_run
 
     def gather(self, row_runs: np.ndarray, row_ids: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Read the records of rows: block -> (indices into the rows, records uint8 [n, width]).
-
-        Raises:
-            WeirError: Naming the file, if a record does not match its checksum.
-        """
+        """Read the records of rows: block -> (indices into the rows, records uint8 [n, width])."""
         offsets = self.offsets(row_runs, row_ids)
         row_blocks = self.run_block[row_runs]
         by_block = {}
@@ -196,7 +191,6 @@ class IndexBuilder:
         self.lossy = ""
 
     def add_request(self, name: str, metadata: str = "") -> int:
-        """Add a request if it is new, and return its code."""
         if name not in self.requests:
             self.requests[name] = len(self.requests)
             self.metadata.append(metadata)
@@ -274,7 +268,6 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def text_field(data: Mapping[str, Any], name: str) -> str:
-    """Return a string entry; raise KeyError if it is missing and TypeError if it is no string."""
     value = data[name]
     if not isinstance(value, str):
         raise TypeError(name)

@@ -69,7 +69,6 @@ def open_writer(
 
 
 def _layout_module(module: str) -> Any:
-    """Import a module of `layouts`, which may need pyarrow."""
     try:
         return importlib.import_module(f"vllm_weir.storage.layouts.{module}")
     except ImportError as e:
@@ -77,7 +76,6 @@ def _layout_module(module: str) -> Any:
 
 
 def foreign(module: str) -> Any:
-    """Import a module of `compat` that reads and writes files of another system."""
     return importlib.import_module(f"vllm_weir.compat.{module}")
 
 
@@ -87,7 +85,6 @@ def _read_sharded(store: ObjectStore, names: dict[str, int], incomplete: bool = 
 
 
 def check_layout(layout: str, options: Iterable[str] = ()) -> None:
-    """Raise WeirError for an unknown layout, or an option that the layout does not have."""
     if layout not in LAYOUTS:
         raise WeirError(f"unknown layout {brief(layout)!r}; choose from {', '.join(LAYOUTS)}", "layout")
     for name in options:

@@ -53,7 +53,6 @@ class LocalFiles:
         return os.path.getsize(path)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return the bytes of a file from `start` up to `end`."""
         with open(path, "rb") as file:
             file.seek(start or 0)
             return file.read() if end is None else file.read(max(0, end - (start or 0)))
@@ -65,7 +64,6 @@ class LocalFiles:
         os.remove(path)
 
     def open(self, path: str, mode: str = "rb", compression: str | None = None) -> Any:
-        """Open a file; `compression` may be ``"gzip"``."""
         return gzip.open(path, mode) if compression == "gzip" else open(path, mode)
 
     def invalidate_cache(self) -> None:

@@ -76,7 +76,6 @@ class ObjectStore:
         return self.path(name) if self.local else f"{self.url.rstrip('/')}/{name}".rstrip("/")
 
     def error(self, name: str, message: str) -> WeirError:
-        """Return an error about a file's content."""
         return WeirError(f"{self.describe(name)}: {message}")
 
     @contextlib.contextmanager
@@ -132,7 +131,6 @@ class ObjectStore:
             return bool(self.fs.exists(self.root))
 
     def make_folder(self) -> None:
-        """Create the folder, where the store has folders."""
         if self.has_folders:
             with self.store_errors("create", ""):
                 self.fs.makedirs(self.root, exist_ok=True)
@@ -143,12 +141,10 @@ class ObjectStore:
             return int(self.fs.size(self.path(name)) or 0)
 
     def open(self, name: str, compression: str | None = None) -> BinaryIO:
-        """Open a file for reading, decompressed if `compression` is ``"gzip"``."""
         self._reconnect_after_fork()
         return self.fs.open(self.path(name), "rb", compression=compression)
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Return the bytes of a file from `start` up to `end`."""
         self._reconnect_after_fork()
         with self.store_errors("read", name):
             return self.fs.cat_file(self.path(name), start=start, end=end)
@@ -167,7 +163,6 @@ class ObjectStore:
             return np.memmap(self.path(name), np.uint8, "r")
 
     def put(self, name: str, data: bytes) -> None:
-        """Publish a small file."""
         file = self.new_file(name)
         try:
             file.write(data)
@@ -213,7 +208,6 @@ class ObjectStore:
 
 
 def _fsspec_of(url: str, options: dict[str, Any]) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ImportError as e:

@@ -43,7 +43,6 @@ class RecordBlock:
         raise NotImplementedError
 
     def extent(self) -> int:
-        """Return the number of bytes that offsets may point into."""
         raise NotImplementedError
 
 

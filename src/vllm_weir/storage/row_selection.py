@@ -15,9 +15,6 @@ def selected_rows(index: Index, row_runs: np.ndarray, row_ids: np.ndarray, selec
     """Return which rows a selector selects: bool [rows].
 
     The rows are named as by `Index.expand`, and ordered by request.
-
-    Raises:
-        WeirError: If that depends on token ids or a prompt length that was not stored.
     """
     if selector.kind == "modality":
         raise WeirError(

@@ -97,7 +97,6 @@ class RowStream(IterableDataset):
         return self.epochs * self._epoch_batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the next pass begins with."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator:

@@ -11,7 +11,6 @@ LOCAL_PROTOCOLS = ("file://", "local://")
 
 
 def checked_url(url: object) -> str:
-    """Return a path or URL as text; raise WeirError if it is none, contains a NUL or is empty."""
     text = os.fspath(url) if isinstance(url, (str, PathLike)) else None
     if not isinstance(text, str):
         raise WeirError(f"a path or a URL is text, got {type(url).__name__}", "url")

@@ -42,11 +42,7 @@ class CheckpointUnembedding:
 
     @classmethod
     def of_checkpoint(cls, model: str) -> CheckpointUnembedding:
-        """Read them from a twin of a checkpoint in transformers, on the CPU.
-
-        Raises:
-            WeirError: if transformers cannot load it, or it has no final norm before its unembedding.
-        """
+        """Read them from a twin of a checkpoint in transformers, on the CPU."""
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -60,7 +56,6 @@ class CheckpointUnembedding:
 
     @classmethod
     def of_network(cls, network: Any) -> CheckpointUnembedding:
-        """Read them from a causal language model of transformers."""
         head = network.get_output_embeddings()
         if head is None:
             raise WeirError(f"{type(network).__name__} has no unembedding", "model")
@@ -85,7 +80,6 @@ class CheckpointUnembedding:
 
 
 def check_site(sae: SAE) -> None:
-    """Raise WeirError, with the reason, if features do not write to the residual stream."""
     hook = sae.out_site.hook
     if hook not in STREAM_HOOKS and (hook not in MODEL_HOOKS or hook == "final_norm"):
         raise WeirError(f"its features write to {sae.out_site}, which is not the residual stream", "sae")

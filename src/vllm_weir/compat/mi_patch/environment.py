@@ -54,9 +54,6 @@ def act_sink(environ: Mapping[str, str]) -> dict[str, Any] | None:
     ============ ================== ===================================================================
 
     ``BITS``, ``ATTNM`` and ``HIDDEN_SIZE`` have no meaning here; any other name is warned about.
-
-    Raises:
-        WeirError: naming the variable that is wrong.
     """
     # Names without a meaning are left out, so that the warning does not suggest them.
     warn_of_unknown(

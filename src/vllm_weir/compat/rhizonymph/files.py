@@ -52,11 +52,7 @@ class _Unnamed(NamedTuple):
 
 
 def read_rhizonymph(store: ObjectStore, names: dict[str, int]) -> Index:
-    """Read the index of a capture root, a tag, a request's folder, or a pair of files.
-
-    Raises:
-        WeirError: If a file is damaged, or all captures are at points that Weir has no name for.
-    """
+    """Read the index of a capture root, a tag, a request's folder, or a pair of files."""
     parts: list[_Part] = []
     unnamed: list[_Unnamed] = []
     for name in sorted(names):
@@ -178,7 +174,6 @@ def _part(data: str, entry: dict[str, Any], seq: int, offset: int) -> _Part | _U
 
 
 def is_rhizonymph(names: dict[str, int]) -> bool:
-    """Return whether the files of a folder include such pairs."""
     return any(n.endswith(".json") and n.removesuffix(".json") + ".bin" in names for n in names)
 
 

@@ -22,11 +22,7 @@ _NAMED = NamedOption(OPTION, VARIABLE, any_name=True)
 
 
 def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
-    """Put the values of `OPTION`, ``name=path`` or ``{"name", "path"}`` as JSON, into the environment.
-
-    Raises:
-        WeirError: if one is wrong.
-    """
+    """Put the values of `OPTION`, ``name=path`` or ``{"name", "path"}`` as JSON, into the environment."""
     _NAMED.put(options, _parse, environ)
 
 
@@ -45,11 +41,7 @@ def _parse(option: str) -> tuple[str, str]:
 
 
 async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ) -> None:
-    """Register the modules in the files that the environment names: JSON as `/v1/steering/modules/register` takes.
-
-    Raises:
-        WeirError: naming the module, if one cannot be registered.
-    """
+    """Register the modules in the files that the environment names: JSON as `/v1/steering/modules/register` takes."""
 
     async def register(name: str, path: str) -> None:
         await state.change(functools.partial(_register, state, name, path))

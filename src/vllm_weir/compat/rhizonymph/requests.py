@@ -54,9 +54,6 @@ def from_gates(gates: Any, names: KnownNames) -> tuple[list[Probe], list[Add]]:
 
     Returns:
         The probes that the gates hold themselves, and an addition for each vector; its `path` is its gate.
-
-    Raises:
-        WeirError: naming the field.
     """
     probes: list[Probe] = []
     added: list[Add] = []
@@ -89,7 +86,6 @@ def from_gates(gates: Any, names: KnownNames) -> tuple[list[Probe], list[Add]]:
 
 
 def _probe(source: Any, own_name: str, path: str, probes: list[Probe]) -> str:
-    """Return the name of a gate's probe, and append it to `probes` if the gate holds it itself."""
     if _kind(source, ("name", "inline"), path) == "name":
         _keys(source, ("kind", "name"), (), path)
         return source["name"]
@@ -150,9 +146,6 @@ def from_patch(
         table: of `parse_table`.
         names: what entries refer to.
         row: what all entries put in, which then name no source; None if they do.
-
-    Raises:
-        WeirError: naming the field.
     """
     out: list[Intervention] = []
     joined: dict[tuple[str, int, float], tuple[str, dict[int, np.ndarray]]] = {}
@@ -254,7 +247,6 @@ def _entries(values: Any, path: str) -> list[Any]:
 
 
 def _kind(data: Any, known: Sequence[str], path: str) -> str:
-    """Return the ``kind`` of an object."""
     kind = data.get("kind") if isinstance(data, Mapping) else None
     if not isinstance(kind, str) or kind not in known:
         raise WeirError(f"expected an object whose kind is one of {', '.join(known)}", f"{path}.kind")
@@ -262,7 +254,6 @@ def _kind(data: Any, known: Sequence[str], path: str) -> str:
 
 
 def _keys(data: Any, required: Sequence[str], optional: Sequence[str], path: str) -> None:
-    """Raise WeirError unless `data` is an object with these keys."""
     if not isinstance(data, Mapping):
         raise WeirError(f"expected an object, got {type(data).__name__}", path)
     refuse_unknown_keys(data, (*required, *optional), path)

@@ -35,7 +35,6 @@ ADMIN = [Depends(require_admin)]
 
 
 def router() -> APIRouter:
-    """Return the routes /v1/steering and /v1/steering/modules."""
     routes = weir_router()
     _steering(routes)
     _modules(routes)
@@ -123,11 +122,7 @@ def _main_only(target: str | None) -> None:
 
 
 def _parse_fields(body: bodies.Fields) -> tuple[list[Intervention], tuple[AnyIntervention, ...] | None]:
-    """Return the interventions of the fork's fields, and Weir's own list or None.
-
-    Raises:
-        WeirError: If the body has neither.
-    """
+    """Return the interventions of the fork's fields, and Weir's own list or None."""
     tiers = from_fields({f"{p}{kind}": getattr(body, f"{p}{kind}") for p in TIERS for kind in ("vectors", "clamps")})
     own = None if body.interventions is None else parse_interventions(body.interventions, "interventions")
     if not tiers and not own:
@@ -171,11 +166,7 @@ def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
 def _resolve_names(
     state: ServerState, contents: RegistryContents, *parts: Sequence[AnyIntervention]
 ) -> list[tuple[Intervention, ...]]:
-    """Return interventions with vectors in place of names.
-
-    Raises:
-        WeirError: If a name is unknown, or the engine cannot carry an intervention out.
-    """
+    """Return interventions with vectors in place of names."""
     state.frontend.names.refresh()  # another process may have loaded the autoencoders that are named
     registry = VectorRegistry()
     registry.load(contents)
@@ -211,7 +202,6 @@ def register_module(state: ServerState, body: bodies.RegisterModule) -> bodies.M
 
 
 def unregister_module(state: ServerState, name: str) -> bodies.ModuleChanged | Response:
-    """Delete a module; the response is a 404 if there is none of the name."""
     registered = state.names.read().modules
     if name not in registered:
         why = f"no module is registered as {brief(name)!r}; registered are {', '.join(registered) or 'none'}"
@@ -253,7 +243,6 @@ def _active_layers(always: Sequence[Intervention]) -> dict[str, dict[str, bodies
 
 
 def _names_of(hook: str) -> tuple[str, ...]:
-    """Return a hook point's name and the fork's, by which its clients look for it."""
     return (hook, FORK_HOOKS[hook]) if hook in FORK_HOOKS else (hook,)
 
 

@@ -67,13 +67,11 @@ class Plan(NamedTuple):
 
     @property
     def cells(self) -> Iterator[Cell]:
-        """All cells that are not known."""
         known = {(one.hook, one.layer, one.position) for one in self.body.done}
         every = itertools.product(self.hooks, self.layers, self.positions)
         return (cell for cell in every if cell not in known)
 
     def value(self, measured: float) -> float:
-        """Return a cell's value in the metric that is asked."""
         if self.body.metric != "recovered":
             return measured
         assert self.clean is not None
@@ -87,11 +85,7 @@ class Sweeper:
         self._state = state
 
     async def plan(self, body: PatchSweep) -> Plan:
-        """Check what is asked, and run the two prompts.
-
-        Raises:
-            WeirError: naming the field.
-        """
+        """Check what is asked, and run the two prompts."""
         names = await known_names(self._state)
         if body.model not in (None, served_name(self._state.engine_client)):
             raise WeirError("only the served model itself is swept, without an adapter", "model")
@@ -128,7 +122,6 @@ class Sweeper:
         return plan._replace(clean=clean, corrupt=corrupt)
 
     async def _read(self, plan: Plan, clean_ids: Sequence[int]) -> float:
-        """Read the clean prompt's rows into the plan; return its metric."""
         sites = [site for site in plan.rows if site is not None]
         captures = [
             Capture(hook, [site.layer for site in sites if site.hook == hook], "prompt")
@@ -202,7 +195,6 @@ class Sweeper:
                 raise WeirError(e.message, e.field.removeprefix("patch[0].")) from None
 
     def _token(self, token_id: int | None, text: str | None, field: str) -> int:
-        """Return the token that a run is measured by."""
         tokenizer, size = self._state.tokenizer(), self._state.frontend.engine.vocabulary.size
         value = text if token_id is None else token_id
         found = token_ids.token_id(value, tokenizer, field)

@@ -24,7 +24,6 @@ class LayerRange(BaseModel):
     step: Annotated[StrictInt, Field(ge=1)] = 1
 
     def range(self) -> range:
-        """Return the blocks."""
         return range(self.start, self.stop, self.step)
 
 

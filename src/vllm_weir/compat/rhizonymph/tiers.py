@@ -80,7 +80,6 @@ def _in_tiers(vectors: Sequence[Any], clamps: Sequence[Any], path: str, name: st
 
 
 def _reference(reference: Any) -> tuple[str, Any]:
-    """Parse a module reference: (name, scale)."""
     if isinstance(reference, str):
         return reference, 1.0
     if not isinstance(reference, (list, tuple)) or len(reference) != 2 or not isinstance(reference[0], str):
@@ -181,7 +180,6 @@ def _hooks(spec: object, path: str) -> Iterator[tuple[str, Mapping, str]]:
 
 
 def _layers(layers: Mapping, path: str) -> Iterator[tuple[int, Any, str]]:
-    """Yield (layer, its entry, path) of ``{layer: entry}``."""
     for key, entry in layers.items():
         layer = plain(key)
         layer_path = f"{path}.{brief(layer)}"

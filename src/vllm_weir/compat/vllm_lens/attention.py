@@ -114,7 +114,6 @@ def _checked_start(q: torch.Tensor, k: torch.Tensor, q_start: int | None) -> int
 
 
 def _by_head(values: torch.Tensor | Sequence[float], name: str, scores: torch.Tensor) -> torch.Tensor:
-    """Return a value for each head, [heads, 1, 1]; raise WeirError if there are more or fewer."""
     found = torch.as_tensor(values, dtype=scores.dtype, device=scores.device).flatten()
     if len(found) != len(scores):
         raise WeirError(f"{len(found)} values for {len(scores)} heads", name)

@@ -26,7 +26,6 @@ class LensContext:
         self._context: Any = None
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """Return a weight of the model, whole."""
         weight: torch.Tensor = self._context.parameter(name)
         return weight
 

@@ -58,11 +58,7 @@ def to_weir(extra_args: Mapping[str, Any], by_client: bool = False) -> Mapping[s
 
 @in_lens_words()
 def read(extra_args: Mapping[str, Any], by_client: bool = True) -> RequestSpec:
-    """Return what a request, of a server's client or not, asks in Weir's key and then in vllm-lens's.
-
-    Raises:
-        WeirError: naming the field.
-    """
+    """Return what a request, of a server's client or not, asks in Weir's key and then in vllm-lens's."""
     if by_client:
         refuse_lens(extra_args)
     is_binary(extra_args.get(LENS_TRANSPORT_KEY))  # in process it has no effect, and may still be wrong
@@ -98,7 +94,6 @@ def lens_capture(value: object, key: str = LENS_CAPTURE_KEY) -> Capture | None:
 
 
 def is_binary(value: object) -> bool:
-    """Return whether ``activations_transport`` wants tensors to be fetched; raise WeirError if it is unknown."""
     if value is not None and (not isinstance(value, str) or value not in ("base64", "binary")):
         raise WeirError(f"expected 'binary' or 'base64', got {brief(value)!r}", LENS_TRANSPORT_KEY)
     return value == "binary"
@@ -206,9 +201,6 @@ def lens_hooks(value: object, key: str = LENS_HOOKS_KEY, start: int = 0) -> tupl
         value: a list of `LensHook`, or of vllm-lens's own.
         key: where they are from.
         start: index of the first.
-
-    Raises:
-        WeirError: naming the field; code that comes as text is refused.
     """
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise WeirError(f"expected a list of hooks, got {type(value).__name__}; code never comes as text", key)
@@ -252,7 +244,6 @@ _LENS_NAMES = {"layers": "layer_indices", "vector": "activations", "positions": 
 
 
 def lens_field(field: str) -> str:
-    """Return a field as a caller of vllm-lens writes it."""
     match = _OWN_FIELD.fullmatch(field)
     return field if match is None else f"{match[1]}.{_LENS_NAMES[match[2]]}{match[3]}"
 
@@ -306,7 +297,6 @@ def _layer_indices(value: Any, count: int, path: str) -> Sequence[Any]:
 
 
 def _to_list(values: Any) -> Any:
-    """Turn an array or a tensor into a list; return anything else as it is."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 

@@ -16,7 +16,6 @@ NO_CODE = (
 
 
 def router() -> APIRouter:
-    """Return the routes POST /v1/hooks/..., which refuse."""
     routes = weir_router()
     for call in CALLS:
         routes.add_api_route(f"/v1/hooks/{call}", _refuse, methods=["POST"], include_in_schema=False)

@@ -37,7 +37,6 @@ class EngineRuns:
         self._options = {} if adapter is None else adapter.load(self._engine)
 
     def load_twin(self, device: Any) -> Twin:
-        """Load the engine's checkpoint into transformers; WeirError if that fails, or the engine has other weights."""
         if not self._engine.has_first_weights():
             raise WeirError(
                 f"the engine has other weights than those that it loaded from {self.model.model!r} at its start; give "
@@ -71,11 +70,7 @@ class EngineRuns:
         return [float(metric(logits)) for logits in twin.finish(rows)]
 
     def check_twin(self, rows: dict[Site, torch.Tensor], of_twin: dict[Site, torch.Tensor]) -> float:
-        """Compare rows of the engine with the twin's; return the largest error of a site.
-
-        Raises:
-            WeirError: if they are not those of one model.
-        """
+        """Compare rows of the engine with the twin's; return the largest error of a site."""
         errors = {site: _error(rows[site], of_twin[site].cpu(), site) for site in rows}
         worst = max(errors, key=lambda site: errors[site])
         bound = EXACT if self.model.dtype == torch.float32 else ROUGH

@@ -27,9 +27,6 @@ def check_complete(tree: ModuleTree, live: Mapping[Site, torch.Tensor]) -> Itera
     Args:
         tree: the model.
         live: site -> its tensor, filled while the model runs.
-
-    Raises:
-        WeirError: from the module's call.
     """
 
     def before(_module: Any, args: tuple) -> None:

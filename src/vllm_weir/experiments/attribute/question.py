@@ -60,9 +60,6 @@ class PromptPair:
             tokenizer: of the model; None if there is none.
             vocab_size: tokens of the model.
             longest: tokens of a prompt that the engine takes; None if there is no engine.
-
-        Raises:
-            WeirError: if their lengths differ, or the model or the engine does not take them.
         """
         mode = parse_mode(mode)
         fields = ("clean", "corrupt")
@@ -140,7 +137,6 @@ class AskedSites:
 
     @property
     def sites(self) -> list[Site]:
-        """Every hook point at every layer."""
         return [Site(hook, layer) for hook in self.hooks for layer in self.layers]
 
 
@@ -191,7 +187,6 @@ def parse_method(method: Any, steps: Any) -> tuple[Method, int]:
 
 
 def parse_count(value: Any, field: str, least: int = 0) -> int:
-    """Return a number of things, at least `least`."""
     value = plain(value)
     if not is_int(value) or value < least:
         raise WeirError(f"expected an int from {least}, got {brief(value)}", field)

@@ -128,14 +128,12 @@ class Attribution:
         return draw_grid(self._tables(hook), f"estimated change of {self.metric}", path, one_page=False)
 
     def _tables(self, hook: str | None = None) -> list[HeatMapTable]:
-        """Return the numbers of the hook points."""
         from vllm_weir.experiments.plots import grid_tables
 
         columns = [self.tokens[int(position)] for position in self.grid.axes["position"]]
         return grid_tables(self.grid, columns, f"attribution, {self.mode}", hook)
 
     def _repr_html_(self) -> str:
-        """Return a heat map for each hook point, and `verified`."""
         from vllm_weir.experiments.plots import grid_html
 
         rows = [[str(v.place), v.token, f"{v.estimate:+.4f}", f"{v.effect:+.4f}"] for v in self.verified]
@@ -196,5 +194,4 @@ def _from_json(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def effects_of(places: Sequence[tuple[PatchedPlace, float]], tokens: Sequence[str]) -> tuple[EstimatedEffect, ...]:
-    """Return places and their estimates as effects."""
     return tuple(EstimatedEffect(p.site, p.position, p.head, tokens[p.position], value) for p, value in places)

@@ -170,7 +170,6 @@ def _open(model: Any, llm: Any, device: Any, adapter: Adapter | None) -> tuple[E
 
 
 def load_tokenizer(path: str) -> Any:
-    """Return a checkpoint's tokenizer, or None if it has none."""
     from transformers import AutoTokenizer
 
     try:
@@ -216,7 +215,6 @@ def _estimate(
 def _effect_on_twin(
     twin: Twin, prompts: PromptPair, patch: RowPatch, metric: LogitsMetric, baseline: Baseline
 ) -> float:
-    """Return the change of the metric in a patched run of the twin."""
     before = baseline.corrupt if prompts.mode == DENOISE else baseline.clean
     return float(metric(twin.logits(prompts.base, [patch]))) - before
 
@@ -224,7 +222,6 @@ def _effect_on_twin(
 def _effects_in_engine(
     engine: EngineRuns, twin: Twin, prompts: PromptPair, patches: Sequence[RowPatch], metric: LogitsMetric
 ) -> tuple[list[float], Baseline]:
-    """Return the change of the metric in each patched run, and the metric of the unpatched ones."""
     before, *after = engine.metrics(prompts.base, [None, *patches], twin, metric)
     (other,) = engine.metrics(prompts.source, [None], twin, metric)
     clean, corrupt = (other, before) if prompts.mode == DENOISE else (before, other)

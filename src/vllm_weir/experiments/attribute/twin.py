@@ -80,11 +80,7 @@ class Twin:
 
     @classmethod
     def load(cls, path: str, device: Any = None, **options: Any) -> Twin:
-        """Load a checkpoint in float32, with eager attention; `options` are those of ``from_pretrained``.
-
-        Raises:
-            WeirError: if transformers cannot load it, or there is no such device.
-        """
+        """Load a checkpoint in float32, with eager attention; `options` are those of ``from_pretrained``."""
         from transformers import AutoModelForCausalLM
 
         try:
@@ -102,12 +98,10 @@ class Twin:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
         return next(self.network.parameters()).device
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the model."""
         return int(self.network.config.get_text_config().vocab_size)
 
     def require(self, site: Site, field: str = "hooks") -> Anchor:
@@ -123,7 +117,6 @@ class Twin:
         return anchor
 
     def shape(self, site: Site) -> tuple[int, ...]:
-        """Return the shape of a site's row."""
         return tuple(self._sites.shapes.get(site, (self.width,)))
 
     def rows(self, ids: Sequence[int], sites: Iterable[Site]) -> dict[Site, torch.Tensor]:
@@ -183,12 +176,7 @@ class Twin:
     def differentiate(
         self, ids: Sequence[int], metric: Callable[[torch.Tensor], torch.Tensor], sites: Sequence[Site]
     ) -> Derivatives:
-        """Return the rows of a prompt and the metric's gradients with respect to them.
-
-        Raises:
-            WeirError: if the metric cannot be differentiated, or a gradient would leave out a part
-                of the model that reads the rows.
-        """
+        """Return the rows of a prompt and the metric's gradients with respect to them."""
         checked = {*sites, *self._stream_sites(sites)}
         with self.graph(ids, checked) as (logits, live):
             value = _value_of(metric, logits[-1])
@@ -219,9 +207,6 @@ class Twin:
             site: where.
             positions: of the rows that are put in.
             rows: [positions, ...].
-
-        Raises:
-            WeirError: if the metric cannot be differentiated.
         """
         scale, live = self.require(site).scale, []
 
@@ -239,11 +224,7 @@ class Twin:
     def graph(
         self, ids: Sequence[int], sites: Iterable[Site]
     ) -> Iterator[tuple[torch.Tensor, dict[Site, torch.Tensor]]]:
-        """Yield the logits [tokens, vocabulary] of a prompt and the tensors of sites that they are computed from.
-
-        Raises:
-            WeirError: if a tensor's gradient would leave out a part of the model that reads the rows.
-        """
+        """Yield the logits [tokens, vocabulary] of a prompt and the tensors of sites that they are computed from."""
         live: dict[Site, torch.Tensor] = {}
         versions: dict[Site, int] = {}
 
@@ -301,7 +282,6 @@ class Twin:
         return {site.layer: found[site.layer] * (final_scale / self.require(site).scale) for site in sites}
 
     def _stream_sites(self, sites: Iterable[Site]) -> set[Site]:
-        """Return the sites of the stream by which gradients of these are checked."""
         hooks = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
         wanted = {Site(hook, site.layer) for site in sites if site.hook in hooks for hook in hooks}
         wanted |= {Site("resid_pre", site.layer + 1) for site in sites if site.layer + 1 < self.num_layers}

@@ -118,7 +118,6 @@ def _listed(capture: Capture) -> int:
 
 
 def _own(e: WeirError) -> WeirError:
-    """Return an error about the capture as one about the arguments of `fit`."""
     return WeirError(e.message, e.field.removeprefix(f"{_PATH}."))
 
 
@@ -135,7 +134,6 @@ def _shape(capabilities: EngineCapabilities, hook: str, layers: Sequence[int], h
 
 
 def _heads(part: RowPart | None, heads: Any, hook: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the heads that are fitted, None for whole rows, of those that were given and parsed."""
     if part is None:
         return None if heads is None else tuple(range(shape[0]))
     try:

@@ -197,7 +197,6 @@ def _skipped(why: str, readout: causal.Readout | None, found: Fits) -> dict[int 
 
 
 def check_options(folds: Any, seed: Any, strength: Any = 1.0) -> None:
-    """Check the numbers among the arguments."""
     for value, name, least in ((folds, "folds", 2), (seed, "seed", 0)):
         if not is_int(plain(value)) or plain(value) < least:
             raise WeirError(f"expected a whole number of at least {least}, got {brief(value)}", name)

@@ -26,12 +26,10 @@ _LINE = re.compile(rb"(\d+) (\S+) ([0-9a-f]{8})")
 
 
 def encode_header(plan: str, keys: int) -> bytes:
-    """Return the first line for a plan's hash and its count of numbers."""
     return json.dumps({"format": FORMAT, "version": VERSION, "plan": plan, "keys": keys}).encode() + b"\n"
 
 
 def encode_value(key: int, value: float) -> bytes:
-    """Return the line of one number."""
     body = b"%d %s" % (key, float(value).hex().encode())
     return b"%s %08x\n" % (body, zlib.crc32(body))
 
@@ -132,7 +130,6 @@ class Checkpoint:
             raise
 
     def add(self, key: int, value: float) -> None:
-        """Append a number."""
         assert key not in self.values, f"cell {key} was computed twice"
         self._append(encode_value(key, value))
         self.values[key] = value
@@ -167,7 +164,6 @@ class NoCheckpoint:
         self.values: dict[int, float] = {}
 
     def add(self, key: int, value: float) -> None:
-        """Keep a number."""
         assert key not in self.values, f"cell {key} was computed twice"
         self.values[key] = value
 

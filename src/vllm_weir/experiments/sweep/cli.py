@@ -98,7 +98,6 @@ def _check_files(out: str | None, plot: str | None) -> None:
 
 
 def _check_model(config: ModelConfig, hooks: list[str], picked: dict[str, Any], receiver: Any) -> None:
-    """Refuse blocks and heads that the model lacks."""
     from vllm_weir.schema.capture import parse_layers
     from vllm_weir.schema.hooks import normalise_hook
 

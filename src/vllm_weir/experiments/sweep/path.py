@@ -47,7 +47,6 @@ class Receiver:
         return cls(Site(hook, layer), None if heads is None else tuple(heads))
 
     def to_json(self) -> list[Any]:
-        """Return JSON data that `parse` reads."""
         return [*self.site] if self.heads is None else [*self.site, list(self.heads)]
 
     def __str__(self) -> str:
@@ -64,7 +63,6 @@ def parse_path(to: Any, freeze: Any) -> tuple[Receiver | None, tuple[str, ...]]:
 
 
 def parse_freeze(freeze: Any, field: str = "freeze") -> tuple[str, ...]:
-    """Parse the hook points that are held still between sender and receiver."""
     names = [freeze] if isinstance(freeze, str) else list(freeze)
     hooks = [normalise_hook(name, field) for name in names]
     for hook in hooks:

@@ -85,11 +85,7 @@ def place_entries(
     special_ids: Sequence[int] = (),
     field: str = "positions",
 ) -> tuple[Place, ...]:
-    """Return the place of each entry for a pair of prompts.
-
-    Raises:
-        WeirError: if the two prompts do not have as many positions each.
-    """
+    """Return the place of each entry for a pair of prompts."""
     if entries is None:
         if len(base) != len(source):
             raise WeirError(

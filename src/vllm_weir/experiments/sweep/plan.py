@@ -81,7 +81,6 @@ class SweepPlan:
 
     @property
     def axes(self) -> dict[str, tuple[Label, ...]]:
-        """Axis of the grid -> labels."""
         axes: dict[str, tuple[Label, ...]] = {"hook": self.hooks, "layer": self.layers, "position": self.labels}
         return axes if self.heads is None else {**axes, "head": self.heads}
 
@@ -95,17 +94,14 @@ class SweepPlan:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """All sites at which rows are put in."""
         return tuple(Site(hook, layer) for hook in self.hooks for layer in self.layers)
 
     @property
     def keys_of_pair(self) -> int:
-        """Numbers to compute for each pair."""
         return 2 + self.cells + len(self.sites)
 
     @property
     def keys(self) -> int:
-        """Numbers to compute."""
         return len(self.pairs) * self.keys_of_pair
 
     def base(self, pair: int) -> tuple[int, ...]:
@@ -117,7 +113,6 @@ class SweepPlan:
         return self.pairs[pair].clean if self.mode == DENOISE else self.pairs[pair].corrupt
 
     def run_key(self, pair: int, run: int) -> int:
-        """Return the key of an unpatched run."""
         return pair * self.keys_of_pair + run
 
     def jobs(self, pair: int) -> Iterator[Job]:
@@ -140,7 +135,6 @@ class SweepPlan:
             yield Job(first + self.cells + i, pair, site, Place(own, own), None, True)
 
     def frozen(self, site: Site) -> tuple[Site, ...]:
-        """Return the sites that are held still while rows are put in at `site`."""
         return () if self.to is None else frozen_sites(site, self.to.site, self.freeze, self.num_layers)
 
     def digest(self, weights: str) -> str:

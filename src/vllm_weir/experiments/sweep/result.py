@@ -127,7 +127,6 @@ class Sweep:
         return grid_tables(grid, self.position_labels, about, hook), label
 
     def _repr_html_(self) -> str:
-        """Return a heat map for each hook point."""
         from vllm_weir.experiments.plots import grid_html
 
         return grid_html(repr(self), *self._tables())

@@ -59,7 +59,6 @@ def check_gguf_hook(hook: str, field: str) -> None:
 
 
 def describe(known: Mapping[str, Any]) -> str:
-    """Return what is known beside the vectors, as JSON text."""
     return dumps({name: known[name] for name in KNOWN if known[name] is not None}, "directions")
 
 
@@ -75,7 +74,6 @@ def described(text: str | bytes, field: str) -> dict[str, Any]:
 
 
 def _by_layer(values: Any, field: str) -> dict[int, Any]:
-    """Return ``{layer: value}`` of an object of JSON, whose keys are text."""
     if not isinstance(values, dict):
         raise WeirError("expected {layer: number}", field)
     for key in values:

@@ -113,7 +113,6 @@ def _safetensors(data: bytes, given: Given) -> Found:
 
 
 def _own(vectors: dict[int, Any], text: str | bytes, given: Given) -> Found:
-    """Return what Weir wrote."""
     known = {"method": "unknown", "convention": "", **described(text, f"file.{METADATA}")}
     hook = given.hook_or(str(known.pop("hook", "resid_post")), "resid_post", "the file")
     return Found(hook, vectors, **known)

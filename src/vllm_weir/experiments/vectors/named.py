@@ -38,9 +38,6 @@ def from_names(arrays: Mapping[str, Any], given: Given, source: str, field: str 
         given: what the caller says.
         source: the file's format, for the convention and errors.
         field: named by errors, followed by the array's name.
-
-    Raises:
-        WeirError: where neither the names nor the caller say the blocks, or they contradict.
     """
     if not arrays:
         raise WeirError("there is no vector in it", field)
@@ -113,12 +110,7 @@ def _is_free(name: str, place: tuple[str | None, int] | None, given: Given) -> b
 
 
 def place_of(name: str, given: Given, field: str) -> tuple[str | None, int] | None:
-    """Return the (hook point, layer) that a name says, with None for a hook point it does not say.
-
-    Raises:
-        WeirError: for a name that says a place which is no hook point, or one that is not clear
-            from it and what the caller says.
-    """
+    """Return the (hook point, layer) that a name says, with None for a hook point it does not say."""
     site = split_transformer_lens(name, field)
     if site is not None:
         return site

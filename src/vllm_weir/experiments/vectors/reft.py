@@ -49,7 +49,6 @@ class Entry(NamedTuple):
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a folder has interventions that pyvene saved."""
     return any(path.glob("intkey_*.bin"))
 
 

@@ -32,11 +32,7 @@ class _ControlVector:
 
 
 def read_torch(path: str | PathLike, given: Given, field: str = "file") -> Found:
-    """Return the directions in a file of ``torch.save``.
-
-    Raises:
-        WeirError: for a file that is damaged, would have to run code, or holds something else.
-    """
+    """Return the directions in a file of ``torch.save``."""
     content = load(path, field)
     if isinstance(content, _ControlVector):
         return _repeng(vars(content), given, field)
@@ -67,7 +63,6 @@ _CLASSES = {
 
 
 def _name(key: Any, field: str) -> str:
-    """Return the name of an entry; block numbers may be ints."""
     if isinstance(key, bool) or not isinstance(key, (str, int)):
         raise WeirError(f"expected names or the indices of blocks, got {type(key).__name__}", field)
     if isinstance(key, int) and key < 0:

@@ -163,7 +163,6 @@ def _runs_of(store: ObjectStore, name: str, part: int) -> np.ndarray:
 
 
 def read_info(store: ObjectStore) -> FeatureInfo:
-    """Return what ``features.json`` says; raise WeirError if it is missing or damaged."""
     data = store.read(INFO)
     try:
         return FeatureInfo.from_json(json.loads(data))

@@ -99,7 +99,6 @@ class RecordFeatures:
 
 
 def part_name(writer: str, count: int) -> str:
-    """Return the name of a writer's part."""
     return f"features-{writer}-{count:06d}.parquet"
 
 
@@ -109,7 +108,6 @@ def part_names(names: Sequence[str]) -> list[str]:
 
 
 def to_parquet(records: Sequence[RecordFeatures]) -> memoryview:
-    """Return the bytes of a part."""
     sink = pa.BufferOutputStream()
     empty = [record.record for record in records if not len(record)]
     schema = SCHEMA.with_metadata({WITHOUT_ROWS: json.dumps(empty)}) if empty else SCHEMA
@@ -193,7 +191,6 @@ def records_of(table: pa.Table) -> list[RecordFeatures]:
 
 
 def run_starts(records: np.ndarray) -> list[int]:
-    """Return where each record begins."""
     if not len(records):
         return []
     return [0, *(np.flatnonzero(np.diff(records)) + 1).tolist()]

@@ -276,7 +276,6 @@ def is_claimed(store: ObjectStore, layout: str) -> bool:
 
 
 def claim(store: ObjectStore, layout: str) -> None:
-    """Write the marker of the layout, or check the one that is there."""
     if not is_claimed(store, layout):
         store.put(MARKER, json.dumps({"format": FORMAT, "version": VERSION, "layout": layout}).encode())
 

@@ -35,7 +35,6 @@ class SiteRows:
 
     @property
     def name(self) -> str:
-        """Name of the tensor with the records, without a prefix."""
         return f"{self.site.hook}.{self.site.layer}"
 
 

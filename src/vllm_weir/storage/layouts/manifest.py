@@ -130,7 +130,6 @@ class ShardRuns:
 
 
 def to_parquet(table: pa.Table) -> bytes:
-    """Return a manifest as Parquet, with checksums of its pages."""
     sink = io.BytesIO()
     pq.write_table(table, sink, compression="zstd", use_dictionary=_DICTIONARY_COLUMNS, write_page_checksum=True)
     return sink.getvalue()
@@ -165,7 +164,6 @@ def _sites_of(table: pa.Table) -> pa.ChunkedArray:
 
 
 def _refuse_nulls(table: pa.Table) -> None:
-    """Raise ValueError for a null in a column that cannot have one."""
     for field in SCHEMA:
         chunks = table[field.name].chunks
         required = [] if field.name in ("checksum", "metadata", "site") else chunks
@@ -175,7 +173,6 @@ def _refuse_nulls(table: pa.Table) -> None:
 
 
 def is_shard(name: str) -> bool:
-    """Return whether a file has the name of a shard."""
     base = posixpath.basename(name)
     return base.startswith(SHARD_PREFIX) and base.endswith(SHARD_SUFFIX)
 
@@ -226,7 +223,6 @@ def read_shard_manifest(store: ObjectStore, name: str, size: int) -> pa.Table:
 
 
 def column(table: pa.Table, name: str) -> np.ndarray:
-    """Return a column of numbers as an array."""
     return table[name].to_numpy()
 
 
@@ -242,7 +238,6 @@ def codes(table: pa.Table, name: str) -> tuple[np.ndarray, list[str]]:
 
 
 def flat(table: pa.Table, name: str) -> np.ndarray:
-    """Return the values of a column of lists, joined."""
     return np.concatenate([chunk.flatten().to_numpy() for chunk in table[name].chunks] or [np.zeros(0, np.int64)])
 
 

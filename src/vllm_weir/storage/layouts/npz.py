@@ -115,18 +115,15 @@ class NpzWriter(BufferedWriter):
 
 
 def folder_of(request_id: str) -> str:
-    """Return the folder of a request."""
     return f"{FOLDER}{safe_name(request_id)}"
 
 
 def file_of(site: Site) -> str:
-    """Return the file of a site, in the folder of its request."""
     name = f"seq0_layer{site.layer}_rank0.npz"
     return name if site.hook == "resid_post" else f"{site.hook}/{name}"
 
 
 def manifest_crc(content: dict[str, Any]) -> str:
-    """Return the checksum of a manifest's content, as hexadecimal digits."""
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 

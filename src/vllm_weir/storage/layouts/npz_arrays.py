@@ -44,10 +44,6 @@ def to_records(arrays: dict[str, np.ndarray], header: dict[str, Any]) -> np.ndar
 
     Also reads bfloat16 as the uint16 of its bits, and the codes of fp8 under the name
     ``activations``.
-
-    Raises:
-        KeyError: If an array is missing.
-        ValueError: If an array has the wrong dtype or shape.
     """
     parts = []
     for field, end in _fields_with_ends(header):

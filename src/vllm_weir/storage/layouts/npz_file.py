@@ -12,7 +12,6 @@ from vllm_weir.util.foreign_files import DAMAGE, npz_arrays
 
 
 def read_npz(store: ObjectStore, name: str) -> dict[str, np.ndarray]:
-    """Return all arrays of a file by name."""
     return read_some(store, name, None)[0]
 
 
@@ -31,7 +30,6 @@ def read_some(
 
 
 def write_npz(arrays: dict[str, np.ndarray]) -> bytes:
-    """Return the bytes of a compressed npz file."""
     out = io.BytesIO()
     np.savez_compressed(out, **arrays)  # type: ignore[arg-type]
     return out.getvalue()

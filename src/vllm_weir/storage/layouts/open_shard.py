@@ -126,7 +126,6 @@ class OpenShard:
         self.end, self.torn = end, False
 
     def table(self) -> pa.Table:
-        """Return the manifest of what is written."""
         sums = np.concatenate([*self.checksums.values(), np.zeros(0, np.uint32)])
         by_run = []
         columns = self.runs.columns

@@ -128,12 +128,10 @@ def _header_share(request: str, sites: list[SiteRows], metadata: str) -> int:
 
 
 def is_pack(name: str) -> bool:
-    """Return whether a file has a name of this layout."""
     return name.startswith(PREFIX) and name.endswith(SUFFIX)
 
 
 def read_packed(store: ObjectStore, names: dict[str, int]) -> Index:
-    """Read the index of a folder of such files, or of one file."""
     builder = IndexBuilder("packed")
     for name in sorted(names):
         if is_pack(name):

@@ -54,7 +54,6 @@ class PerRequestWriter(BufferedWriter):
 
 
 def read_per_request(store: ObjectStore, names: dict[str, int]) -> Index:
-    """Read the index of a folder of such files, or of one file."""
     builder = IndexBuilder("per_request")
     for name in sorted(names):
         if name.endswith(SUFFIX):

@@ -29,11 +29,7 @@ from vllm_weir.storage.safetensors_io import read_container
 
 
 def index_of(store: ObjectStore, table: pa.Table, names: dict[str, int], *, incomplete: bool = False) -> Index:
-    """Return the index that a manifest describes; `incomplete`: with requests that were not finished.
-
-    Raises:
-        WeirError: Naming the file, if the manifest is damaged or a shard is missing.
-    """
+    """Return the index that a manifest describes; `incomplete`: with requests that were not finished."""
     try:
         return _index(store, table, names, incomplete)
     except WeirError:
@@ -124,7 +120,6 @@ def _check_complete(
     is_used_run: np.ndarray,
     is_used_finish: np.ndarray,
 ) -> None:
-    """Raise WeirError unless every finished request has as many rows as it was finished with."""
     found = np.bincount(request, np.where(is_used_run, rows, 0), len(requests)).astype(np.int64)
     short = np.flatnonzero(is_used_finish & (rows != found[request]))
     if len(short):
@@ -188,11 +183,7 @@ def _blocks(
 
 
 def damaged_shards(store: ObjectStore, files: list[str]) -> Iterator[tuple[str, WeirError]]:
-    """Yield the shards whose own manifest is damaged or differs from the joined one, and the error.
-
-    Raises:
-        StoreError: If a file cannot be read.
-    """
+    """Yield the shards whose own manifest is damaged or differs from the joined one, and the error."""
     joined = from_parquet(store, MANIFEST, store.read(MANIFEST)) if MANIFEST in files else SCHEMA.empty_table()
     file, joined_names = codes(joined, "file")
     order = np.argsort(file, kind="stable")

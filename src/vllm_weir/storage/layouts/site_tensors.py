@@ -143,11 +143,7 @@ class StoredSite:
 def read_site(
     store: ObjectStore, file: str, container: SafetensorsHeader, name: str, header: dict[str, Any], read: RangeReader
 ) -> StoredSite:
-    """Read and check the tensors of one site, all but the records; `read` is from `list_reader`.
-
-    Raises:
-        WeirError: Naming the file, if it is damaged.
-    """
+    """Read and check the tensors of one site, all but the records; `read` is from `list_reader`."""
     try:
         hook, _, layer = name.rpartition("/")[2].rpartition(".")
         site = Site(normalise_hook(hook, f"{store.describe(file)}: hook"), int(layer))
