@@ -33,7 +33,7 @@ SUBSTITUTIONS = [
     (r"\bAsyncBaseTransport\b", "BaseTransport"),
     (r"\bAsyncClient\b", "Client"),
     (r"\b__a(enter|exit)__\b", r"__\1__"),
-    (r"\ba(close|iter_bytes|next|read)\(", r"\1("),
+    (r"\ba(close|iter_bytes|read)\(", r"\1("),
     # `model` is a property of the blocking client.
     (r"    async def model\(self\)", "    @property\n    def model(self)"),
     # Syntax

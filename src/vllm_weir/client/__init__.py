@@ -1,8 +1,7 @@
 """Clients of a ``weir serve`` server: `Client` and `AsyncClient`.
 
-What they do is written once, as *flows* (`protocol`): generators that yield *effects* (`effects`:
-send a request, read a chunk, sleep) and are sent the results. `async_client` carries effects out
-with httpx; `client` is generated from it by ``scripts/unasync.py``.
+`client` is generated from `async_client` by ``scripts/unasync.py``. What needs no I/O is in `http`
+(settings, when to try again), `payload` (bodies of requests), `sse` and `results` (responses).
 """
 
 from vllm_weir.client.async_client import AsyncClient

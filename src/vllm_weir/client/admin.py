@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from vllm_weir.client.effects import SendRequest
 from vllm_weir.client.results import Chunk, Completion
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.json_text import dumps
@@ -21,7 +20,6 @@ from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.vectors import KEPT, Vector
 from vllm_weir.util.foreign_files import read_regular
 
-INFO = SendRequest("GET", "/v1/weir/info")
 _MEDIA_TYPES = {
     ".safetensors": "application/octet-stream",
     ".gguf": "application/octet-stream",
@@ -29,22 +27,26 @@ _MEDIA_TYPES = {
 }
 
 
-def mark(answer: str | Completion | Chunk, metadata: dict[str, Any]) -> SendRequest:
-    """Return the request of `Client.mark`."""
+def mark_body(answer: str | Completion | Chunk, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of the request of `Client.mark`."""
     if isinstance(answer, Chunk):
         answer = answer.result if answer.result is not None else answer.raw.id
     request_id = answer.id if isinstance(answer, Completion) else answer
     if not isinstance(request_id, str) or not request_id:
         raise WeirError(f"expected an answer or its id, got {brief(answer)!r}", "answer")
     dumps(metadata, "metadata")
-    return SendRequest("POST", "/v1/marks", json={"id": request_id, "metadata": metadata}, repeatable=False)
+    return {"id": request_id, "metadata": metadata}
 
 
-class VectorAdmin:
+class _Admin:
+    """Part of a client; `call` sends an `HttpRequest` of these arguments and returns the response's JSON data."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+
+class VectorAdmin(_Admin):
     """``client.vectors``: the vectors that the server stores by name, for ``Add("name", ...)``."""
-
-    def __init__(self, request_json: Callable[[SendRequest], Any]) -> None:
-        self._request_json = request_json
 
     def put(self, name: str, vector: Any) -> Any:
         """Store a vector under a name, replacing an earlier one. Needs the admin key.
@@ -63,30 +65,25 @@ class VectorAdmin:
                 raise WeirError(f"expected a file ending in {', '.join(_MEDIA_TYPES)}, got {vector.name!r}", "vector")
             headers = {"Content-Type": media_type}
             content = read_regular(vector, "vector")
-            return self._request_json(
-                SendRequest("PUT", _path("/v1/vectors", name), content=content, headers=headers, admin=True)
-            )
+            return self._call("PUT", _path("/v1/vectors", name), content=content, headers=headers, admin=True)
         data = Vector.parse(vector, "vector", KEPT).to_json()
-        return self._request_json(SendRequest("PUT", _path("/v1/vectors", name), json=data, admin=True))
+        return self._call("PUT", _path("/v1/vectors", name), json=data, admin=True)
 
     def get(self, name: str) -> Any:
         """Return the vector stored under a name."""
-        return self._request_json(SendRequest("GET", _path("/v1/vectors", name)))
+        return self._call("GET", _path("/v1/vectors", name))
 
     def delete(self, name: str) -> Any:
         """Delete a name. Needs the admin key."""
-        return self._request_json(SendRequest("DELETE", _path("/v1/vectors", name), admin=True))
+        return self._call("DELETE", _path("/v1/vectors", name), admin=True)
 
     def list(self) -> Any:
         """Return the stored vectors by name."""
-        return self._request_json(SendRequest("GET", "/v1/vectors"))
+        return self._call("GET", "/v1/vectors")
 
 
-class SAEAdmin:
+class SAEAdmin(_Admin):
     """``client.saes``: the sparse autoencoders on the server's workers, for ``SetFeature("name", ...)``."""
-
-    def __init__(self, request_json: Callable[[SendRequest], Any]) -> None:
-        self._request_json = request_json
 
     def load(self, name: str, path: str, site: tuple[str, int] | None = None) -> Any:
         """Load an autoencoder under a name that is free. Needs the admin key.
@@ -100,48 +97,39 @@ class SAEAdmin:
             Its hook point, layer, d_sae, architecture and bytes.
         """
         body = {"path": str(path)} | ({} if site is None else {"site": list(site)})
-        return self._request_json(SendRequest("PUT", _path("/v1/saes", name), json=body, admin=True, repeatable=False))
+        return self._call("PUT", _path("/v1/saes", name), json=body, admin=True, repeatable=False)
 
     def unload(self, name: str) -> Any:
         """Unload an autoencoder. Needs the admin key."""
-        return self._request_json(SendRequest("DELETE", _path("/v1/saes", name), admin=True))
+        return self._call("DELETE", _path("/v1/saes", name), admin=True)
 
     def get(self, name: str) -> Any:
         """Return one with its ``labels``, {feature: text}; JSON has the features as text."""
-        return self._request_json(SendRequest("GET", _path("/v1/saes", name)))
+        return self._call("GET", _path("/v1/saes", name))
 
     def list(self) -> Any:
         """Return the loaded autoencoders."""
-        return self._request_json(SendRequest("GET", "/v1/saes"))
+        return self._call("GET", "/v1/saes")
 
 
-class HookAdmin:
+class HookAdmin(_Admin):
     """``client.hooks``: the functions that the server's operator has loaded, for ``hooks=Use("name", ...)``."""
-
-    def __init__(self, request_json: Callable[[SendRequest], Any]) -> None:
-        self._request_json = request_json
 
     def list(self) -> Any:
         """Return the hooks that requests may name, with the args that they may replace."""
-        return self._request_json(SendRequest("GET", "/v1/hooks"))
+        return self._call("GET", "/v1/hooks")
 
 
-class LensAdmin:
+class LensAdmin(_Admin):
     """``client.lenses``: the fitted lenses that the server's operator has named, for ``Lens(name=...)``."""
-
-    def __init__(self, request_json: Callable[[SendRequest], Any]) -> None:
-        self._request_json = request_json
 
     def list(self) -> Any:
         """Return the lenses that requests may name, with their kind and blocks."""
-        return self._request_json(SendRequest("GET", "/v1/lenses"))
+        return self._call("GET", "/v1/lenses")
 
 
-class ProbeAdmin:
+class ProbeAdmin(_Admin):
     """``client.probes``: the probes that the server keeps by name, for ``probes="name"`` and `When`."""
-
-    def __init__(self, request_json: Callable[[SendRequest], Any]) -> None:
-        self._request_json = request_json
 
     def put(
         self,
@@ -171,26 +159,23 @@ class ProbeAdmin:
         given = {key: value for key, value in settings.items() if value is not None}
         parsed = load_probe(probe, name=name) if isinstance(probe, Path) else parse_probe(probe, "probe")
         body = {key: value for key, value in parsed.to_json().items() if key != "name"} | given
-        return self._request_json(SendRequest("PUT", _path("/v1/probes", name), json=body, admin=True))
+        return self._call("PUT", _path("/v1/probes", name), json=body, admin=True)
 
     def get(self, name: str) -> Any:
         """Return the probe kept under a name, with its weights."""
-        return self._request_json(SendRequest("GET", _path("/v1/probes", name)))
+        return self._call("GET", _path("/v1/probes", name))
 
     def delete(self, name: str) -> Any:
         """Delete a name. Needs the admin key."""
-        return self._request_json(SendRequest("DELETE", _path("/v1/probes", name), admin=True))
+        return self._call("DELETE", _path("/v1/probes", name), admin=True)
 
     def list(self) -> Any:
         """Return the probes that the server keeps, without their weights."""
-        return self._request_json(SendRequest("GET", "/v1/probes"))
+        return self._call("GET", "/v1/probes")
 
 
-class SteeringAdmin:
+class SteeringAdmin(_Admin):
     """``client.steering``: the steering of every request, and named modules."""
-
-    def __init__(self, request_json: Callable[[SendRequest], Any]) -> None:
-        self._request_json = request_json
 
     def set(self, interventions: Any = None, *, replace: bool = False, **tiers: Any) -> Any:
         """Steer every request admitted from now on. Needs the admin key.
@@ -203,36 +188,32 @@ class SteeringAdmin:
                 "scale": float}``; and any other field of the route.
         """
         body = _steering(interventions, tiers) | ({"replace": True} if replace else {})
-        return self._request_json(SendRequest("POST", "/v1/steering/set", json=body, admin=True, repeatable=False))
+        return self._call("POST", "/v1/steering/set", json=body, admin=True, repeatable=False)
 
     def clear(self) -> Any:
         """Remove all steering of every request. Needs the admin key."""
-        return self._request_json(SendRequest("POST", "/v1/steering/clear", json={}, admin=True, repeatable=False))
+        return self._call("POST", "/v1/steering/clear", json={}, admin=True, repeatable=False)
 
     def get(self) -> Any:
         """Return the current steering of every request."""
-        return self._request_json(SendRequest("GET", "/v1/steering"))
+        return self._call("GET", "/v1/steering")
 
     def register(self, name: str, interventions: Any = None, **tiers: Any) -> Any:
         """Store interventions under a name, for requests' ``modules``. Needs the admin key."""
         body = {"name": name} | _steering(interventions, tiers)
-        return self._request_json(
-            SendRequest("POST", "/v1/steering/modules/register", json=body, admin=True, repeatable=False)
-        )
+        return self._call("POST", "/v1/steering/modules/register", json=body, admin=True, repeatable=False)
 
     def unregister(self, name: str) -> Any:
         """Delete a module. Needs the admin key."""
-        return self._request_json(
-            SendRequest("POST", "/v1/steering/modules/unregister", json={"name": name}, admin=True, repeatable=False)
-        )
+        return self._call("POST", "/v1/steering/modules/unregister", json={"name": name}, admin=True, repeatable=False)
 
     def modules(self) -> Any:
         """Return the names of the modules."""
-        return self._request_json(SendRequest("GET", "/v1/steering/modules"))
+        return self._call("GET", "/v1/steering/modules")
 
     def layers(self) -> Any:
         """Return the hook points that can be steered, by block."""
-        return self._request_json(SendRequest("GET", "/v1/steering/layers"))
+        return self._call("GET", "/v1/steering/layers")
 
 
 def to_json_data(value: Any) -> Any:

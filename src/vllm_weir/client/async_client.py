@@ -1,34 +1,33 @@
-"""`AsyncClient`: carries out the flows of `vllm_weir.client.protocol` over httpx."""
+"""`AsyncClient`, over httpx."""
 
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import logging
+import os
 from collections.abc import AsyncIterator
 from functools import partial
 from os import PathLike, fspath
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import httpx
 
-from vllm_weir.client import admin, protocol
-from vllm_weir.client.concurrency import async_run_in_order
-from vllm_weir.client.effects import (
-    ConnectionLost,
-    DownloadBody,
-    Effect,
-    EmitValue,
-    OpenStream,
-    ReadChunk,
-    SendRequest,
-    Sleep,
-)
-from vllm_weir.client.http import http_response, transport_errors
-from vllm_weir.client.options import ClientOptions, Progress, RequestFields, generation_request
-from vllm_weir.client.payload import Asked, chat_batch, prompt_batch, route_and_prompt
-from vllm_weir.client.results import Chunk, Completion
-from vllm_weir.schema.request import MEASURE_DOSE
+from vllm_weir.client import admin
+from vllm_weir.client.concurrency import Progress, async_run_in_order
+from vllm_weir.client.errors import NotFound, ServerError, error_from
+from vllm_weir.client.http import ClientOptions, ConnectionLost, Download, HttpRequest, transport_errors
+from vllm_weir.client.payload import CHAT, Asked, GenerationCall, chat_batch, prompt_batch, route_and_prompt
+from vllm_weir.client.response_fields import activations_of
+from vllm_weir.client.results import Choice, Chunk, Completion, completion_of
+from vllm_weir.client.sse import EventParser, StreamAssembler
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.request import MEASURE_DOSE, WIRE_KEY
+from vllm_weir.util.atomic_write import atomic_write
 
-T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 
 
 class AsyncClient:
@@ -72,12 +71,12 @@ class AsyncClient:
         )
         self._model = model
         self._model_lock = asyncio.Lock()
-        self.vectors: admin.VectorAdmin = admin.VectorAdmin(self._request_json)
-        self.saes: admin.SAEAdmin = admin.SAEAdmin(self._request_json)
-        self.probes: admin.ProbeAdmin = admin.ProbeAdmin(self._request_json)
-        self.hooks: admin.HookAdmin = admin.HookAdmin(self._request_json)
-        self.lenses: admin.LensAdmin = admin.LensAdmin(self._request_json)
-        self.steering: admin.SteeringAdmin = admin.SteeringAdmin(self._request_json)
+        self.vectors: admin.VectorAdmin = admin.VectorAdmin(self._call)
+        self.saes: admin.SAEAdmin = admin.SAEAdmin(self._call)
+        self.probes: admin.ProbeAdmin = admin.ProbeAdmin(self._call)
+        self.hooks: admin.HookAdmin = admin.HookAdmin(self._call)
+        self.lenses: admin.LensAdmin = admin.LensAdmin(self._call)
+        self.steering: admin.SteeringAdmin = admin.SteeringAdmin(self._call)
 
     async def model(self) -> str:
         """Return the model that requests ask for."""
@@ -134,9 +133,8 @@ class AsyncClient:
             A `Completion`; for a list of prompts, a list of them in the same order.
         """
         asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose, hooks)
-        weir_fields = RequestFields(asked, inline_bytes, save_to)
-        fields = fields | {"max_tokens": max_tokens}
-        return await self._generate_all(prompt, prompt_batch(prompt), weir_fields, fields, concurrency, progress)
+        call = GenerationCall.create(asked, inline_bytes, save_to, fields | {"max_tokens": max_tokens})
+        return await self._generate_all(prompt, prompt_batch(prompt), call, concurrency, progress)
 
     async def chat(
         self,
@@ -160,9 +158,8 @@ class AsyncClient:
     ) -> Any:
         """Answer a conversation (``/v1/chat/completions``) or a list of them, like `generate`."""
         asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose, hooks)
-        weir_fields = RequestFields(asked, inline_bytes, save_to)
-        fields = fields | {"max_tokens": max_tokens}
-        return await self._generate_all(messages, chat_batch(messages), weir_fields, fields, concurrency, progress)
+        call = GenerationCall.create(asked, inline_bytes, save_to, fields | {"max_tokens": max_tokens})
+        return await self._generate_all(messages, chat_batch(messages), call, concurrency, progress)
 
     def stream(
         self,
@@ -188,18 +185,17 @@ class AsyncClient:
         activations come at the end, in the last chunk's ``result``.
         """
         asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose, hooks)
-        weir_fields = RequestFields(asked, inline_bytes, save_to)
-        generation = generation_request(prompt, weir_fields, fields | {"max_tokens": max_tokens})
+        call = GenerationCall.create(asked, inline_bytes, save_to, fields | {"max_tokens": max_tokens})
         route_and_prompt(prompt)  # a wrong prompt is refused here, not by the first iteration
-        return self._stream(generation)
+        return self._stream(call, prompt)
 
     async def collect(self, completion: Completion) -> None:
         """Fetch the activations of `completion` that are on the server, and free them there."""
-        await self._run(protocol.collect(completion, None, self._options.retries))
+        await self._collect(completion, None)
 
     async def info(self) -> dict[str, Any]:
         """Return what the server serves: model, layers, width, hook points, limits and version."""
-        return await self._request_json(admin.INFO)
+        return await self._call("GET", "/v1/weir/info")
 
     async def mark(self, answer: str | Completion | Chunk, **metadata: Any) -> dict[str, Any]:
         """Have rows captured with ``keep="marked"`` written to their sink, like `weir.mark`.
@@ -217,7 +213,7 @@ class AsyncClient:
         Raises:
             NotFound: If no such request is known, or its rows are gone.
         """
-        return await self._request_json(admin.mark(answer, metadata))
+        return await self._call("POST", "/v1/marks", json=admin.mark_body(answer, metadata), repeatable=False)
 
     async def load_adapter(self, name: str, path: str | PathLike | None = None) -> None:
         """Have the server load a LoRA adapter unless it has it; use it with ``model=name``.
@@ -225,8 +221,26 @@ class AsyncClient:
         Args:
             name: The adapter's name.
             path: Its directory, as the server sees it.
+
+        Raises:
+            WeirError: If the server neither has the adapter nor can load it.
         """
-        await self._run(protocol.load_adapter(name, None if path is None else fspath(path), self._options.retries))
+        models = await self._call("GET", "/v1/models")
+        if name in {m.get("id") for m in models.get("data", ())}:
+            return
+        if path is None:
+            raise WeirError(f"the server has no adapter {name!r}; give its path", "path")
+        body = {"lora_name": name, "lora_path": fspath(path)}
+        try:
+            await self._request(HttpRequest("POST", "/v1/load_lora_adapter", json=body, repeatable=False))
+        except NotFound as e:
+            if e.message not in ("Not Found", "HTTP status 404"):  # the route exists: no such adapter
+                raise WeirError(e.message, "path") from None
+            raise WeirError(
+                f"the server cannot load the adapter {name!r}: start it with --enable-lora and the environment "
+                "variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or with --lora-modules",
+                "name",
+            ) from None
 
     async def close(self) -> None:
         """Close the connections."""
@@ -239,126 +253,168 @@ class AsyncClient:
         await self.close()
 
     async def _default_model(self) -> str:
+        """Return the model that the server serves, adapters aside."""
         async with self._model_lock:
             if self._model is None:
-                self._model = await self._run(protocol.find_model(self._options.retries))
-        return self._model
+                data = await self._call("GET", "/v1/models")
+                models = [m for m in data.get("data", ()) if not m.get("parent")] if isinstance(data, dict) else []
+                if not models:
+                    raise NotFound("the server lists no model", "model", 404)
+                self._model = models[0]["id"]
+            return self._model
 
-    async def _model_for(self, fields: Any) -> str:
-        return fields.get("model") or await self._default_model()
+    async def _model_for(self, call: GenerationCall) -> str:
+        return call.fields.get("model") or await self._default_model()
 
     async def _generate_all(
-        self,
-        prompt: Any,
-        batch: list[Any] | None,
-        weir_fields: RequestFields,
-        fields: dict[str, Any],
-        concurrency: int,
-        progress: Progress,
+        self, prompt: Any, batch: list[Any] | None, call: GenerationCall, concurrency: int, progress: Progress
     ) -> Any:
         """Generate for `prompt`, or for every prompt of `batch` if there is one."""
-        prompts = [prompt] if batch is None else batch
-        generations = [generation_request(one, weir_fields, fields) for one in prompts]
-        model = await self._model_for(fields) if generations else ""
-        calls = [partial(self._generate, generation, model) for generation in generations]
         if batch is None:
-            return await calls[0]()
-        return await async_run_in_order(calls, concurrency, progress)
+            return await self._generate(call, prompt, await self._model_for(call))
+        if not batch:
+            return []
+        model = await self._model_for(call)
+        generations = [partial(self._generate, call, one, model) for one in batch]
+        return await async_run_in_order(generations, concurrency, progress)
 
-    async def _generate(self, generation: protocol.GenerationRequest, model: str) -> Completion:
-        return await self._run(protocol.generate(generation, model, self._options.retries))
+    async def _generate(self, call: GenerationCall, prompt: Any, model: str) -> Completion:
+        request = call.http_request(prompt, model, stream=False)
+        data = await self._request_json(request)
+        if not isinstance(data, dict) or not data.get("choices"):
+            raise ServerError("the server's response has no choices")
+        completion = completion_of(data, chat=request.path == CHAT, asks_weir=WIRE_KEY in request.json)
+        await self._collect(completion, call.save_to)
+        return completion
 
-    async def _request_json(self, request: SendRequest) -> Any:
-        return await self._run(protocol.request_json(request, self._options.retries))
-
-    async def _run(self, flow: protocol.Flow[T]) -> T:
-        """Carry out a flow that emits nothing, and return its result."""
+    async def _stream(self, call: GenerationCall, prompt: Any) -> AsyncIterator[Chunk]:
+        request = call.http_request(prompt, await self._model_for(call), stream=True)
+        response = await self._send(request, stream=True)
+        parser, assembler = EventParser(), StreamAssembler(request.path == CHAT, WIRE_KEY in request.json)
         try:
-            effect = next(flow)
-            while True:
-                try:
-                    result = await self._carry_out(effect)
-                except ConnectionLost as lost:
-                    effect = flow.throw(lost)
-                else:
-                    effect = flow.send(result)
-        except StopIteration as end:
-            return end.value
-        finally:
-            flow.close()
-
-    async def _stream(self, generation: protocol.GenerationRequest) -> AsyncIterator[Chunk]:
-        """Carry out the flow of a streamed generation, and yield what it emits."""
-        model = await self._model_for(generation.fields)
-        flow = protocol.stream(generation, model, self._options.retries)
-        open_response = _OpenResponse(self)
-        try:
-            effect = next(flow)
-            while True:
-                try:
-                    if isinstance(effect, EmitValue):
-                        yield effect.value
-                        result = None
-                    else:
-                        result = await open_response.carry_out(effect)
-                except ConnectionLost as lost:
-                    effect = flow.throw(lost)
-                else:
-                    effect = flow.send(result)
-        except StopIteration:
-            return
-        finally:
-            await open_response.close()
-            flow.close()
-
-    async def _carry_out(self, effect: Effect) -> Any:
-        if isinstance(effect, Sleep):
-            return await asyncio.sleep(effect.seconds)
-        if isinstance(effect, SendRequest):
-            response = await self._send(effect, stream=False)
-            return http_response(response, response.content)
-        assert isinstance(effect, DownloadBody)
-        with transport_errors():
-            response = await self._send(effect.request, stream=True)
-            try:
-                if response.status_code not in (200, 206):
-                    return http_response(response, await response.aread())
-                result = http_response(response)
-                effect.begin(result.headers)
+            with transport_errors():
+                if response.status_code != 200:
+                    raise error_from(response.status_code, await response.aread())
                 async for data in response.aiter_bytes():
-                    effect.sink.write(data)
-                return result
-            finally:
-                await response.aclose()
+                    for event in parser.feed(data):
+                        for chunk in assembler.add(event):
+                            yield chunk
+                    if assembler.done:
+                        break
+        except ConnectionLost as lost:
+            raise ServerError(f"the stream broke: {lost.why}") from None
+        finally:
+            await response.aclose()
+        completion = assembler.result()
+        await self._collect(completion, call.save_to)
+        yield Chunk(result=completion)
 
-    async def _send(self, request: SendRequest, stream: bool) -> httpx.Response:
+    async def _collect(self, completion: Completion, save_to: Path | None) -> None:
+        """Fetch the activations that are on the server and free them there; write `save_to`'s files."""
+        for choice in completion.choices:
+            rows = choice.projected if choice.rows is None else choice.rows
+            if choice.reference is not None:
+                await self._fetch_choice(choice, choice.reference, save_to)
+            elif save_to is not None and rows is not None:
+                name = f"{completion.id or 'activations'}-{choice.index}.safetensors"
+                choice.path = rows.save(save_to / name.replace(os.sep, "_"))
+
+    async def _fetch_choice(self, choice: Choice, reference: str, save_to: Path | None) -> None:
+        route = f"/v1/activations/{reference}"
+        if save_to is None:
+            memory = io.BytesIO()
+            await self._fetch(route, memory)
+            choice.rows = activations_of(memory.getvalue())
+        else:
+            path = save_to / f"{reference}.safetensors"
+            with atomic_write(path) as file:
+                await self._fetch(route, file)
+            choice.path = path
+        choice.reference = None
+        try:
+            await self._call("DELETE", route)
+        except NotFound:
+            return
+        except WeirError as e:
+            _logger.warning("could not free %s on the server, where it will expire: %s", route, e)
+
+    async def _fetch(self, path: str, sink: BinaryIO) -> None:
+        """Download a result into `sink`, until too many attempts in a row have brought nothing new.
+
+        Raises:
+            NotFound: If the result has expired.
+            ServerError: If it cannot be downloaded whole.
+        """
+        download, retries = Download(path, sink), self._options.retries
+        while not download.complete:
+            if download.fruitless > retries.most:
+                raise ServerError(f"could not download {path}: {download.why}")
+            if download.fruitless:
+                await asyncio.sleep(retries.wait(download.fruitless))
+            try:
+                await self._fetch_once(download)
+            except ConnectionLost as lost:
+                download.stopped(lost.why)
+
+    async def _fetch_once(self, download: Download) -> None:
+        response = await self._send_once(download.request(), stream=True)
+        try:
+            if download.begin(response):
+                with transport_errors():
+                    async for data in response.aiter_bytes():
+                        download.sink.write(data)
+                download.end()
+        finally:
+            await response.aclose()
+
+    async def _call(self, method: str, path: str, **options: Any) -> Any:
+        return await self._request_json(HttpRequest(method, path, **options))
+
+    async def _request_json(self, request: HttpRequest) -> Any:
+        """Return a response's JSON data, None if it is empty; raise the error that it reports."""
+        body = await self._request(request)
+        if not body.strip():
+            return None
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError):
+            raise ServerError(f"the response to {request.path} is not JSON") from None
+
+    async def _request(self, request: HttpRequest) -> bytes:
+        """Return a response's body; raise the error that it reports."""
+        response = await self._send(request)
+        if not response.is_success:
+            raise error_from(response.status_code, response.content)
+        return response.content
+
+    async def _send(self, request: HttpRequest, stream: bool = False) -> httpx.Response:
+        """Send a request, again after failures that allow it, and return the last response.
+
+        Raises:
+            ServerError: If the last attempt got no response.
+        """
+        retries, attempt = self._options.retries, 1
+        while True:
+            try:
+                response = await self._send_once(request, stream)
+            except ConnectionLost as lost:
+                pause = retries.after_loss(attempt, request, lost)
+            else:
+                again = retries.after_response(attempt, request, response)
+                if again is None:
+                    return response
+                pause = again
+            await asyncio.sleep(pause)
+            attempt += 1
+
+    async def _send_once(self, request: HttpRequest, stream: bool = False) -> httpx.Response:
+        """Return the response; one with status 200 or 206 has its body still to come if `stream`."""
+        built = self._http.build_request(**self._options.arguments(request))
         with transport_errors():
-            return await self._http.send(self._http.build_request(**self._options.arguments(request)), stream=stream)
-
-
-class _OpenResponse:
-    """The one response that a stream leaves open between effects."""
-
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
-        self._response: httpx.Response | None = None
-        self._bytes: AsyncIterator[bytes] | None = None
-
-    async def carry_out(self, effect: Effect) -> Any:
-        if isinstance(effect, OpenStream):
-            self._response = await self._client._send(effect.request, stream=True)
-            with transport_errors():
-                if self._response.status_code != 200:
-                    return http_response(self._response, await self._response.aread())
-            self._bytes = self._response.aiter_bytes()
-            return http_response(self._response)
-        if isinstance(effect, ReadChunk):
-            assert self._bytes is not None
-            with transport_errors():
-                return await anext(self._bytes, None)
-        await self.close()
-        return await self._client._carry_out(effect)
-
-    async def close(self) -> None:
-        if self._response is not None:
-            await self._response.aclose()
+            response = await self._http.send(built, stream=stream)
+            if stream and response.status_code not in (200, 206):
+                try:
+                    await response.aread()
+                finally:
+                    await response.aclose()
+        return response

@@ -6,14 +6,14 @@ Both ways are written by hand: they have little in common.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from vllm_weir.client.options import Progress, progress_counter
-
 T = TypeVar("T")
+Progress = bool | Callable[[int, int], None] | None
 
 
 async def async_run_in_order(
@@ -72,3 +72,27 @@ def run_in_order(calls: Sequence[Callable[[], T]], concurrency: int, progress: P
             if error is not None and not isinstance(error, CancelledError):
                 raise error
         return [future.result() for future in futures]
+
+
+@contextlib.contextmanager
+def progress_counter(progress: Progress, total: int) -> Iterator[Callable[[], None]]:
+    """Yield a function to call, from any thread, for each request that has finished."""
+    lock, finished = threading.Lock(), 0
+    bar = None
+    if progress is True:
+        from rich.progress import Progress as Bar
+
+        bar = Bar(transient=True)
+        task = bar.add_task("requests", total=total)
+
+    def count() -> None:
+        nonlocal finished
+        with lock:
+            finished += 1
+            if bar is not None:
+                bar.update(task, completed=finished)
+            elif callable(progress):
+                progress(finished, total)
+
+    with bar or contextlib.nullcontext():
+        yield count

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_weir.client.http import HttpRequest
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.keys import WIRE_KEY, misplaced
@@ -136,6 +140,50 @@ def body_of(
     if stream:
         body["stream"] = True
     return body
+
+
+@dataclass(frozen=True)
+class GenerationCall:
+    """What a call asks of each of its prompts.
+
+    Attributes:
+        asked: What it asks of Weir.
+        inline_bytes: Activations up to this size come within the response.
+        save_to: The directory for the activations, or None to hold them in memory.
+        fields: OpenAI's and vLLM's own fields.
+    """
+
+    asked: Asked
+    inline_bytes: int | None
+    save_to: Path | None
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def create(
+        cls,
+        asked: Asked,
+        inline_bytes: int | None,
+        save_to: str | PathLike | None,
+        fields: Mapping[str, Any],
+    ) -> GenerationCall:
+        """Return the call, with the directory of `save_to` created."""
+        directory = None if save_to is None else Path(save_to)
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+        return cls(asked, inline_bytes, directory, fields)
+
+    def http_request(self, prompt: Any, model: str, stream: bool) -> HttpRequest:
+        """Return the request for a text, token ids or chat messages."""
+        path, content = route_and_prompt(prompt)
+        body = body_of(
+            content,
+            self.fields.get("model") or model,
+            asked=self.asked,
+            inline_bytes=self.inline_bytes,
+            stream=stream,
+            fields={name: value for name, value in self.fields.items() if name != "model"},
+        )
+        return HttpRequest("POST", path, json=body, repeatable=False)
 
 
 def route_and_prompt(prompt: Any) -> tuple[str, dict[str, Any]]:

@@ -19,9 +19,7 @@ import torch
 
 import vllm_weir as weir
 from tests.unit.fake_server import RECEIPT, SCORES, Body, FakeServer, rows, same
-from vllm_weir.client import protocol
-from vllm_weir.client.effects import ConnectionLost, DownloadBody, HttpResponse, SendRequest, Sleep
-from vllm_weir.client.protocol import RetryPolicy
+from vllm_weir.client.http import ConnectionLost, Download, RetryPolicy
 from vllm_weir.client.response_fields import activations_of, projected_of, receipt_of
 from vllm_weir.schema.request import RequestSpec
 
@@ -669,30 +667,30 @@ def test_damaged_activations_are_an_error(server) -> None:
 
 def test_a_download_without_end_in_sight_stops_at_the_end() -> None:
     """Without Content-Length the end of the answer is the end."""
-    sink = io.BytesIO()
-    doing = protocol.fetch("0" * 32, sink, RetryPolicy(0))
-    effect = next(doing)
-    assert isinstance(effect, DownloadBody)
-    effect.sink.write(b"abc")
-    with pytest.raises(StopIteration) as end:
-        doing.send(HttpResponse(200, {}))
-    assert end.value.value == 3
+    download = Download("/x", io.BytesIO())
+    assert download.begin(httpx.Response(200))
+    download.sink.write(b"abc")
+    assert not download.complete
+    download.end()
+    assert download.complete and download.sink.getvalue() == b"abc"
 
 
 def test_a_download_never_leaves_a_hole() -> None:
-    sink = io.BytesIO(b"12345")
-    fetch = DownloadBody(SendRequest("GET", "/x"), sink, 5)
-    fetch.begin({"content-range": "bytes 5-9/10"})
-    assert sink.tell() == 5
-    fetch.begin({})
-    assert sink.tell() == 0
+    sink = io.BytesIO()
+    download = Download("/x", sink)
+    download.begin(httpx.Response(200, headers={"content-length": "10"}))
+    sink.write(b"12345")
+    download.end()
+    assert not download.complete and download.fruitless == 0
+    assert download.begin(httpx.Response(206, headers={"content-range": "bytes 5-9/10"})) and sink.tell() == 5
+    assert download.begin(httpx.Response(200, headers={})) and sink.tell() == 0
     with pytest.raises(ConnectionLost, match="from 7"):
-        fetch.begin({"content-range": "bytes 7-9/10"})
+        download.begin(httpx.Response(206, headers={"content-range": "bytes 7-9/10"}))
 
 
 def test_waits_grow_and_heed_the_server() -> None:
     retries = RetryPolicy(5, base=1.0, longest=4.0, chance=lambda: 0.0)
-    assert [retries.wait(k) for k in (1, 2, 3, 4)] == [Sleep(1.0), Sleep(2.0), Sleep(4.0), Sleep(4.0)]
-    assert retries.wait(1, {"retry-after": "7"}) == Sleep(7.0)
-    assert retries.wait(1, {"retry-after": "9999"}) == Sleep(60.0)
-    assert RetryPolicy(1, base=1.0, chance=lambda: 1.0).wait(1) == Sleep(1.5)
+    assert [retries.wait(k) for k in (1, 2, 3, 4)] == [1.0, 2.0, 4.0, 4.0]
+    assert retries.wait(1, {"retry-after": "7"}) == 7.0
+    assert retries.wait(1, {"retry-after": "9999"}) == 60.0
+    assert RetryPolicy(1, base=1.0, chance=lambda: 1.0).wait(1) == 1.5
