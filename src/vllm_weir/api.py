@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_weir.config.env import OFF, disabled
@@ -22,18 +21,10 @@ from vllm_weir.schema.intervention_kinds import AnyIntervention
 from vllm_weir.schema.json_text import dumps
 from vllm_weir.schema.keys import WIRE_KEY, refuse_slips
 from vllm_weir.schema.named_hooks import Use
-from vllm_weir.schema.probes import AnyProbe, parse_probe, parse_probes
-from vllm_weir.schema.request import (
-    RequestSpec,
-    parse_captures,
-    parse_features,
-    parse_hooks,
-    parse_interventions,
-    parse_lenses,
-)
+from vllm_weir.schema.probes import AnyProbe, parse_probe
+from vllm_weir.schema.request import RequestSpec, parse_interventions
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.schema.site_verdict import SiteVerdict
-from vllm_weir.schema.stop_rules import parse_stop_when
 from vllm_weir.schema.user_hooks import Hook
 
 if TYPE_CHECKING:
@@ -60,6 +51,7 @@ def params(
     probes: AnyProbe | str | Mapping[str, Any] | Sequence[AnyProbe | str | Mapping[str, Any]] | None = None,
     stop_when: str | Sequence[str] | None = None,
     dose: bool | None = None,
+    tag: str | None = None,
 ) -> Any:
     """Return a copy of `sampling_params` that carries what is asked of Weir.
 
@@ -81,6 +73,8 @@ def params(
             says so.
         dose: whether to measure how much the interventions change the rows, for
             ``out.receipt.interventions[i].relative_dose``; False if no call says so.
+        tag: a printable text of at most 256 characters that comes back as ``out.receipt.tag``, by which the caller
+            knows the request again.
 
     If `sampling_params` is the result of an earlier call, an argument replaces what that call set,
     and one left out keeps it.
@@ -102,22 +96,17 @@ def params(
     carried = extras_in(out) or {}
     refuse_slips(carried)
     spec = RequestSpec.carried_by(carried)
-    if capture is not None:
-        spec = replace(spec, capture=parse_captures(capture, "capture"))
-    if interventions is not None:
-        spec = replace(spec, interventions=parse_interventions(interventions, "interventions"))
-    if hooks is not None:
-        spec = replace(spec, hooks=parse_hooks(hooks, "hooks"))
-    if features is not None:
-        spec = replace(spec, features=parse_features(features, "features"))
-    if lens is not None:
-        spec = replace(spec, lens=parse_lenses(lens, "lens"))
-    if probes is not None:
-        spec = replace(spec, probes=parse_probes(probes, "probes"))
-    if stop_when is not None:
-        spec = replace(spec, stop_when=parse_stop_when(stop_when, "stop_when"))
-    if dose is not None:
-        spec = replace(spec, dose=parse_flag(dose, "dose"))
+    spec = spec.asking(
+        capture=capture,
+        interventions=interventions,
+        hooks=hooks,
+        features=features,
+        lens=lens,
+        probes=probes,
+        stop_when=stop_when,
+        dose=dose,
+        tag=tag,
+    )
     set_extras(out, {**carried, WIRE_KEY: spec.to_json()})
     return out
 

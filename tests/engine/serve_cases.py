@@ -56,6 +56,7 @@ def cases() -> dict[str, dict[str, Any]]:
                 weir.Replace(vector(13, 3), layers=5, positions="2:5"),
             ],
             dose=True,
+            tag="run 3, prompt 17",
         ),
         "scores": dict(capture=weir.Capture(layers=[2, 3], project=vector(5, 3))),
         "mean": dict(capture=weir.Capture(layers=[0, 5], reduce="mean", positions="prompt")),

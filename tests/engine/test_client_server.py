@@ -16,7 +16,7 @@ import vllm_weir as weir
 from tests.engine.serve_cases import ADAPTER, MAX_TOKENS, MESSAGES, cases, vector
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import rel_err
-from vllm_weir.client.payload import Asked, weir_object
+from vllm_weir.client.payload import NOTHING, weir_object
 from vllm_weir.client.response_fields import activations_of
 from vllm_weir.client.results import Choice
 
@@ -72,7 +72,7 @@ def test_every_way_gives_the_bytes_that_the_offline_engine_gives(client, weir_se
 def test_openais_own_client_gets_them_too(client, weir_server, offline_answers):
     """Without any of Weir's code on this side, but for reading the file."""
     case = cases()["steer"]
-    asked = weir_object(Asked(case["capture"], case["interventions"]), 8 << 20, False)
+    asked = weir_object(NOTHING.asking(**case), 8 << 20, False)
     plain = openai.OpenAI(base_url=f"{weir_server.url}/v1", api_key=weir_server.api_key, max_retries=0)
     out = plain.chat.completions.create(model=weir_server.model, messages=MESSAGES, **SAME, extra_body={"weir": asked})
     acts = activations_of(base64.b64decode(out.choices[0].weir["activations"]["b64"]))

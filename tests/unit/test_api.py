@@ -24,6 +24,17 @@ def test_what_params_carry_already_stays_unless_it_is_given_anew():
     assert len(first.extra_args["weir"]["capture"]) == len(first.extra_args["weir"]["interventions"]) == 1
 
 
+def test_a_tag_is_a_short_text():
+    tagged = weir.params(SimpleNamespace(extra_args=None), tag="run 3, prompt 17")
+    assert tagged.extra_args["weir"] == {"v": 1, "capture": [], "interventions": [], "tag": "run 3, prompt 17"}
+    assert "tag" not in weir.params(tagged, tag="").extra_args["weir"]
+    assert weir.params(tagged, dose=True).extra_args["weir"]["tag"] == "run 3, prompt 17"
+    for wrong in (5, "a\nb", "x" * 257, ["a"]):
+        with pytest.raises(weir.WeirError, match="a tag is a printable text of at most 256 characters") as e:
+            weir.params(tagged, tag=wrong)
+        assert e.value.field == "tag"
+
+
 def test_what_cannot_carry_a_request_is_refused():
     with pytest.raises(weir.WeirError, match="SimpleNamespace has no extra_args") as e:
         weir.params(SimpleNamespace(beam_width=2), capture=weir.Capture())

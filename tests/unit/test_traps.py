@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -307,6 +308,19 @@ def test_trap_11_a_name_is_looked_up_by_what_it_means_now(frontend):
             assert row.tolist() == [value] * D
             digests.append((move.digest, *sorted(move.vectors)))
     assert digests[0] == digests[1] == digests[4] == digests[5] and digests[2] == digests[3] != digests[0]
+
+
+@pytest.mark.parametrize("form", [dict, json.dumps])
+def test_requests_that_differ_in_their_tags_alone_share_an_admission(frontend, form):
+    asked = {"v": 1, "capture": [{"layers": [1]}]}
+    trackers = [frontend.admit(tag, {"weir": form(asked | {"tag": tag})}, [5], 1, 4)[0] for tag in ("a", "b")]
+    trackers += [frontend.admit("none", {"weir": form(asked)}, [5], 1, 4)[0], frontend.admit("plain", {}, [5], 1, 4)[0]]
+    assert [one.pending.tag for one in trackers] == ["a", "b", "", ""]
+    if form is dict:
+        assert trackers[0].pending.admitted is trackers[1].pending.admitted is trackers[2].pending.admitted
+    with pytest.raises(WeirError, match="a tag is a printable text") as e:
+        frontend.admit("wrong", {"weir": form(asked | {"tag": 5})}, [5], 1, 4)
+    assert e.value.field == "tag"
 
 
 ROW = [1.0] * D

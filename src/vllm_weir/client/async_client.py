@@ -19,7 +19,7 @@ from vllm_weir.client import admin
 from vllm_weir.client.concurrency import Progress, async_run_in_order
 from vllm_weir.client.errors import NotFound, ServerError, error_from
 from vllm_weir.client.http import ClientOptions, ConnectionLost, Download, HttpRequest, transport_errors
-from vllm_weir.client.payload import CHAT, Asked, GenerationCall, chat_batch, prompt_batch, route_and_prompt
+from vllm_weir.client.payload import CHAT, NOTHING, GenerationCall, chat_batch, prompt_batch, route_and_prompt
 from vllm_weir.client.response_fields import activations_of
 from vllm_weir.client.results import Choice, Chunk, Completion, completion_of
 from vllm_weir.client.sse import EventParser, StreamAssembler
@@ -96,6 +96,7 @@ class AsyncClient:
         stop_when: Any = (),
         dose: bool = MEASURE_DOSE,
         hooks: Any = (),
+        tag: str = "",
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -120,6 +121,8 @@ class AsyncClient:
                 `weir.params`.
             hooks: Functions that the server has loaded, each a `Use` (or its name, or its wire
                 form); what they give comes as ``values`` and ``saved``. A client sends no code.
+            tag: A text that comes back as ``completion.receipt.tag``, as for `weir.params`.
+            tag: A text that comes back as ``completion.receipt.tag``, as for `weir.params`.
             inline_bytes: Activations up to this size come within the response; larger ones are
                 fetched after it.
             save_to: A directory. Activations are streamed into files there (``choice.path``) and
@@ -132,7 +135,10 @@ class AsyncClient:
         Returns:
             A `Completion`; for a list of prompts, a list of them in the same order.
         """
-        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose, hooks)
+        asked = NOTHING.asking(
+            capture=capture, interventions=interventions, modules=modules, features=features, lens=lens, probes=probes,
+            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag,
+        )  # fmt: skip
         call = GenerationCall.create(asked, inline_bytes, save_to, fields | {"max_tokens": max_tokens})
         return await self._generate_all(prompt, prompt_batch(prompt), call, concurrency, progress)
 
@@ -150,6 +156,7 @@ class AsyncClient:
         stop_when: Any = (),
         dose: bool = MEASURE_DOSE,
         hooks: Any = (),
+        tag: str = "",
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -157,7 +164,10 @@ class AsyncClient:
         **fields: Any,
     ) -> Any:
         """Answer a conversation (``/v1/chat/completions``) or a list of them, like `generate`."""
-        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose, hooks)
+        asked = NOTHING.asking(
+            capture=capture, interventions=interventions, modules=modules, features=features, lens=lens, probes=probes,
+            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag,
+        )  # fmt: skip
         call = GenerationCall.create(asked, inline_bytes, save_to, fields | {"max_tokens": max_tokens})
         return await self._generate_all(messages, chat_batch(messages), call, concurrency, progress)
 
@@ -175,6 +185,7 @@ class AsyncClient:
         stop_when: Any = (),
         dose: bool = MEASURE_DOSE,
         hooks: Any = (),
+        tag: str = "",
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         **fields: Any,
@@ -184,7 +195,10 @@ class AsyncClient:
         The arguments are those of `generate`. Scores and values come with the tokens that they belong to;
         activations come at the end, in the last chunk's ``result``.
         """
-        asked = Asked(capture, interventions, modules, features, lens, probes, stop_when, dose, hooks)
+        asked = NOTHING.asking(
+            capture=capture, interventions=interventions, modules=modules, features=features, lens=lens, probes=probes,
+            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag,
+        )  # fmt: skip
         call = GenerationCall.create(asked, inline_bytes, save_to, fields | {"max_tokens": max_tokens})
         route_and_prompt(prompt)  # a wrong prompt is refused here, not by the first iteration
         return self._stream(call, prompt)

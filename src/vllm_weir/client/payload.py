@@ -7,81 +7,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_weir.client.http import HttpRequest
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.keys import WIRE_KEY, misplaced
 from vllm_weir.schema.named_hooks import NO_CODE, Use
-from vllm_weir.schema.probes import parse_probes
-from vllm_weir.schema.request import (
-    MEASURE_DOSE,
-    RequestSpec,
-    parse_captures,
-    parse_features,
-    parse_hooks,
-    parse_interventions,
-    parse_lenses,
-    parse_modules,
-)
-from vllm_weir.schema.stop_rules import parse_stop_when
+from vllm_weir.schema.request import WIRE_FIELDS, RequestSpec
 from vllm_weir.schema.user_hooks import Hook
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSE_KEY, MODULES_KEY = "response", "modules"
-_WEIR_ARGUMENTS = (
-    "capture", "interventions", "modules", "features", "lens", "probes", "stop_when", "dose", "hooks", "inline_bytes",
-    "save_to",
-)  # fmt: skip
+_WEIR_ARGUMENTS = (*WIRE_FIELDS[1:], "inline_bytes", "save_to")
 _RESERVED = ("stream", "prompt", "messages", WIRE_KEY)
+NOTHING = RequestSpec()
 
 
-class Asked(NamedTuple):
-    """What a request asks of Weir, each as for `weir.params`; `modules` are names of those that the server keeps."""
-
-    capture: Any = ()
-    interventions: Any = ()
-    modules: Any = ()
-    features: Any = ()
-    lens: Any = None
-    probes: Any = ()
-    stop_when: Any = ()
-    dose: bool = MEASURE_DOSE
-    hooks: Any = ()
-
-
-NOTHING = Asked()
-
-
-def weir_object(asked: Asked, inline_bytes: int | None, stream: bool) -> dict[str, Any] | None:
+def weir_object(spec: RequestSpec, inline_bytes: int | None, stream: bool) -> dict[str, Any] | None:
     """Return the body's ``weir`` object, or None if nothing is asked of Weir.
 
     Raises:
         WeirError: Naming the field that is wrong.
     """
-    spec = RequestSpec(
-        parse_captures(asked.capture, "capture"),
-        parse_interventions(asked.interventions, "interventions"),
-        features=parse_features(asked.features, "features"),
-        lens=parse_lenses(asked.lens, "lens"),
-        probes=parse_probes(asked.probes, "probes"),
-        stop_when=parse_stop_when(asked.stop_when, "stop_when"),
-        dose=parse_flag(asked.dose, "dose"),
-        hooks=parse_hooks(asked.hooks, "hooks"),
-    )
     refuse_code(spec)
     calls = any(isinstance(one, Use) for one in (*spec.interventions, *spec.hooks))
     reads = bool(spec.features or spec.lens or spec.probes)
     if inline_bytes is not None and (not isinstance(inline_bytes, int) or inline_bytes < 0):
         raise WeirError(f"expected a number of bytes, at least 0, got {brief(inline_bytes)}", "inline_bytes")
-    parse_modules(asked.modules, "modules")
-    modules = asked.modules
-    module_list = [modules] if isinstance(modules, (str, Mapping)) else list(modules or ())
-    changes = bool(spec.interventions or spec.hooks or module_list or spec.stop_when or spec.dose != MEASURE_DOSE)
-    if not spec.capture and not changes and not reads:
+    if spec == NOTHING:
         return None
-    out = spec.to_json() | ({MODULES_KEY: module_list} if module_list else {})
+    out = spec.to_json()
     response: dict[str, Any] = {}
     if inline_bytes is not None:
         response["inline_bytes"] = inline_bytes
@@ -103,7 +58,7 @@ def body_of(
     prompt: Mapping[str, Any],
     model: str,
     *,
-    asked: Asked = NOTHING,
+    asked: RequestSpec = NOTHING,
     inline_bytes: int | None = None,
     stream: bool = False,
     fields: Mapping[str, Any],
@@ -153,7 +108,7 @@ class GenerationCall:
         fields: OpenAI's and vLLM's own fields.
     """
 
-    asked: Asked
+    asked: RequestSpec
     inline_bytes: int | None
     save_to: Path | None
     fields: Mapping[str, Any]
@@ -161,7 +116,7 @@ class GenerationCall:
     @classmethod
     def create(
         cls,
-        asked: Asked,
+        asked: RequestSpec,
         inline_bytes: int | None,
         save_to: str | PathLike | None,
         fields: Mapping[str, Any],

@@ -40,6 +40,7 @@ from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.keys import carries_keys
 from vllm_weir.schema.media import NO_MEDIA, Media
 from vllm_weir.schema.probes import AnyProbe
+from vllm_weir.schema.request import tag_in
 from vllm_weir.schema.selectors import check_reached
 from vllm_weir.schema.sinks import SinkDefinition
 from vllm_weir.util.lru import LruCache
@@ -213,7 +214,7 @@ class EngineFrontend:
         pending = PendingSequence(
             request_id, admitted, [-1] * prompt_len if prompt_ids is None else prompt_ids, self.store
         )
-        pending.texts = self._texts
+        pending.texts, pending.tag = self._texts, tag_in(extra_args)
         self.store.open(pending)
         if self.names.global_hooks and not warms:
             self.global_told[request_id] = pending.told

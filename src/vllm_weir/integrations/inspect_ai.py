@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -32,7 +33,6 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.stacked import STREAM
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.fields import parse_flag
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import (
     KEYS,
@@ -43,16 +43,11 @@ from vllm_weir.schema.keys import (
     WIRE_KEY,
     refuse_lens,
 )
-from vllm_weir.schema.request import (
-    MEASURE_DOSE,
-    WIRE_VERSION,
-    RequestSpec,
-    parse_captures,
-    parse_hooks,
-    parse_interventions,
-)
+from vllm_weir.schema.request import WIRE_FIELDS, WIRE_VERSION, RequestSpec
 
 ATTEMPT_TIMEOUT = 3600
+_TAKEN = tuple(name for name in WIRE_FIELDS[1:] if name not in ("modules", "features", "lens", "probes", "stop_when"))
+"""Fields of a request that are taken here, besides `modules`, which the server reads."""
 _responses: ContextVar[list[dict[str, Any]] | None] = ContextVar("weir_responses", default=None)
 
 
@@ -211,11 +206,10 @@ def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture 
     _check_qk(arguments, spec)
     lens = lens_capture(arguments.pop(LENS_CAPTURE_KEY, False))
     lens_steering = arguments.pop(LENS_STEER_KEY, None)
-    spec = RequestSpec(
-        spec.capture + (() if lens is None else (lens,)),
-        spec.interventions + (() if lens_steering is None else lens_interventions(lens_steering)),
-        dose=spec.dose,
-        hooks=spec.hooks,
+    spec = replace(
+        spec,
+        capture=spec.capture + (() if lens is None else (lens,)),
+        interventions=spec.interventions + (() if lens_steering is None else lens_interventions(lens_steering)),
     )
     refuse_code(spec)
     if arguments:
@@ -268,17 +262,13 @@ def _parse_weir_object(weir_object: Any) -> tuple[RequestSpec, dict[str, Any]]:
     if not isinstance(weir_object, Mapping):
         raise WeirError(f"expected an object, got {type(weir_object).__name__}", WIRE_KEY)
     for key in weir_object:
-        if key not in ("v", "capture", "interventions", "hooks", "dose", MODULES_KEY, RESPONSE_KEY):
-            known = f"capture, interventions, hooks, dose, {MODULES_KEY}, {RESPONSE_KEY}, v"
+        if key not in (*_TAKEN, MODULES_KEY, RESPONSE_KEY, "v"):
+            known = ", ".join((*_TAKEN, MODULES_KEY, RESPONSE_KEY, "v"))
             raise WeirError(f"unknown key; known are {known}", f"{WIRE_KEY}.{brief(key)}")
     if weir_object.get("v", WIRE_VERSION) != WIRE_VERSION:
         raise WeirError(f"this Weir reads version {WIRE_VERSION}", f"{WIRE_KEY}.v")
-    captures = parse_captures(weir_object.get("capture", ()), "capture")
-    interventions = parse_interventions(weir_object.get("interventions", ()), "interventions")
     server_fields = {key: weir_object[key] for key in (MODULES_KEY, RESPONSE_KEY) if key in weir_object}
-    dose = parse_flag(weir_object.get("dose", MEASURE_DOSE), "dose")
-    hooks = parse_hooks(weir_object.get("hooks", ()), "hooks")
-    return RequestSpec(captures, interventions, dose=dose, hooks=hooks), server_fields
+    return RequestSpec().asking(**{name: weir_object.get(name) for name in _TAKEN}), server_fields
 
 
 def metadata_of(completion: Completion, lens: Capture | None, lens_only: bool) -> dict[str, Any]:

@@ -109,6 +109,7 @@ class Receipt:
         interventions: for each intervention, as in `steered`, what it was and how often it acted.
         notes: what is worth knowing, in words: hooks that made NaN or infinity of finite rows, with the first position
             and, there, the first hook point. Rows of positions that came from the prefix cache are not looked at.
+        tag: what the request gave as its own.
     """
 
     captured: dict[Site, int] = field(default_factory=dict)
@@ -126,6 +127,7 @@ class Receipt:
     gates: tuple[GateCount | None, ...] = ()
     interventions: tuple[InterventionReceipt, ...] = ()
     notes: tuple[str, ...] = ()
+    tag: str = ""
 
     __repr__ = short_repr
 

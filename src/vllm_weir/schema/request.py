@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +29,9 @@ from vllm_weir.schema.user_hooks import Hook
 from vllm_weir.schema.vectors import number
 
 WIRE_VERSION = 1
-WIRE_FIELDS = ("v", "capture", "interventions", "modules", "features", "lens", "probes", "stop_when", "dose", "hooks")
-"""Keys of a request's wire form."""
 MEASURE_DOSE = False
 """Whether relative doses are measured for requests that do not say."""
+MAX_TAG = 256
 MAX_CAPTURES = 62
 """With the one of vllm-lens's keys, as many selectors as `Selectors` can tell apart (63)."""
 MAX_FEATURES = 64
@@ -70,6 +69,9 @@ class Module:
             raise WeirError("a name is a string of 1 to 256 characters", f"{path}.name")
         return cls(name, number(data.get("scale", 1.0), f"{path}.scale"), path)
 
+    def to_json(self) -> str | dict[str, Any]:
+        return self.name if self.scale == 1 else {"name": self.name, "scale": self.scale}
+
 
 class WireForm(dict):
     """Plain JSON data with a fast deep copy, since vLLM copies a request's params deeply."""
@@ -100,107 +102,6 @@ def plain_copy(value: Any) -> Any:
 
 ATOMS = frozenset({str, int, float, bool, type(None)})
 """Types whose values need no copying."""
-
-
-@dataclass(frozen=True)
-class RequestSpec:
-    """What one request asks of Weir.
-
-    Attributes:
-        capture: the rows that it wants back.
-        interventions: what it changes, in order.
-        modules: interventions kept by the server, applied before its own.
-        features: the features of sparse autoencoders that it wants back.
-        lens: the lenses whose next-token distributions inside the model it wants back.
-        probes: what scores its rows; a text is the name of a registered one.
-        stop_when: rules about the scores, any of which ends generation.
-        dose: whether the relative doses of its interventions are measured.
-        hooks: functions that are called after the interventions: `Hook` and `Use`.
-        stacked: that of its captures whose blocks also come as one tensor; it does not travel.
-        qk: of `q_rot`: whose queries, keys and facts come as vllm-lens has them; it does not travel.
-        last_hooks: functions that are called after those of every request; they do not travel.
-    """
-
-    capture: tuple[Capture, ...] = ()
-    interventions: tuple[AnyIntervention, ...] = ()
-    modules: tuple[Module, ...] = ()
-    features: tuple[Features, ...] = ()
-    lens: tuple[Lens, ...] = ()
-    probes: tuple[AnyProbe | str, ...] = ()
-    stop_when: tuple[StopText, ...] = ()
-    dose: bool = MEASURE_DOSE
-    hooks: tuple[Hook | Use, ...] = ()
-    stacked: Capture | None = None
-    qk: Capture | None = None
-    last_hooks: tuple[Hook, ...] = ()
-
-    @classmethod
-    def carried_by(cls, extras: Mapping[str, Any]) -> RequestSpec:
-        """Parse what params carry under Weir's key; nothing is asked where there is none."""
-        carried = extras.get(WIRE_KEY)
-        return cls() if carried is None else cls.parse(carried)
-
-    @classmethod
-    def parse(cls, data: object, path: str = WIRE_KEY) -> RequestSpec:
-        """Parse the wire form: a mapping, or JSON text, which ``vllm_xargs`` can carry."""
-        if isinstance(data, RequestSpec):
-            return data
-        is_text = isinstance(data, (str, bytes))
-        if isinstance(data, (str, bytes)):
-            data = _loads(data, path)
-        if not isinstance(data, Mapping):
-            raise WeirError(f"expected an object, got {type(data).__name__}", path)
-        refuse_unknown_keys(data, WIRE_FIELDS, path)
-        version = data.get("v")
-        if version != WIRE_VERSION or isinstance(version, bool):
-            problem = "missing" if version is None else f"got {brief(version)}"
-            raise WeirError(f'{problem}; this Weir speaks version {WIRE_VERSION}: "v": {WIRE_VERSION}', f"{path}.v")
-        check_listed(_selectors(data))
-        captures = parse_captures(data.get("capture", ()), "capture")
-        for capture in captures:
-            if is_text and capture.sink.own is not None:
-                # Text may come from any HTTP client, which must not choose where files go.
-                raise WeirError(
-                    "a request given as text may only name one of the engine's sinks, not set up its own",
-                    f"{capture.path}.sink",
-                )
-        interventions = parse_interventions(data.get("interventions", ()), "interventions")
-        modules = parse_modules(data.get("modules", ()), "modules")
-        lens = parse_lenses(data.get("lens"), "lens")
-        for one in lens:
-            if is_text and one.path is not None:
-                raise WeirError("a request given as text names a fitted lens, and gives no path", f"{one.at}.path")
-        features = parse_features(data.get("features", ()), "features")
-        probes = parse_probes(data.get("probes", ()), "probes")
-        stop_when = parse_stop_when(data.get("stop_when"), "stop_when")
-        dose = parse_flag(data.get("dose", MEASURE_DOSE), "dose")
-        hooks = parse_hooks(data.get("hooks", ()), "hooks")
-        return cls(captures, interventions, modules, features, lens, probes, stop_when, dose, hooks)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the wire form."""
-        out = WireForm(
-            {
-                "v": WIRE_VERSION,
-                "capture": [c.to_json() for c in self.capture],
-                "interventions": [i.to_json() for i in self.interventions],
-            }
-        )
-        if self.modules:
-            out["modules"] = [{"name": m.name, "scale": m.scale} for m in self.modules]
-        if self.features:
-            out["features"] = [one.to_json() for one in self.features]
-        if self.lens:
-            out["lens"] = self.lens[0].to_json() if len(self.lens) == 1 else [one.to_json() for one in self.lens]
-        if self.probes:
-            out["probes"] = [one if isinstance(one, str) else one.to_json() for one in self.probes]
-        if self.stop_when:
-            out["stop_when"] = [str(rule) for rule in self.stop_when]
-        if self.dose != MEASURE_DOSE:
-            out["dose"] = self.dose
-        if self.hooks:
-            out["hooks"] = [one.to_json() for one in self.hooks]
-        return out
 
 
 def parse_captures(captures: object, path: str) -> tuple[Capture, ...]:
@@ -300,6 +201,151 @@ def parse_lenses(lens: object, path: str) -> tuple[Lens, ...]:
             )
         found[one.label] = replace(one, at=f"{path}[{i}]")
     return tuple(found.values())
+
+
+def parse_tag(tag: object, path: str) -> str:
+    """Return a request's tag; raise WeirError if it is no text, or a long one, or cannot be printed."""
+    if not isinstance(tag, str) or len(tag) > MAX_TAG or not tag.isprintable():
+        raise WeirError(f"a tag is a printable text of at most {MAX_TAG} characters, got {brief(tag)!r}", path)
+    return tag
+
+
+def _written(value: Any) -> Any:
+    """Return the wire form of a field: of a tuple, that of each entry."""
+    if not isinstance(value, tuple):
+        return value
+    return [one.to_json() if hasattr(one, "to_json") else str(one) for one in value]
+
+
+def _written_lenses(lenses: tuple[Lens, ...]) -> Any:
+    return lenses[0].to_json() if len(lenses) == 1 else _written(lenses)
+
+
+def _asked(
+    parse: Callable[[Any, str], Any], default: Any = (), write: Callable[[Any], Any] = _written, always: bool = False
+) -> Any:
+    """Return a field of `RequestSpec` that travels.
+
+    Args:
+        parse: (value in any public form, field that errors name) -> value, or raises WeirError.
+        default: what is not written.
+        write: value -> JSON data.
+        always: whether the default is written, too.
+    """
+    return field(default=default, metadata={"parse": parse, "write": write, "always": always})
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """What one request asks of Weir. Each field says how it is read and written; nothing else knows all of them.
+
+    Attributes:
+        capture: the rows that it wants back.
+        interventions: what it changes, in order.
+        modules: interventions kept by the server, applied before its own.
+        features: the features of sparse autoencoders that it wants back.
+        lens: the lenses whose next-token distributions inside the model it wants back.
+        probes: what scores its rows; a text is the name of a registered one.
+        stop_when: rules about the scores, any of which ends generation.
+        dose: whether the relative doses of its interventions are measured.
+        hooks: functions that are called after the interventions: `Hook` and `Use`.
+        tag: what its receipt says again.
+        stacked: that of its captures whose blocks also come as one tensor; it does not travel.
+        qk: of `q_rot`: whose queries, keys and facts come as vllm-lens has them; it does not travel.
+        last_hooks: functions that are called after those of every request; they do not travel.
+    """
+
+    capture: tuple[Capture, ...] = _asked(parse_captures, always=True)
+    interventions: tuple[AnyIntervention, ...] = _asked(parse_interventions, always=True)
+    modules: tuple[Module, ...] = _asked(parse_modules)
+    features: tuple[Features, ...] = _asked(parse_features)
+    lens: tuple[Lens, ...] = _asked(parse_lenses, write=_written_lenses)
+    probes: tuple[AnyProbe | str, ...] = _asked(parse_probes)
+    stop_when: tuple[StopText, ...] = _asked(parse_stop_when)
+    dose: bool = _asked(parse_flag, MEASURE_DOSE)
+    hooks: tuple[Hook | Use, ...] = _asked(parse_hooks)
+    tag: str = _asked(parse_tag, "")
+    stacked: Capture | None = None
+    qk: Capture | None = None
+    last_hooks: tuple[Hook, ...] = ()
+
+    @classmethod
+    def carried_by(cls, extras: Mapping[str, Any]) -> RequestSpec:
+        """Parse what params carry under Weir's key; nothing is asked where there is none."""
+        carried = extras.get(WIRE_KEY)
+        return cls() if carried is None else cls.parse(carried)
+
+    @classmethod
+    def parse(cls, data: object, path: str = WIRE_KEY) -> RequestSpec:
+        """Parse the wire form: a mapping, or JSON text, which ``vllm_xargs`` can carry."""
+        if isinstance(data, RequestSpec):
+            return data
+        is_text = isinstance(data, (str, bytes))
+        if isinstance(data, (str, bytes)):
+            data = _loads(data, path)
+        if not isinstance(data, Mapping):
+            raise WeirError(f"expected an object, got {type(data).__name__}", path)
+        refuse_unknown_keys(data, WIRE_FIELDS, path)
+        version = data.get("v")
+        if version != WIRE_VERSION or isinstance(version, bool):
+            problem = "missing" if version is None else f"got {brief(version)}"
+            raise WeirError(f'{problem}; this Weir speaks version {WIRE_VERSION}: "v": {WIRE_VERSION}', f"{path}.v")
+        check_listed(_selectors(data))
+        spec = cls(**{name: how["parse"](data[name], name) for name, how in _FIELDS.items() if name in data})
+        if is_text:
+            spec.refuse_paths()
+        return spec
+
+    def refuse_paths(self) -> None:
+        """Raise WeirError if it sets up a sink or gives a path: text may come from any client of a server."""
+        for capture in self.capture:
+            if capture.sink.own is not None:
+                raise WeirError(
+                    "a request given as text may only name one of the engine's sinks, not set up its own",
+                    f"{capture.path}.sink",
+                )
+        for one in self.lens:
+            if one.path is not None:
+                raise WeirError("a request given as text names a fitted lens, and gives no path", f"{one.at}.path")
+
+    def asking(self, **given: Any) -> RequestSpec:
+        """Return a copy of which the fields that are given and not None are replaced, in any of their public forms.
+
+        Raises:
+            WeirError: naming the field that is wrong.
+        """
+        return replace(
+            self, **{name: _FIELDS[name]["parse"](value, name) for name, value in given.items() if value is not None}
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the wire form."""
+        out = WireForm({"v": WIRE_VERSION})
+        for name, how in _FIELDS.items():
+            value = getattr(self, name)
+            if how["always"] or value != how["default"]:
+                out[name] = how["write"](value)
+        return out
+
+
+_FIELDS = {one.name: {**one.metadata, "default": one.default} for one in fields(RequestSpec) if one.metadata}
+"""The fields of a request that travel, in the order in which they are read -> how."""
+WIRE_FIELDS = ("v", *_FIELDS)
+"""Keys of a request's wire form."""
+NOT_RESOLVED = ("tag",)
+"""Fields that say nothing about rows: requests that differ in no other have one admission."""
+
+
+def tag_in(extras: Mapping[str, Any]) -> str:
+    """Return the tag of what params carry under Weir's key.
+
+    Raises:
+        WeirError: if it is wrong.
+    """
+    carried = extras.get(WIRE_KEY)
+    return (
+        parse_tag(carried.get("tag", ""), "tag") if isinstance(carried, Mapping) else RequestSpec.carried_by(extras).tag
+    )
 
 
 def _selectors(data: Mapping[str, Any]) -> Iterator[tuple[str, object]]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Mapping
 from typing import Any, NamedTuple
 
 from vllm_weir.schema.keys import carries_keys
-from vllm_weir.schema.request import ATOMS, WIRE_KEY
+from vllm_weir.schema.request import ATOMS, NOT_RESOLVED, WIRE_KEY
 from vllm_weir.schema.vectors import vector_of
 
 CACHE_BYTES, MAX_KEY_BYTES = 32 << 20, 1 << 20
@@ -53,7 +53,7 @@ def admission_key(
     try:
         # Version 2 writes equal values alike, and different types (1, 1.0, True; a list, a tuple)
         # differently.
-        short = {name: _shortened(part, size) for name, part in weir_object.items()}
+        short = {name: _shortened(part, size) for name, part in weir_object.items() if name not in NOT_RESOLVED}
         content = marshal.dumps(short, 2)
     except ValueError:
         return None  # not plain JSON, which admission may refuse

@@ -434,6 +434,7 @@ class OutputView:
                 self.pending.admitted, verified, self._acted_here, self._scored_rows().doses
             ),
             notes=self.pending.told.notes(self.end),
+            tag=self.pending.tag,
         )
 
     def _acted_here(self, one: VerifiedIntervention) -> np.ndarray:

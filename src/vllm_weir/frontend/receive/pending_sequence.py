@@ -81,6 +81,7 @@ class PendingSequence:
             if its rows are not presliced.
         early_activations: what is handed out, if it was made before anybody asked.
         texts: of tokens, for who shows them; their ids until there is a tokenizer.
+        tag: the request's own, for its receipt.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class PendingSequence:
         self.expected_end = 0
         self.early_activations: Activations | None = None
         self.texts = TokenTexts()
+        self.tag = ""
         self._store = store
         self._claims, self._lock, self._released = 0, threading.Lock(), False
 
