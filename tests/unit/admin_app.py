@@ -26,8 +26,8 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server.errors import TYPES, error, weir_error
 from vllm_weir.server.limits import ServerLimits
-from vllm_weir.server.routes import activations, hooks, marks, probes, saes, vectors
-from vllm_weir.server.routes.body_limit import BodyLimit
+from vllm_weir.server.routes import activations, lists, marks, probes, saes, vectors
+from vllm_weir.server.routes.router import BodyLimit
 from vllm_weir.server.state import ServerState
 from vllm_weir.worker.saes import WorkerSAEs
 
@@ -82,7 +82,7 @@ class Workers:
 def _routes() -> list[Any]:
     """The routes, which ask their app for its server: they are the same for all apps, and take long to make."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    for module in (activations, fork, hooks, lens, marks, probes, saes, steering, vectors):
+    for module in (activations, fork, lens, lists, marks, probes, saes, steering, vectors):
         app.include_router(module.router())
     return list(app.router.routes)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROUTES = ("activations", "hooks", "info", "lenses", "marks", "probes", "saes", "vectors", "page")
+ROUTES = ("activations", "lists", "info", "marks", "probes", "saes", "vectors", "page")
 ROUTERS = (
     *(f"vllm_weir.compat.{name}" for name in ("rhizonymph.routes", "rhizonymph.steering", "vllm_lens.routes")),
     *(f"vllm_weir.server.routes.{name}" for name in ROUTES),
@@ -81,7 +81,7 @@ class Endpoints:
         from vllm_weir.errors import WeirError
         from vllm_weir.server.errors import weir_error
         from vllm_weir.server.limits import ServerLimits
-        from vllm_weir.server.routes.body_limit import BodyLimit
+        from vllm_weir.server.routes.router import BodyLimit
 
         for module in modules:
             app.include_router(module.router())

@@ -18,9 +18,8 @@ from vllm_weir.schema.keys import PROJECTED_KEYS
 from vllm_weir.schema.probe_files import read_probe
 from vllm_weir.schema.probes import AnyProbe, Probe, parse_probe
 from vllm_weir.schema.vectors import number
-from vllm_weir.server.names import check_name
-from vllm_weir.server.probe_metrics import default_buckets
-from vllm_weir.server.room import check_room
+from vllm_weir.server.metrics import default_buckets
+from vllm_weir.server.names import check_name, check_room
 from vllm_weir.server.state import ServerState
 
 EVERYONE_POSITIONS = "sampled"

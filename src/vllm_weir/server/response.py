@@ -11,9 +11,8 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.frontend.receive.release import HeldSequences
 from vllm_weir.server.errors import TYPES, error_body
-from vllm_weir.server.hook_values import ValueForm
 from vllm_weir.server.request import WeirRequest
-from vllm_weir.server.response_body import NO_LOCK, new_values, projects, weir_object, whole
+from vllm_weir.server.response_body import NO_LOCK, ValueForm, new_values, projects, weir_object, whole
 from vllm_weir.server.state import ServerState
 
 DATA = "data: "

@@ -23,7 +23,7 @@ from vllm_weir.results.scores import HookValues
 from vllm_weir.schema.functions import find
 from vllm_weir.schema.user_hooks import Call
 from vllm_weir.server import hooks
-from vllm_weir.server.hook_values import ValueForm
+from vllm_weir.server.response_body import ValueForm
 
 HERE = "tests.support.served_hooks"
 

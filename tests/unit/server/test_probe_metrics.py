@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.schema.probes import Probe
-from vllm_weir.server.probe_metrics import LOGITS, SHARES, ProbeMetrics
+from vllm_weir.server.metrics import LOGITS, SHARES, ProbeMetrics
 
 
 @pytest.fixture

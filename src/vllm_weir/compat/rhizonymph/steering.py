@@ -24,9 +24,8 @@ from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.user_hooks import Hook
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.server.errors import declared, error
-from vllm_weir.server.room import check_room
-from vllm_weir.server.routes.auth import require_admin
-from vllm_weir.server.routes.router import weir_router
+from vllm_weir.server.names import check_room
+from vllm_weir.server.routes.router import require_admin, weir_router
 from vllm_weir.server.state import ServerState, server_state
 
 State = Annotated[ServerState, Depends(server_state)]

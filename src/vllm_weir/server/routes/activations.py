@@ -8,19 +8,17 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, BinaryIO
 
-from fastapi import APIRouter, Depends, Path
+from fastapi import APIRouter, Path
 from fastapi.responses import FileResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_weir.server.errors import declared, error
-from vllm_weir.server.routes.router import weir_router
+from vllm_weir.server.routes.router import State, weir_router
 from vllm_weir.server.shared.result_files import frame_facts, is_frame
-from vllm_weir.server.state import ServerState, server_state
 
 MEDIA = "application/octet-stream"
 _PART = re.compile(r"\s*(\d{0,18})-(\d{0,18})\s*", re.ASCII)
 Id = Annotated[str, Path(description="The choice's `weir.activations.id`, or a `handle` of the field `activations`.")]
-State = Annotated[ServerState, Depends(server_state)]
 
 
 class OpenResultFile(FileResponse):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel
 
 from vllm_weir.server.errors import declared
 from vllm_weir.server.limits import ServerLimits
-from vllm_weir.server.routes.router import weir_router
+from vllm_weir.server.routes.router import State, weir_router
 from vllm_weir.server.shipped import EXAMPLES
-from vllm_weir.server.state import ServerState, server_state
 from vllm_weir.util.shipped import demo_model
 
 
@@ -53,7 +50,7 @@ def router() -> APIRouter:
     routes = weir_router()
 
     @routes.get("/v1/weir/info", responses=declared(400, 401), summary="The model, its hook points, and the limits")
-    async def info(state: Annotated[ServerState, Depends(server_state)]) -> ServerInfo:
+    async def info(state: State) -> ServerInfo:
         from vllm_weir import __version__, sites_async
 
         verdicts = await sites_async(state.engine_client)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,15 +16,12 @@ from vllm_weir.frontend.outputs.ticket import Ticket
 from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.schema.json_text import dumps
 from vllm_weir.server.errors import declared, error
-from vllm_weir.server.routes.router import weir_router
-from vllm_weir.server.state import ServerState, server_state
+from vllm_weir.server.routes.router import State, weir_router
 
 SINK_TIMEOUT = 10.0
 """Seconds for which a response waits for the sinks, which continue after it."""
 MAX_METADATA = 64 << 10
 """The most bytes of a mark's metadata, as JSON."""
-
-State = Annotated[ServerState, Depends(server_state)]
 
 
 class Mark(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
@@ -12,16 +12,12 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.schema.json_text import is_json
 from vllm_weir.server import probes
-from vllm_weir.server.errors import declared, error
-from vllm_weir.server.routes.auth import require_admin
-from vllm_weir.server.routes.router import weir_router
-from vllm_weir.server.state import ServerState, server_state
+from vllm_weir.server.errors import declared
+from vllm_weir.server.routes.router import Name, State, deleted, require_admin, unknown, weir_router
+from vllm_weir.server.state import ServerState
 
 FILES = ("application/safetensors", "application/x-safetensors", "application/vnd.safetensors")
 JSON, UNKNOWN = "application/json", "application/octet-stream"
-
-Name = Annotated[str, Path(description="1 to 128 letters, digits and . _ : @ + -", examples=["refusal"])]
-State = Annotated[ServerState, Depends(server_state)]
 
 
 class ProbeInfo(BaseModel):
@@ -149,7 +145,7 @@ def router() -> APIRouter:
     )
     async def delete(name: Name, state: State) -> Response:
         found = await state.change(lambda: probes.forget(state, name))
-        return Response(status_code=204) if found else _unknown(name)
+        return deleted(found, _missing(name))
 
     return routes
 
@@ -174,7 +170,7 @@ def _reading(routes: APIRouter) -> None:
     def get(name: Name, state: State, format: Annotated[Literal["json", "safetensors"], Query()] = "json") -> Any:
         kept = state.names.read().probes.get(name)
         if kept is None:
-            return _unknown(name)
+            return unknown(_missing(name))
         if format == "safetensors":
             return Response(kept.probe.to_bytes(), media_type="application/vnd.safetensors")
         return ProbeContent(**kept.probe.to_json() | describe(kept).model_dump())
@@ -215,5 +211,5 @@ def _put(state: ServerState, name: str, data: bytes, media: str, settings: dict[
     return describe(probes.keep(state, upload))
 
 
-def _unknown(name: str) -> Response:
-    return error(404, f"no probe is kept as {brief(name)!r}", "name")
+def _missing(name: str) -> str:
+    return f"no probe is kept as {brief(name)!r}"

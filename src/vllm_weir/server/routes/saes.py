@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path
+from fastapi import APIRouter, Depends
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_weir.errors import brief
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.server import saes
-from vllm_weir.server.errors import declared, error
-from vllm_weir.server.routes.auth import require_admin
-from vllm_weir.server.routes.router import weir_router
-from vllm_weir.server.state import ServerState, server_state
-
-Name = Annotated[str, Path(description="1 to 128 letters, digits and . _ : @ + -", examples=["mood"])]
-State = Annotated[ServerState, Depends(server_state)]
+from vllm_weir.server.errors import declared
+from vllm_weir.server.routes.router import Name, State, deleted, require_admin, unknown, weir_router
 
 
 class SAEFiles(BaseModel):
@@ -88,7 +83,7 @@ def router() -> APIRouter:
     def get(name: Name, state: State) -> Any:
         info = next((one for one in saes.infos(state) if one.name == name), None)
         if info is None:
-            return _unknown(name)
+            return unknown(_missing(name))
         return LabelledSAE(**_describe(info).model_dump(), labels=dict(info.labels))
 
     @routes.delete(
@@ -100,15 +95,13 @@ def router() -> APIRouter:
         summary="Unload a sparse autoencoder; requests that have begun go on, waiting ones that encode rows fail",
     )
     async def delete(name: Name, state: State) -> Response:
-        if await saes.unload(state, name):
-            return Response(status_code=204)
-        return _unknown(name)
+        return deleted(await saes.unload(state, name), _missing(name))
 
     return routes
 
 
-def _unknown(name: str) -> Response:
-    return error(404, f"no autoencoder is loaded as {brief(name)!r}", "name")
+def _missing(name: str) -> str:
+    return f"no autoencoder is loaded as {brief(name)!r}"
 
 
 def _describe(info: SAEInfo) -> LoadedSAE:

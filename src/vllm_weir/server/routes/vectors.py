@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
@@ -17,12 +17,10 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
 from vllm_weir.schema.row_shapes import row_width
 from vllm_weir.schema.vector_files import Directions, kind_of, read_vectors, to_json
-from vllm_weir.server.errors import declared, error
-from vllm_weir.server.names import check_name
-from vllm_weir.server.room import check_room
-from vllm_weir.server.routes.auth import require_admin
-from vllm_weir.server.routes.router import weir_router
-from vllm_weir.server.state import ServerState, server_state
+from vllm_weir.server.errors import declared
+from vllm_weir.server.names import check_name, check_room
+from vllm_weir.server.routes.router import Name, State, deleted, require_admin, unknown, weir_router
+from vllm_weir.server.state import ServerState
 
 MEDIA = {
     "application/json": "json",
@@ -34,9 +32,6 @@ MEDIA = {
     "application/octet-stream": "",
 }
 """Content type of an upload -> its format; empty if its first bytes tell."""
-
-Name = Annotated[str, Path(description="1 to 128 letters, digits and . _ : @ + -", examples=["happy"])]
-State = Annotated[ServerState, Depends(server_state)]
 
 
 class VectorInfo(BaseModel):
@@ -142,7 +137,7 @@ def router() -> APIRouter:
     def get(name: Name, state: State, format: Annotated[Literal["json", "safetensors"], Query()] = "json") -> Any:
         named = state.names.read().vectors.get(name)
         if named is None:
-            return _unknown(name)
+            return unknown(_missing(name))
         if format == "safetensors":
             return Response(_safetensors(named), media_type="application/vnd.safetensors")
         return VectorContent(**describe(name, named).model_dump(), **to_json(dict(named.directions)))
@@ -157,7 +152,7 @@ def router() -> APIRouter:
     )
     async def delete(name: Name, state: State) -> Response:
         found = await state.change(lambda: _delete(state, name))
-        return Response(status_code=204) if found else _unknown(name)
+        return deleted(found, _missing(name))
 
     return routes
 
@@ -237,5 +232,5 @@ def _safetensors(named: NamedVector) -> bytes:
     return save(dict(arrays))
 
 
-def _unknown(name: str) -> Response:
-    return error(404, f"there is no vector named {brief(name)!r}", "name")
+def _missing(name: str) -> str:
+    return f"there is no vector named {brief(name)!r}"

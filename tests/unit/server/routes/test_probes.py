@@ -14,7 +14,7 @@ from tests.unit.admin_app import ADMIN, LAYERS, D, app_of, serving
 from tests.unit.scored import Worker
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.keys import PROJECTED_KEYS
-from vllm_weir.server.probe_metrics import SHARES
+from vllm_weir.server.metrics import SHARES
 
 WEIGHT = [0.5, -1.0, 0.0, 0.0, 0.25, 0.0, 0.0, 2.0]
 LINEAR = {"weight": WEIGHT, "bias": 0.5, "layer": 2, "activation": "sigmoid"}

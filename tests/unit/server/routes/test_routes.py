@@ -26,8 +26,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.server.errors import weir_error
 from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.routes import activations, info
-from vllm_weir.server.routes.auth import require_admin
-from vllm_weir.server.routes.body_limit import BodyLimit
+from vllm_weir.server.routes.router import BodyLimit, require_admin
 from vllm_weir.server.shared.result_files import ResultFiles, frame_key
 from vllm_weir.util.shipped import demo_model
 
