@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from vllm_weir.results.receipt import Receipt
     from vllm_weir.sae.autoencoder import SAE
     from vllm_weir.schema.capture import Capture
-    from vllm_weir.schema.features import Features, Lens, SetFeature
+    from vllm_weir.schema.features import Features, Lens, Reconstruct, SetFeature
     from vllm_weir.schema.gates import When
     from vllm_weir.schema.hooks import Site
     from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
@@ -120,6 +120,7 @@ __all__ = [
     "NotFound",
     "Probe",
     "Receipt",
+    "Reconstruct",
     "Replace",
     "RequestOutput",
     "SamplingParams",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -77,6 +77,7 @@ class Edited:
         self.positions = Positions.parse(self.asked.positions)
         config = self.sae.config
         options = {name: getattr(config, name) for name in ("apply_b_dec_to_input", "k", *PURSUIT)}
+        options["normalize_activations"] = config.normalize_activations
         self.reference = Reference(self.sae.architecture, dict(self.sae.tensors), **options)
 
     def changed(self, h):
@@ -87,6 +88,19 @@ class Edited:
             for row, a in zip(h, was, strict=True)
         ]
         return torch.cat([torch.from_numpy(row).float() for row in rows])
+
+
+class Decoded(Edited):
+    """The reference of a `Reconstruct`, and of each `SetFeature` that stands before it: no error is kept."""
+
+    edits: Sequence[weir.SetFeature] = ()
+
+    def changed(self, h):
+        features = self.reference.encode(h)
+        was = features.copy()
+        for one in self.edits:
+            features[:, one.feature] += [one.target(a) - a for a in was[:, one.feature]]
+        return torch.from_numpy(self.reference.decode(features, h)).float()
 
 
 def run(llm, asked, prompts, capture=EVERYTHING):

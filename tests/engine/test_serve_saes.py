@@ -150,6 +150,21 @@ def test_a_feature_is_set_and_the_error_kept(server, saes, folder, path):
     assert "".join(map(text_of, stream(server, path, interventions=[SAD]))) == text_of(choice)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_rows_are_reconstructed_with_a_feature_set(server, saes, folder, path):
+    sae, asked = saes["mood"], [SAD, {"op": "reconstruct", "name": "mood"}]
+    acts, choice = read(server, folder, path, interventions=asked)
+    here = [{"hook": "resid_post", "layers": [3], "positions": "all", "before": True}]
+    before, same = read(server, folder, path, here, interventions=asked)
+    assert text_of(same) == text_of(choice)
+    features = sae.encode(before[sae.site].float())
+    features[:, HAPPY] = SAD["value"]
+    wanted = sae.decode(features)
+    assert (acts[sae.site] - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+    assert choice["weir"]["receipt"]["steered"] == [{"resid_post.3": len(wanted)}] * 2
+    assert "".join(map(text_of, stream(server, path, interventions=asked))) == text_of(choice)
+
+
 @pytest.mark.parametrize(("change", "target"), [("add", None), ("value", 3.0)])
 def test_top_k_is_added_to_and_set(two, folder, saes, change, target):
     other = saes["other"]

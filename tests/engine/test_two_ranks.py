@@ -13,7 +13,7 @@ import vllm_weir as weir
 from tests.engine.common import SELECTORS, asking, directory, oracle, prompts, same_rows, sampling
 from tests.engine.probe_cases import asked as probed
 from tests.engine.probe_cases import check_gated, check_scores, random_probe, reference
-from tests.engine.sae_cases import Edited, Elsewhere, cross_layer, loading, random_sae, transcoder
+from tests.engine.sae_cases import Decoded, Edited, Elsewhere, cross_layer, loading, random_sae, transcoder
 from tests.engine.test_compress import SELECTORS as SOME
 from tests.engine.test_compress import asked as compressed
 from tests.engine.test_compress import decoded
@@ -229,10 +229,12 @@ def test_features_are_read_and_set(root, two):
         moved = [Elsewhere(coder, edits[3]), Elsewhere(across.block(2), edits[4])]
         references = [[Edited(early, edits[0])], [Edited(late, edits[1])], [Edited(late, edits[2])]]
         references += [[*one.writes, one.reads] for one in moved]
+        edits.append(weir.Reconstruct("late", positions="generated"))
+        references.append([Decoded(late, edits[-1])])
         capture = [weir.Capture("resid_post"), weir.Capture("resid_pre"), weir.Capture("mlp_in")]
         read = [weir.Features(name, top_k=8) for name in ("early", "late", "coder", "across")]
         params = [weir.params(sampling(6), capture=capture, features=read, interventions=edit) for edit in edits]
-        outs = two.llm.generate([prompt(12 + 9 * k, k) for k in range(5)], params, use_tqdm=False)
+        outs = two.llm.generate([prompt(12 + 9 * k, k) for k in range(6)], params, use_tqdm=False)
         for out, edit in zip(outs, references, strict=True):
             check(out, edit, model, 1e-4)
             values = [(out.features["early"], early), (out.features["late"], late)]

@@ -24,10 +24,9 @@ from vllm_weir.frontend.admission.vector_registry import (
 )
 from vllm_weir.frontend.known_engine import KnownEngine
 from vllm_weir.lenses.files import LensFile
-from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.intervention_base import Intervention
-from vllm_weir.schema.intervention_kinds import AnyIntervention, Kept
+from vllm_weir.schema.intervention_kinds import AnyIntervention, Kept, OfAutoencoder
 from vllm_weir.schema.named_hooks import Use
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.request import WIRE_KEY, WIRE_VERSION
@@ -320,7 +319,7 @@ class EngineNames:
         """
         capabilities, find = self._engine.require_capabilities(), (vectors or self.vectors).find
         named = (self.hooks.resolve(one, find) if isinstance(one, Use) else one for one in interventions)
-        settled = [self.saes.resolve(one) if isinstance(one, SetFeature) else one for one in named]
+        settled = [self.saes.resolve(one) if isinstance(one, OfAutoencoder) else one for one in named]
         gating = self.probes if probes is None else probes
         admitted = admit(
             {}, capabilities, True, find, settled, vocabulary=self._engine.vocabulary, saes=self.saes, probes=gating

@@ -19,7 +19,7 @@ from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE, without_decoder
 from vllm_weir.sae.cross_layer import split_key
 from vllm_weir.schema.intervention_kinds import Kept
-from vllm_weir.schema.set_activation import SetActivation
+from vllm_weir.schema.set_activation import Reconstruction, SetActivation
 
 CallWorkers = Callable[..., Awaitable[list[Any]]]
 """(name of a worker's method, its arguments...) -> what each worker returns."""
@@ -75,10 +75,11 @@ def refuse_used(key: str, name: str, always: Sequence[Kept], modules: Mapping[st
     for user, interventions in users.items():
         if any(one.when is not None and one.when.sae == name for one in interventions):
             raise WeirError(f"{user} is gated by a feature of {name!r}; clear that first", "name")
-        if any(isinstance(one, SetActivation) and one.sae and split_key(one.sae)[0] == key for one in interventions):
-            raise WeirError(
-                f"{user} sets a feature of {name!r}, whose rows the workers encode; clear that first", "name"
-            )
+        if any(
+            isinstance(one, (SetActivation, Reconstruction)) and one.sae and split_key(one.sae)[0] == key
+            for one in interventions
+        ):
+            raise WeirError(f"{user} has the workers encode rows by {name!r}; clear that first", "name")
 
 
 def prepare(frontend: EngineFrontend, name: str, sae: Any) -> LoadedSAE:

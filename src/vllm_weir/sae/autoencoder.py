@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -316,6 +316,10 @@ class SAE:
         rows = as_tensor(rows, "rows")
         return self.decode(self.encode(rows), rows)
 
+    def reconstructed(self, rows: torch.Tensor) -> torch.Tensor:
+        """Do what `reconstruct` does to rows of an autoencoder, so many at a time that all features fit into memory."""
+        return torch.cat([self.reconstruct(some) for some in self._in_parts(rows)])
+
     def top(self, rows: torch.Tensor | ArrayLike, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the most active features of each row.
 
@@ -344,7 +348,10 @@ class SAE:
 
     def _encoded(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
         """Encode rows, so many at a time that all features of these fit into memory."""
-        return map(self.encode, rows.split(max(1, MAX_DENSE // self.d_sae)))
+        return map(self.encode, self._in_parts(rows))
+
+    def _in_parts(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        return rows.split(max(1, MAX_DENSE // self.d_sae))
 
     def feature_response(self, feature: int) -> FeatureResponse:
         """Return how one feature responds to a row, and what it adds to it.

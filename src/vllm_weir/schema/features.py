@@ -1,4 +1,4 @@
-"""What a request asks of sparse autoencoders and lenses: `Features`, `SetFeature`, `Lens`."""
+"""What a request asks of sparse autoencoders and lenses: `Features`, `SetFeature`, `Reconstruct`, `Lens`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENSES: tuple[str, ...] = get_args(LensKind)
 LENS_HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 """Hook points with rows of the stream's width, which a logit lens reads."""
 
-Asked = TypeVar("Asked", "Features", "SetFeature", "Lens")
+Asked = TypeVar("Asked", "Features", "SetFeature", "Reconstruct", "Lens")
 
 
 @right_words
@@ -151,9 +151,7 @@ class SetFeature:
     @classmethod
     def from_json(cls, data: object, path: str = "intervention") -> SetFeature:
         """Parse the wire form; raise WeirError for unknown keys."""
-        if isinstance(data, Mapping) and data.get("op", cls.op) != cls.op:
-            raise WeirError(f"expected {cls.op!r}, got {brief(data['op'])!r}", f"{path}.op")
-        return _from_json(cls, data, path, ("name", "feature"))
+        return _from_json(cls, data, path, ("name", "feature"), cls.op)
 
     def to_json(self) -> dict[str, Any]:
         """Return the wire form, defaults left out."""
@@ -163,6 +161,61 @@ class SetFeature:
                 out[name] = getattr(self, name)
         if self.read_back:
             out["read_back"] = True
+        if self.when is not None:
+            out["when"] = self.when.to_json()
+        return _with_positions(out, self.positions)
+
+
+@right_words
+@dataclass(frozen=True)
+class Reconstruct:
+    """Replace rows by their reconstruction by a sparse autoencoder: what it does not explain is left out.
+
+    A row h becomes ``decode(encode(h))``. Each `SetFeature` of the same autoencoder that stands directly before it, at
+    the same positions, changes the activations that are decoded: all of them read h, and the row becomes
+    ``decode(a)`` with the features set in a, as a hook on SAELens's ``hook_sae_acts_post`` does. A
+    `SetFeature` alone keeps the error ``h - decode(encode(h))``. Rows are encoded and decoded whole, in steps without
+    CUDA graphs. Every architecture is served; transcoders, which reconstruct another hook point's row than the one that
+    they read, are refused.
+
+    Args:
+        name: of an autoencoder that the engine has loaded.
+        error: whether the error is added again, which is SAELens's ``use_error_term``: rows stay as they are to the
+            bit, and features that are set change them as a `SetFeature` alone does.
+        positions: selector, as for `Capture`.
+        when: a `When`, the condition under which rows are replaced; None: always.
+
+    Raises:
+        WeirError: naming the field.
+    """
+
+    op: ClassVar[str] = "reconstruct"
+    wire_fields: ClassVar[tuple[str, ...]] = ("op", "name", "error", "positions", "when")
+    name: str
+    error: bool = field(default=False, kw_only=True)
+    positions: Any = field(default="all", kw_only=True)
+    when: Any = field(default=None, kw_only=True)
+    path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        parse_flag(self.error, "error", self.path)
+        set_fields(
+            self,
+            name=_name(self.name, f"{self.path}.name"),
+            positions=Positions.parse(self.positions, f"{self.path}.positions"),
+            when=When.parse(self.when, f"{self.path}.when"),
+        )
+
+    @classmethod
+    def from_json(cls, data: object, path: str = "intervention") -> Reconstruct:
+        """Parse the wire form; raise WeirError for unknown keys."""
+        return _from_json(cls, data, path, ("name",), cls.op)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the wire form, defaults left out."""
+        out: dict[str, Any] = {"op": self.op, "name": self.name}
+        if self.error:
+            out["error"] = True
         if self.when is not None:
             out["when"] = self.when.to_json()
         return _with_positions(out, self.positions)
@@ -270,11 +323,13 @@ class Lens:
         return _with_positions(out, self.positions)
 
 
-def _from_json(kind: type[Asked], data: object, at: str, required: tuple[str, ...] = ()) -> Asked:
+def _from_json(kind: type[Asked], data: object, at: str, required: tuple[str, ...] = (), op: str = "") -> Asked:
     if isinstance(data, kind):
         return data
     if not isinstance(data, Mapping):
         raise WeirError(f"expected an object, got {type(data).__name__}", at)
+    if op and data.get("op", op) != op:
+        raise WeirError(f"expected {op!r}, got {brief(data['op'])!r}", f"{at}.op")
     refuse_unknown_keys(data, kind.wire_fields, at)
     for name in required:
         if name not in data:

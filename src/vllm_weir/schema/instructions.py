@@ -15,6 +15,7 @@ same h:
     ENCODE     likewise, and writes the activation of feature `a` of the autoencoder `key`, given the whole row
     HELD       c = a * act + b, act being the number in the cell `lo` of the token, counted from 0
     HOOK       replaces h by what the function `key` returns, given the whole row; b is 0 if requests share the function
+    RECONSTRUCT replaces h by the reconstruction of the autoencoder `key`, given the whole row
     DOSE       adds nothing; writes |d| / |h| into a cell, d being the sum of the terms before it, which is the
                whole change of its intervention; NO_NORM if |h| = 0
 
@@ -40,7 +41,9 @@ from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.vectors import digest_of
 
-CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, DOSE, ACTIVATE, HELD, ENCODE, HOOK = range(13)
+CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, DOSE, ACTIVATE, HELD, ENCODE, HOOK, RECONSTRUCT = range(
+    14
+)
 NO_NORM = -1.0
 """What a DOSE writes for a row of zeros."""
 WRITES = (SCORE, ACTIVATE, ENCODE)
@@ -180,6 +183,7 @@ class ResolvedIntervention:
             `layers` is written, those at the others into the following cells; 0 if its dose is not measured.
         source: where the number of its HELD instruction comes from, at the same positions.
         leads: whether it comes before all others at its tap, in whatever order they are given.
+        joins: whether its terms are added together with those of the next one, so that both see the same row.
     """
 
     hook: str
@@ -190,6 +194,7 @@ class ResolvedIntervention:
     dose_cell: int = 0
     source: Source | None = None
     leads: bool = False
+    joins: bool = False
 
     def of_position(self, rank: int) -> tuple[Instruction, ...]:
         """Return what is done at the selected position that `rank` others come before.
@@ -213,7 +218,7 @@ class ResolvedIntervention:
     def encoders(self) -> list[str]:
         """Keys of the autoencoders that encode rows for it."""
         instructions = self.instructions if self.source is None else (*self.instructions, self.source.instruction)
-        return [one.key for one in instructions if one.kind == ENCODE]
+        return [one.key for one in instructions if one.kind in (ENCODE, RECONSTRUCT)]
 
     @property
     def functions(self) -> list[str]:
@@ -231,6 +236,8 @@ class ResolvedIntervention:
             content.append({"source": self.source})
         if self.leads:
             content.append({"leads": True})
+        if self.joins:
+            content.append({"joins": True})
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()[:32]
 
     @functools.cached_property
@@ -242,18 +249,19 @@ class ResolvedIntervention:
     def to_wire(self) -> list[Any]:
         """Return the form that travels to the scheduler and the workers, which work out `dose_cell` themselves."""
         instructions = [one if one.stop or one.cell or one.key else one[:_WHOLE_ROW] for one in self.instructions]
-        source = [] if self.source is None else [self.source]
-        return [self.hook, list(self.layers), self.positions.to_json(), self.per_position, instructions, *source]
+        more = [self.source, True] if self.joins else [] if self.source is None else [self.source]
+        return [self.hook, list(self.layers), self.positions.to_json(), self.per_position, instructions, *more]
 
     @classmethod
     def from_wire(cls, data: list[Any]) -> ResolvedIntervention:
         """Parse what `to_wire` returns."""
-        hook, layers, positions, per_position, instructions, *source = data
+        hook, layers, positions, per_position, instructions, *more = data
         return cls(
             hook,
             tuple(layers),
             Positions.parse(positions),
             per_position,
             tuple(Instruction(*one) for one in instructions),
-            source=Source.from_wire(source[0]) if source else None,
+            source=Source.from_wire(more[0]) if more and more[0] else None,
+            joins=len(more) > 1,
         )

@@ -30,7 +30,7 @@ Lookup = Callable[[str, str], np.ndarray]
 
 MAX_INTERVENTIONS = 1024
 """Interventions in one request, in one module, and in what steers every request."""
-_ONLY_IF_SET = ("per_layer", "keep_norm")
+_ONLY_IF_SET = ("per_layer", "keep_norm", "read_back", "joins", "error")
 """Fields that are written only where they are set, since older servers do not know them."""
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.features import SetFeature
+from vllm_weir.schema.features import Reconstruct, SetFeature
 from vllm_weir.schema.fields import refuse_unknown_keys
 from vllm_weir.schema.functions import Travelling
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
 from vllm_weir.schema.named_hooks import Use
-from vllm_weir.schema.set_activation import SetActivation
+from vllm_weir.schema.set_activation import Reconstruction, SetActivation
 from vllm_weir.schema.user_hooks import Hook
 
-AnyIntervention = Intervention | SetFeature | Use
-"""What a request may hold; admission turns a `SetFeature`, and a `Use`, into an `Intervention`."""
+OfAutoencoder = SetFeature | Reconstruct
+AnyIntervention = Intervention | OfAutoencoder | Use
+"""What a request may hold; admission makes an `Intervention` of what names an autoencoder, and of a `Use`."""
 KINDS: dict[str, type[Intervention]] = {kind.op: kind for kind in (Add, Ablate, Clamp, Replace, LowRank, Hook)}
 Kept = Intervention | Use
 """What a server keeps under names and for all requests; each of its processes looks hooks up when a request comes."""
-STORED_KINDS = KINDS | {SetActivation.op: SetActivation}
+STORED_KINDS: dict[str, type[Intervention]] = KINDS | {kind.op: kind for kind in (SetActivation, Reconstruction)}
 """With those that no request may hold."""
 
 
@@ -31,11 +32,12 @@ def parse_intervention(data: object, path: str) -> AnyIntervention:
     """
     if isinstance(data, AnyIntervention):
         return data
-    if isinstance(data, Mapping) and data.get("op") == SetFeature.op:
-        return SetFeature.from_json(data, path)
+    for kind in (SetFeature, Reconstruct):
+        if isinstance(data, Mapping) and data.get("op") == kind.op:
+            return kind.from_json(data, path)
     if isinstance(data, Mapping) and data.get("op") == Use.op and not _is_function(data.get("function")):
         return Use.from_json(data, path)
-    return _parse(data, path, KINDS, f"{', '.join(KINDS)}, {SetFeature.op}")
+    return _parse(data, path, KINDS, f"{', '.join(KINDS)}, {SetFeature.op}, {Reconstruct.op}")
 
 
 def _is_function(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""`SetActivation`: what `SetFeature` is once its autoencoder has been looked up."""
+"""`SetActivation` and `Reconstruction`: `SetFeature` and `Reconstruct` once their autoencoder has been looked up."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from vllm_weir.schema.instructions import (
     ENCODE,
     FEATURE,
     HELD,
+    RECONSTRUCT,
     Instruction,
     LoweredIntervention,
     Source,
     VectorCollector,
 )
-from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.intervention_base import Intervention, Lookup
+from vllm_weir.schema.row_placement import on_heads
 from vllm_weir.schema.row_shapes import RowShape
 
 
@@ -44,7 +46,9 @@ class SetActivation(Intervention):
         add: the target is ``a + add``.
         read: (hook point, block) of the row that has the activation, which a token meets earlier;
             None for the row that is changed.
-        unit: names the unit among those that read elsewhere.
+        unit: names it, ``KEY:FEATURE`` with the key of its autoencoder on the workers.
+        read_back: whether `u` is scaled so that the activation of the new row is the target.
+        joins: whether it is added together with the next intervention, which sees the same row.
         sae: key of an autoencoder on the workers, which encodes the row whole to find the activation
             of its feature `feature`, in place of `w`, `bias` and `threshold`.
         feature: of `sae`.
@@ -64,6 +68,8 @@ class SetActivation(Intervention):
     add: float | None = field(default=None, kw_only=True)
     read: Any = field(default=None, kw_only=True)
     unit: str | None = field(default=None, kw_only=True)
+    read_back: bool = field(default=False, kw_only=True)
+    joins: bool = field(default=False, kw_only=True)
     sae: str | None = field(default=None, kw_only=True)
     feature: int | None = field(default=None, kw_only=True)
     positions: Any = field(default="all", kw_only=True)
@@ -119,3 +125,34 @@ class SetActivation(Intervention):
         if self.read is None:
             return LoweredIntervention((writes, held), collector.rows)
         return LoweredIntervention((held,), collector.rows, source=Source(self.read.hook, self.read.layer, writes))
+
+
+@right_words
+@dataclass(frozen=True)
+class Reconstruction(Intervention):
+    """Replace rows by their reconstruction.
+
+    Args:
+        sae: key of an autoencoder on the workers.
+        error: whether what it does not reconstruct is added again: then rows stay as they are.
+    """
+
+    op: ClassVar[str] = "reconstruction"
+    factor: ClassVar[str] = "name"
+    vectors: ClassVar[dict[str, tuple[int, ...]]] = {}
+    sae: str
+    layers: Any
+    hook: str
+    error: bool = field(default=False, kw_only=True)
+    positions: Any = field(default="all", kw_only=True)
+    per_layer: bool = field(default=False, kw_only=True)
+    heads: Any = field(default=None, kw_only=True)
+    neurons: Any = field(default=None, kw_only=True)
+    when: Any = field(default=None, kw_only=True)
+    path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
+
+    def lower(self, shape: RowShape, lookup: Lookup) -> LoweredIntervention:
+        self.part.check(shape, self.hook, self.path)
+        instructions = () if self.error else (Instruction(RECONSTRUCT, "", key=self.sae),)
+        lowered = LoweredIntervention(instructions, {})
+        return lowered if self.heads is None else on_heads([lowered], self.heads, shape[1], 0)

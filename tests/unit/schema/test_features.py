@@ -1,4 +1,4 @@
-"""`Features`, `SetFeature` and `Lens`: parsed or refused by name, and their wire forms."""
+"""`Features`, `SetFeature`, `Reconstruct` and `Lens`: parsed or refused by name, and their wire forms."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ VALID = [
         {"op": "set_feature", "name": "a", "feature": 3, "value": 2.0, "read_back": True},
     ),
     (weir.SetFeature("a", 3, add=-1.5), {"op": "set_feature", "name": "a", "feature": 3, "add": -1.5}),
+    (weir.Reconstruct("a"), {"op": "reconstruct", "name": "a"}),
+    (
+        weir.Reconstruct("a", error=True, positions=[3], when=weir.When("p", above=1.0)),
+        {"op": "reconstruct", "name": "a", "error": True, "positions": [3], "when": {"probe": "p", "above": 1.0}},
+    ),
     (weir.Lens(), {"kind": "logit", "layers": "all", "top_k": 10}),
     (weir.Lens("logit", 3, 4), {"kind": "logit", "layers": [3], "top_k": 4}),
     (
@@ -81,6 +86,7 @@ WRONG = {
         lens(kind="logit", name="j"),
         (weir.Features, {}),
         (weir.SetFeature, {"feature": 1, "value": 1}),
+        (weir.Reconstruct, {}),
         *(features(name=name) for name in ("", "a" * 300, 3)),
     ],
     "x.top_k": [
@@ -107,7 +113,8 @@ WRONG = {
         *(feature(read_back=True, **target) for target in ({"add": 1}, {"scale": 2}, {"value": -1})),
         feature(value=1, read_back=1),
     ],
-    "x.op": [feature(add=1, op="add")],
+    "x.error": [(weir.Reconstruct, {"name": "a", "error": 1})],
+    "x.op": [feature(add=1, op="add"), (weir.Reconstruct, {"name": "a", "op": "set_feature"})],
     "x.tokens": [*(lens(tokens=tokens) for tokens in ([], [1, 1], [-1], "a", list(range(5000))))],
     "x.hook": [lens(hook="z"), lens(hook="nowhere"), lens(name="j", hook="mlp_out"), lens(hook=3)],
     "x.layers": [feature(add=1, layers=3), lens(layers=[]), lens(layers=-1)],

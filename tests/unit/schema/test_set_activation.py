@@ -14,7 +14,7 @@ from vllm_weir.schema.intervention_kinds import parse_stored
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.schema.resolved_probes import LINEAR, ResolvedGate, ResolvedProbe
-from vllm_weir.schema.set_activation import SetActivation
+from vllm_weir.schema.set_activation import Reconstruction, SetActivation
 
 ALL = Positions.parse("all")
 W, U = np.arange(1.0, 4.0, dtype=np.float32), np.full(2, 0.5, np.float32)
@@ -37,18 +37,24 @@ def whole(**more):
 
 def test_the_wire_form_has_where_it_reads():
     moves = (resolved(elsewhere(), 2), resolved(whole(), 3), resolved(elsewhere(sae="key#2", feature=9), 2))
+    whole_row = resolved(Reconstruction("key#3", 2, "resid_post"), 3)
+    moves = (*moves, replace(moves[1], joins=True), replace(moves[0], joins=True), whole_row)
     spec = EngineSpec(ResolvedSpec(()), moves)
     assert EngineSpec.from_wire(spec.wire).moves == moves
-    assert spec.encoders == ("key#1", "key#2")
+    assert len({move.digest for move in moves}) == len(moves)
+    assert spec.encoders == ("key#1", "key#2", "key#3")
     assert ("mlp_in", (1,)) in spec.places
     assert len(moves[0].vectors) == 2 and len(moves[2].vectors) == 1, "what is encoded needs no column of the encoder"
 
 
 def test_a_server_stores_it():
-    for one in (elsewhere(unit="key#1:3"), whole(), elsewhere(sae="key#2", feature=9)):
+    stored = [elsewhere(unit="key#1:3"), whole(read_back=True), elsewhere(sae="key#2", feature=9)]
+    stored += [Reconstruction("key#3", 2, "resid_post", error=error) for error in (False, True)]
+    for one in stored:
         again = parse_stored(one.to_json(), "x")
-        assert again.to_json() == one.to_json()
-        assert len({resolved(item, len(one.u.array)).digest for item in (one, again)}) == 1
+        assert again == one and again.to_json() == one.to_json()
+        width = len(one.u.array) if isinstance(one, SetActivation) else 3
+        assert len({resolved(item, width).digest for item in (one, again)}) == 1
     assert elsewhere().source_site == Site("mlp_in", 1)
     assert elsewhere(value=None, add=1.0).source_site is None
 

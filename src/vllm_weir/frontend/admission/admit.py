@@ -30,16 +30,15 @@ from vllm_weir.frontend.admission.read_outs import AskedReadOut, read_late, read
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.scoring import ProbeResolver
 from vllm_weir.frontend.admission.stacks import stack
-from vllm_weir.frontend.admission.units import check_units
+from vllm_weir.frontend.admission.units import check_units, joined
 from vllm_weir.frontend.derived.sources import DerivedPoints, Expansion
 from vllm_weir.results.stacked import Stacked
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.features import SetFeature
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.functions import pickled
 from vllm_weir.schema.hooks import DERIVED_HOOKS, Site
 from vllm_weir.schema.intervention_base import Intervention, at_most
-from vllm_weir.schema.intervention_kinds import AnyIntervention, Kept
+from vllm_weir.schema.intervention_kinds import AnyIntervention, Kept, OfAutoencoder
 from vllm_weir.schema.interventions import scaled
 from vllm_weir.schema.named_hooks import NO_CODE, Use
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
@@ -253,7 +252,8 @@ class _Admission:
         # What many requests share is about images where there are some.
         everybody = (*map(self._settled, self.always), *from_modules)
         shared = [one for one in everybody if self.vocabulary.occurs(one.positions)]
-        interventions = tuple(resolve_tokens(self._settled(one), self.vocabulary) for one in (*shared, *own))
+        resolved = (resolve_tokens(self._settled(one), self.vocabulary) for one in (*shared, *own))
+        interventions = joined(tuple(resolved), spec.dose)
         check_units(interventions)
         for one in interventions:
             if isinstance(one, Hook) and one.function.adapter:
@@ -266,7 +266,7 @@ class _Admission:
             one = self.hooks.resolve(one, self.lookup)
         if isinstance(one, Hook) and one.function.why and self.capabilities.traits.pickles:
             return with_fields(one, function=pickled(one.function, f"{one.path}.function"))
-        return self.saes.resolve(one) if isinstance(one, SetFeature) else one
+        return self.saes.resolve(one) if isinstance(one, OfAutoencoder) else one
 
     def _check_one_stage(self, hook: Hook) -> None:
         """Raise WeirError if the blocks of a hook, which saves for all of them in one place, have different workers."""

@@ -16,7 +16,7 @@ from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.frontend.admission.scoring import by_move
 from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.engine_spec import EngineSpec
-from vllm_weir.schema.features import SetFeature
+from vllm_weir.schema.features import Reconstruct, SetFeature
 from vllm_weir.schema.functions import Travelling
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
@@ -25,7 +25,7 @@ from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.schema.row_shards import RowShard, ShardWidths
 from vllm_weir.schema.selectors import Asked
-from vllm_weir.schema.set_activation import SetActivation
+from vllm_weir.schema.set_activation import Reconstruction, SetActivation
 from vllm_weir.schema.stop_rules import StopRule
 from vllm_weir.schema.taps import STAGES, column_of, shard_column
 
@@ -40,8 +40,8 @@ class GivenIntervention(NamedTuple):
 
     @classmethod
     def of(cls, intervention: Intervention) -> GivenIntervention:
-        op = SetFeature.op if isinstance(intervention, SetActivation) else intervention.op
-        return cls(op, intervention.hook)
+        asked = {SetActivation.op: SetFeature.op, Reconstruction.op: Reconstruct.op}
+        return cls(asked.get(intervention.op, intervention.op), intervention.hook)
 
 
 @dataclass(frozen=True)

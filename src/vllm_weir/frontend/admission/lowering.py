@@ -46,8 +46,8 @@ def lower(
 ) -> LoweredInterventions:
     """Resolve interventions, in order, for the blocks and row shapes of an engine.
 
-    Autoencoders have replaced each `SetFeature`. `lookup` is (reference, field) -> array; `check` refuses
-    a site that the request cannot have.
+    Autoencoders have replaced each `SetFeature` and `Reconstruct`. `lookup` is (reference, field) -> array; `check`
+    refuses a site that the request cannot have.
 
     Raises:
         WeirError: naming the field, for what cannot be done exactly as asked.
@@ -103,7 +103,13 @@ def _moves(
                 out.calls.update(lowered.calls)
     return [
         ResolvedIntervention(
-            intervention.hook, tuple(layers), intervention.positions, per_position, instructions, source=source
+            intervention.hook,
+            tuple(layers),
+            intervention.positions,
+            per_position,
+            instructions,
+            source=source,
+            joins=isinstance(intervention, SetActivation) and intervention.joins,
         )
         for (instructions, per_position, source), layers in layers_by_effect.items()
     ]

@@ -17,11 +17,12 @@ from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE, without_decoder
 from vllm_weir.sae.cross_layer import block_key
 from vllm_weir.sae.tensors import check_finite
-from vllm_weir.schema.features import MAX_NAME, SetFeature
+from vllm_weir.schema.features import MAX_NAME, Reconstruct, SetFeature
 from vllm_weir.schema.hooks import DERIVED_HOOKS
+from vllm_weir.schema.intervention_kinds import OfAutoencoder
 from vllm_weir.schema.row_shapes import row_width
 from vllm_weir.schema.sae_info import SAEInfo
-from vllm_weir.schema.set_activation import SetActivation
+from vllm_weir.schema.set_activation import Reconstruction, SetActivation
 
 LEAST_COSINE = 0.01
 """Of a feature's encoder and decoder, for what is read back: beyond, the change would be 100 times what is read."""
@@ -151,8 +152,8 @@ class SAERegistry:
             raise WeirError(f"no autoencoder is loaded as {brief(name)!r}; {known} (weir.load_sae does that)", field)
         return loaded
 
-    def resolve(self, asked: SetFeature) -> SetActivation:
-        """Return what a `SetFeature` does at the hook point that its autoencoder writes, of one block or several.
+    def resolve(self, asked: OfAutoencoder) -> SetActivation | Reconstruction:
+        """Return what an intervention does at the hook point that its autoencoder writes, of one block or several.
 
         Raises:
             WeirError: naming the field, if there is no such autoencoder or feature, or if it cannot
@@ -160,6 +161,8 @@ class SAERegistry:
         """
         name_field = f"{asked.path}.name"
         loaded = self.find(asked.name, name_field)
+        if isinstance(asked, Reconstruct):
+            return _reconstruction(loaded, asked)
         sae, key = loaded.block(asked.layer, f"{asked.path}.layer")
         try:
             if asked.read_back:
@@ -212,7 +215,9 @@ def _read_back(sae: SAE, key: str, asked: SetFeature) -> SetActivation:
         )
     # A value of 0 leaves rows alone in which the feature is 0 already.
     threshold = response.theta if value == 0 else -1e38
-    return _intervention(sae, key, asked, response.w, u / seen, bias=response.b, threshold=threshold, value=value)
+    return _intervention(
+        sae, key, asked, response.w, u / seen, bias=response.b, threshold=threshold, value=value, read_back=True
+    )
 
 
 def _intervention(sae: SAE, key: str, asked: SetFeature, w: Any, u: Any, /, **target: Any) -> SetActivation:
@@ -222,9 +227,7 @@ def _intervention(sae: SAE, key: str, asked: SetFeature, w: Any, u: Any, /, **ta
     for each block that it writes.
     """
     first, writes = sae.out_site.layer, sae.config.writes
-    unit: dict[str, Any] = {"heads": sae.head}
-    if sae.site != sae.out_site:
-        unit = {"read": sae.site, "unit": f"{key}:{asked.feature}"}
+    unit: dict[str, Any] = {"heads": sae.head} if sae.site == sae.out_site else {"read": sae.site}
     return SetActivation(
         np.atleast_2d(u)[0] if w is None else w,
         dict(enumerate(u, first)) if writes else u,
@@ -233,8 +236,29 @@ def _intervention(sae: SAE, key: str, asked: SetFeature, w: Any, u: Any, /, **ta
         positions=asked.positions,
         when=asked.when,
         path=asked.path,
+        unit=f"{key}:{asked.feature}",
         **unit,
         **target,
+    )
+
+
+def _reconstruction(loaded: LoadedSAE, asked: Reconstruct) -> Reconstruction:
+    sae = loaded.sae
+    if sae.config.is_transcoder:
+        raise WeirError(
+            f"{loaded.name!r} is a transcoder, which reads rows of {sae.site.hook} and reconstructs those of "
+            f"{sae.out_site.hook}; only an autoencoder of one hook point replaces its rows",
+            f"{asked.path}.name",
+        )
+    return Reconstruction(
+        loaded.key,
+        sae.site.layer,
+        sae.site.hook,
+        error=asked.error,
+        positions=asked.positions,
+        heads=sae.head,
+        when=asked.when,
+        path=asked.path,
     )
 
 

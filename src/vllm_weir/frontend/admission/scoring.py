@@ -22,7 +22,7 @@ from vllm_weir.schema.probe_base import ProbeBase
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.schema.selectors import Asked
-from vllm_weir.schema.set_activation import SetActivation
+from vllm_weir.schema.set_activation import Reconstruction, SetActivation
 from vllm_weir.schema.stop_rules import StopRule, StopText
 from vllm_weir.schema.taps import STAGES, reads_in_time, tap_of
 from vllm_weir.schema.user_hooks import Hook
@@ -290,7 +290,7 @@ class ProbeResolver:
             if one.hook != "resid_pre":
                 continue
             sites = {Site(one.hook, layer) for layer in one.resolve_layers(self._capabilities.num_layers)}
-            called = isinstance(one, Hook) or (isinstance(one, SetActivation) and one.sae is not None)
+            called = isinstance(one, (Hook, Reconstruction)) or (isinstance(one, SetActivation) and one.sae is not None)
             if called and (first := min(undecided & sites, key=place_of, default=None)) is not None:
                 raise WeirError(
                     f"this is given the row of {first} after an intervention there whose gate reads what leaves the "

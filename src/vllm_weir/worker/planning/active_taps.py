@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import HELD, HOOK, IN_GRAPHS, WRITES
+from vllm_weir.schema.instructions import HELD, HOOK, IN_GRAPHS, RECONSTRUCT, WRITES
 from vllm_weir.schema.taps import CELLS, GROUPS, NO_GRAPH, SCORES, STAGES, Place, early_bit, tap_of
 from vllm_weir.util.identity_cache import IdentityCache
 
@@ -126,8 +126,8 @@ def _mask_of_spec(number_of: Callable[[str], int | None], spec: EngineSpec) -> i
 
 
 def _uses_cells(spec: EngineSpec) -> bool:
-    """Return whether an instruction of a request writes or reads a cell, or takes the row that a function returned."""
-    kinds = *WRITES, HELD, HOOK
+    """Return whether an instruction of a request writes or reads a cell, or takes a row that was computed for it."""
+    kinds = *WRITES, HELD, HOOK, RECONSTRUCT
     return spec.dose or any(one.cell or one.kind in kinds for step in spec.steps for one in step.instructions)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import BY_COLUMN, DOSE, ENCODE, HOOK, Instruction, ResolvedIntervention
+from vllm_weir.schema.instructions import BY_COLUMN, DOSE, ENCODE, HOOK, RECONSTRUCT, Instruction, ResolvedIntervention
 from vllm_weir.schema.row_shapes import Shard, ring_rows
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import tap_of
@@ -82,7 +82,8 @@ class ProgramTable(HostTables):
         ints: int32 [nodes, 8], see INT_FIELDS.
         floats: float32 [nodes, 4], see FLOAT_FIELDS.
         vectors: float32 [vectors, d_model].
-        called: node -> its instruction, of ENCODE and HOOK nodes, for which something runs between kernels.
+        called: node -> its instruction, of ENCODE and HOOK nodes, for which something runs between kernels. A
+            RECONSTRUCT has a HOOK node: to a kernel both are a row that it is given.
         followers: called when vectors move to other rows, with int64 [vectors]: the new row of each.
     """
 
@@ -242,7 +243,7 @@ class ProgramTable(HostTables):
         vector_slot = self._vector_slots.slot_of
         for chain, taps in chains:
             next_node = -1
-            hooks = sum(term.kind == HOOK for term, *_ in chain)
+            hooks = sum(term.kind in (HOOK, RECONSTRUCT) for term, *_ in chain)
             for term, flags, lo, hi, shift in reversed(chain):
                 node = self._free_nodes.pop()
                 u = vector_slot[term.u] if term.u else -1
@@ -250,12 +251,12 @@ class ProgramTable(HostTables):
                 nodes.append(node)
                 self.ints[node] = term.kind, u, w, next_node, flags, lo, hi, shift
                 self.floats[node] = term.a, term.b, term.lo, term.hi
-                if term.kind in (ENCODE, HOOK):
+                if term.kind in (ENCODE, HOOK, RECONSTRUCT):
                     self.called[node] = term
-                if term.kind == HOOK:
+                if term.kind in (HOOK, RECONSTRUCT):
                     hooks -= 1  # the place of its row among those held for the token
-                    slot, function = self._place_of(term.key)
-                    self.floats[node] = 1.0, slot, hooks, function
+                    slot, function = self._place_of(term.key) if term.kind == HOOK else (0, -1)
+                    self.ints[node, 0], self.floats[node] = HOOK, (1.0, slot, hooks, function)
                 next_node = node
             heads[taps if len(taps) > 1 else taps[0]] = next_node  # numpy is slower with a list as index
         self._nodes_of[key] = nodes
@@ -313,7 +314,7 @@ class ProgramTable(HostTables):
         """
         terms = intervention.instructions if rank < 0 else intervention.of_position(rank)
         flags = AFTER_POST if intervention.hook == "resid_pre" else 0
-        end, nodes = LAST, []
+        end, nodes = 0 if intervention.joins else LAST, []
         for term in reversed(terms):
             start, stop = (term.start, term.stop) if term.stop else (0, row.width)
             lo, hi = max(start, row.start), min(stop, row.stop)

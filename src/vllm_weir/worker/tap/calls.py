@@ -1,4 +1,4 @@
-"""What is called inside taps between their kernels: autoencoders that encode rows whole, and users' functions.
+"""What is called inside taps between their kernels: autoencoders on whole rows, and users' functions.
 
 No kernel does that. In a step with such nodes the taps are called without a CUDA graph. Each of them first computes
 the rows as they are at its ENCODE and HOOK nodes, and calls what these name; what that returns is written to where the
@@ -17,10 +17,11 @@ import torch
 from vllm_weir.errors import WeirError
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import ENCODE, HOOK
+from vllm_weir.schema.instructions import ENCODE, HOOK, RECONSTRUCT
 from vllm_weir.schema.taps import site_of
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.functions import Part, WorkerFunctions
+from vllm_weir.worker.row_functions import spoiled
 from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, ProgramTable
 from vllm_weir.worker.tap import cpu_kernel
 from vllm_weir.worker.tap.batch import Batch
@@ -125,9 +126,11 @@ class TapCalls:
         else:
             rows_at = cpu_kernel.rows_at
         rows = rows_at(hidden, other, number, *one, ints, floats, vectors, cells, held)
-        kinds = self._table.ints[one.nodes, 0]
+        kinds = np.array([self._table.called[node].kind for node in one.nodes.tolist()])
         for members in self._alike(one, np.flatnonzero(kinds == ENCODE)):
             self._encode(one, members, rows, cells)
+        for members in self._alike(one, np.flatnonzero(kinds == RECONSTRUCT)):
+            self._reconstruct(one, members, rows, held)
         for members in self._alike(one, np.flatnonzero(kinds == HOOK)):
             self._run(tap, one, members, rows, held)
 
@@ -154,6 +157,20 @@ class TapCalls:
         found = self._find(called[0].key).chosen(rows[self._index(at), lo:hi], self._index(distinct))
         own_cells = (self._table.ints[nodes, 4] >> CELL_BIT) - 1
         cells[self._index(one.tokens[at]), self._index(own_cells)] = found.gather(1, self._index(which)[:, None])[:, 0]
+
+    def _reconstruct(self, one: _Round, at: np.ndarray, rows: torch.Tensor, held: torch.Tensor) -> None:
+        """Hold the reconstructions of rows; a request whose row has none that is finite fails, and keeps the row."""
+        tokens, node = one.tokens[at], one.nodes[at[0]]
+        lo, hi = self._table.ints[node, 5:7].tolist()
+        own = rows[self._index(at), lo:hi]
+        new = self._find(self._table.called[int(node)].key).reconstructed(own)
+        bad = spoiled(own, new)
+        place = self._index(self._table.floats[one.nodes[at], 2])
+        held[self._index(tokens), place, lo:hi] = torch.where(bad[:, None], own.float(), new)
+        for k in bad.nonzero()[:, 0].tolist():
+            self._fail(
+                self._owner(one, at[k]), "the reconstruction of one of its rows is not finite in the model's dtype"
+            )
 
     def _run(self, tap: int, one: _Round, at: np.ndarray, rows: torch.Tensor, held: torch.Tensor) -> None:
         """Call a function on rows of the requests that it serves; if it fails they keep them."""
