@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_weir.bench.weights import fill_engine, fill_reference
+from vllm_weir.bench.reference import fill_engine, fill_reference
 
 CYCLE = 7
 LOGIT = 0.02

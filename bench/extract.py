@@ -54,7 +54,7 @@ def run(given: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
     from vllm import LLM, SamplingParams
 
     import vllm_weir as weir
-    from vllm_weir.bench.weights import LLAMA_8B, add_tokenizer, make_model
+    from vllm_weir.bench.reference import LLAMA_8B, add_tokenizer, make_model
 
     config = LLAMA_8B | (SMALL if given.small else {})
     model = make_model(work / "model", config)

@@ -30,7 +30,7 @@ from extract import WORDS
 from transformers import AutoTokenizer
 
 import vllm_weir as weir
-from vllm_weir.bench.weights import add_tokenizer
+from vllm_weir.bench.reference import add_tokenizer
 from vllm_weir.extraction.engine import PIECES_AHEAD, PromptRows
 from vllm_weir.storage import Batch
 

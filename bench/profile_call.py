@@ -206,8 +206,8 @@ def main() -> None:
     from vllm_weir.bench.cases import WORKLOADS
     from vllm_weir.bench.cli import SMALL_WORKLOADS, model_fields
     from vllm_weir.bench.plan import BenchPlan, EngineChoice, WorkloadSizes
+    from vllm_weir.bench.reference import fill_engine
     from vllm_weir.bench.systems import WeirSystem
-    from vllm_weir.bench.weights import fill_engine
 
     work = Path(tempfile.mkdtemp())
     cuda = not given.cpu

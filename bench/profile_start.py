@@ -43,7 +43,7 @@ def start(config: dict[str, Any] | None, layers: int, width: int) -> dict[str, f
     import torch
     from vllm import LLM
 
-    from vllm_weir.bench.weights import make_model
+    from vllm_weir.bench.reference import make_model
     from vllm_weir.patches import discovery
     from vllm_weir.worker.runtime import WorkerRuntime
 

@@ -103,8 +103,8 @@ def main() -> None:
     from vllm import LLM
 
     from vllm_weir.bench.plan import BatchSize, BenchPlan, EngineChoice
+    from vllm_weir.bench.reference import LLAMA_8B, fill_engine, make_model
     from vllm_weir.bench.systems import WeirSystem
-    from vllm_weir.bench.weights import LLAMA_8B, fill_engine, make_model
 
     work = Path(tempfile.mkdtemp())
     batches = tuple(map(int, given.batches.split(",")))

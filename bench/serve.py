@@ -35,7 +35,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import vllm_weir as weir
 from tests.engine.serving import PLAIN, WEIR, running
-from vllm_weir.bench.weights import LLAMA_8B, make_model
+from vllm_weir.bench.reference import LLAMA_8B, make_model
 
 PAUSE = 0.3
 """Seconds after a round, for what it has left to do."""

@@ -341,7 +341,7 @@ def problems(result: Mapping[str, Any]) -> list[str]:
 
 
 def run(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from vllm_weir.bench.weights import LLAMA_8B, make_model
+    from vllm_weir.bench.reference import LLAMA_8B, make_model
 
     given.model = make_model(folder / "model", LLAMA_8B | (TINY if given.tiny else {}))
     if given.tiny:

@@ -29,7 +29,7 @@ def trace(layers: int) -> None:
     import torch._inductor.compile_fx as inductor
     from vllm import LLM
 
-    from vllm_weir.bench.weights import LLAMA_8B, make_model
+    from vllm_weir.bench.reference import LLAMA_8B, make_model
 
     began: list[float] = []
     compile_frame = frames._compile

@@ -46,7 +46,7 @@ class InterpEngineSystem(LibrarySystem):
         return model
 
     def fill(self, llm: Any) -> list[int]:
-        from vllm_weir.bench.weights import fill_engine
+        from vllm_weir.bench.reference import fill_engine
 
         asked = llm.model.engine.collective_rpc("apply_model", args=(fill_engine,))
         filled: list[int] = llm.runner.run(asked, what="weir bench")

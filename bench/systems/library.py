@@ -37,7 +37,7 @@ class LibrarySystem(StockSystem):
 
     def _with_tokenizer(self) -> str:
         """Return a copy of the plan's model, with a token for each id: the other systems start without one."""
-        from vllm_weir.bench.weights import add_tokenizer
+        from vllm_weir.bench.reference import add_tokenizer
 
         folder = shutil.copytree(self.plan.model, self.scratch / "model", dirs_exist_ok=True)
         add_tokenizer(str(folder), self.plan.vocab)

@@ -33,7 +33,7 @@ class TransformersSystem(StockSystem):
         return {"model": self.plan.model, "dtype": self.plan.dtype, "layers": list(choice.layers)}
 
     def start(self, arguments: dict[str, Any]) -> Any:
-        from vllm_weir.bench.weights import transformers_model
+        from vllm_weir.bench.reference import transformers_model
 
         return HookedModel(transformers_model(self.plan), arguments["layers"])
 

@@ -49,7 +49,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     import vllm_weir as weir
-    from vllm_weir.bench.weights import make_model
+    from vllm_weir.bench.reference import make_model
 
     llm = LLM(
         make_model(Path(tempfile.mkdtemp())), load_format="dummy", dtype="bfloat16", max_model_len=2048,

@@ -60,7 +60,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     import vllm_weir as weir
-    from vllm_weir.bench.weights import make_model
+    from vllm_weir.bench.reference import make_model
     from vllm_weir.config.settings import Settings
 
     llm = LLM(

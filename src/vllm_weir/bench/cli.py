@@ -229,7 +229,7 @@ def _show(result: BenchResult, markdown: Path | None, chart: Path | None) -> Non
         markdown.write_text(as_markdown(result))
         console.print(f"[dim]{markdown}[/]")
     if chart is not None:
-        from vllm_weir.bench.chart import draw_chart
+        from vllm_weir.bench.report import draw_chart
 
         for path in draw_chart(result, chart):
             console.print(f"[dim]{path}[/]")
@@ -299,7 +299,7 @@ def model_fields(name: str, work: Path, cuda: bool) -> dict[str, Any]:
     """Return the plan's fields about a model: ``llama-8b``, ``demo``, or a directory."""
     from transformers import AutoConfig
 
-    from vllm_weir.bench.weights import make_model
+    from vllm_weir.bench.reference import make_model
     from vllm_weir.util.shipped import model_path
 
     dummy = name == "llama-8b"

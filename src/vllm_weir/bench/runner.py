@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_weir.bench.cases import CAPTURES, CASES, STEERS, can_run
-from vllm_weir.bench.deadlines import Deadlines, TaskTimes
 from vllm_weir.bench.plan import BenchPlan, BenchTask, EngineChoice
-from vllm_weir.bench.process import WorkerExited, WorkerProcess, WorkerTimeout
+from vllm_weir.bench.process import Deadlines, TaskTimes, WorkerExited, WorkerProcess, WorkerTimeout
 from vllm_weir.bench.result import UNCOMPARED, BenchResult, RowCheck, mark_checks, set_ratios, startup
 from vllm_weir.bench.systems import known_systems
 

@@ -12,13 +12,12 @@ from typer.testing import CliRunner
 
 from tests.support.machine import module, needs
 from tests.unit.bench.fakes import DECODE, PREFILL, Fake, by_key, decode, plan, result, run_fake
-from vllm_weir.bench import cli, deadlines, runner, systems
-from vllm_weir.bench.chart import draw_chart
+from vllm_weir.bench import cli, process, runner, systems
 from vllm_weir.bench.plan import BenchTask
 from vllm_weir.bench.process import WorkerExited, WorkerTimeout
-from vllm_weir.bench.report import as_markdown
+from vllm_weir.bench.reference import draw, fill_engine, fill_reference
+from vllm_weir.bench.report import as_markdown, draw_chart
 from vllm_weir.bench.result import BenchResult, RowCheck, mark_checks, merge, pool, set_ratios, startup, summarise
-from vllm_weir.bench.weights import draw, fill_engine, fill_reference
 from vllm_weir.cli.main import app
 
 WIDE = {"COLUMNS": "400"}
@@ -251,7 +250,7 @@ def test_what_goes_wrong_is_said_and_costs_nothing_else(
 def clocked(monkeypatch: Any, ask: Any) -> tuple[list[float], type[Fake]]:
     """A clock, and a system whose `ask(seconds, do, count)` returns what a command takes and what it raises, if any."""
     now = [0.0]
-    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
 
     class Timed(Fake):
         def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:

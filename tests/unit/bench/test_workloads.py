@@ -14,9 +14,8 @@ from tests.support.machine import module, needs
 from tests.unit.bench.fakes import SIZES, Fake, by_key, plan, result, run_fake, texts, workloads
 from vllm_weir.bench import reference
 from vllm_weir.bench.cases import CANNOT, CASES, CHAT_ROLES, SETS, SYSTEMS, TITLES, WORKLOADS, can_run
-from vllm_weir.bench.chart import COLOURS, draw_chart
 from vllm_weir.bench.plan import BatchSize, BenchPlan, EngineChoice
-from vllm_weir.bench.report import as_markdown, columns
+from vllm_weir.bench.report import COLOURS, as_markdown, columns, draw_chart
 from vllm_weir.bench.result import pool
 from vllm_weir.bench.runner import Bench
 from vllm_weir.bench.systems import instruments, known_systems

@@ -65,7 +65,7 @@ class StockSystem:
 
     def fill(self, llm: Any) -> list[int]:
         """Draw the weights of the engine's dummy model in place, and return how many there are on each rank."""
-        from vllm_weir.bench.weights import fill_engine
+        from vllm_weir.bench.reference import fill_engine
 
         filled: list[int] = llm.apply_model(fill_engine)
         return filled

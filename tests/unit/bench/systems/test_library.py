@@ -15,7 +15,7 @@ from bench.systems.library import LibrarySystem
 from bench.systems.nnsight import NnsightSystem
 from tests.unit.bench.fakes import plan
 from vllm_weir.bench.plan import BenchPlan
-from vllm_weir.bench.weights import LLAMA_8B, make_model
+from vllm_weir.bench.reference import LLAMA_8B, make_model
 
 SYSTEMS = (NnsightSystem, InterpEngineSystem)
 
