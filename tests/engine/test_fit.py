@@ -18,8 +18,7 @@ from tests.support.oracle import Oracle
 from tests.support.steering_packages import repeng, steering_vectors
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.vectors.load import load_vector
-from vllm_weir.fitting.folds import split
-from vllm_weir.fitting.layer import auc
+from vllm_weir.fitting.layer import auc, split
 
 pytestmark = pytest.mark.engine("demo")
 LAYERS, PAIRS = 6, 25  # an odd number of pairs: their votes on a sign are no tie

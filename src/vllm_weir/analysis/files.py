@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from vllm_weir.analysis.reconstruct import native
-from vllm_weir.storage.layouts.npz_file import read_npz
+from vllm_weir.storage.layouts.npz_arrays import read_npz
+from vllm_weir.storage.local_files import split_url
 from vllm_weir.storage.object_store import ObjectStore
-from vllm_weir.storage.urls import split_url
 
 
 def load_activation_manifest(manifest_path: str | PathLike) -> dict[str, Any]:

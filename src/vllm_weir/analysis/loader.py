@@ -26,10 +26,8 @@ from vllm_weir.schema.hooks import Site, normalise_hook
 from vllm_weir.schema.scalars import plain
 from vllm_weir.storage.dataset import ActivationDataset
 from vllm_weir.storage.index import Index, short_names
-from vllm_weir.storage.layouts.npz import folder_of
-from vllm_weir.storage.layouts.npz_arrays import CODES, to_arrays
-from vllm_weir.storage.layouts.npz_file import read_npz
-from vllm_weir.storage.layouts.npz_reader import home_of, unpack_own
+from vllm_weir.storage.layouts.npz import folder_of, home_of, unpack_own
+from vllm_weir.storage.layouts.npz_arrays import CODES, read_npz, to_arrays
 from vllm_weir.storage.loading import load
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import ArrayBlock, RecordBlock

@@ -1,4 +1,4 @@
-"""A system's process as the measuring process sees it: it is asked, waited for with a limit, and ended."""
+"""A system's process as the measuring process sees it: it is asked, waited for within limits, and ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of kept rows with transformers on the same tokens and weights, in fp32, in a process of its own."""
+"""The weights of runs, and kept rows beside those of transformers in fp32, in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A result as tables, of steps and of workloads: in the terminal, and as Markdown for the README."""
+"""A result as tables, in the terminal and as Markdown, and as a chart of the time over stock vLLM's."""
 
 from __future__ import annotations
 

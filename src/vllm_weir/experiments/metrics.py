@@ -1,11 +1,11 @@
-"""Metrics: what a patched run is measured by, one number for each output of the engine."""
+"""Metrics: what a patched run is measured by, one number for each output; and which of two prompts is patched."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -266,3 +266,17 @@ def qualified_name(function: Any) -> str:
         return f"{qualified_name(function.func)}({', '.join(given)})"
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__qualname__)
     return f"{module}.{name}"
+
+
+Mode = Literal["denoise", "noise"]
+DENOISE: Mode = "denoise"
+"""The corrupt prompt is run, with clean rows put in."""
+NOISE: Mode = "noise"
+"""The clean prompt is run, with corrupt rows put in."""
+MODES = (DENOISE, NOISE)
+
+
+def parse_mode(mode: Any) -> Mode:
+    if mode not in MODES:
+        raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(MODES)}", "mode")
+    return cast("Mode", mode)

@@ -1,8 +1,9 @@
-"""Figures of experiments: a heat map for each hook point of a grid, and the AUC by block."""
+"""Figures of experiments: heat maps of a grid, the AUC by block, and checks of the files that will be written."""
 
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -14,6 +15,8 @@ from vllm_weir.analysis.plot_style import (
     BLUE,
     FAINT,
     INK,
+    check_matplotlib,
+    check_suffix,
     colours,
     finish,
     finished,
@@ -150,3 +153,21 @@ def draw_auc(areas: Mapping[int, float], best: int, title: str, path: str | Path
     axis.xaxis.get_major_locator().set_params(integer=True)
     finish(axis, title)
     return finished(figure, path, title, [["block", "AUC"], *([str(n), f"{area:.4f}"] for n, area in areas.items())])
+
+
+def check_output(path: str, field: str) -> None:
+    target = Path(path)
+    if target.is_dir():
+        raise WeirError(f"{brief(path, 200)} is a folder; name a file", field)
+    if not target.parent.is_dir():
+        raise WeirError(f"there is no folder {brief(str(target.parent), 200)}", field)
+    if not os.access(target.parent, os.W_OK):
+        raise WeirError(f"the folder {brief(str(target.parent), 200)} cannot be written to", field)
+
+
+def check_plot(path: str, field: str = "plot") -> None:
+    """Raise WeirError naming `field` unless a plot can be drawn and has the name of one; its folder may be missing."""
+    check_suffix(path, field)
+    check_matplotlib()
+    if Path(path).parent.exists():
+        check_output(path, field)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_weir.extraction.counts import RecordCounts
+from vllm_weir.extraction.run_spec import RecordCounts
 from vllm_weir.storage.cli import (
     exit_on_error,
     parse_compression,

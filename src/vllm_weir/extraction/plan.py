@@ -9,8 +9,7 @@ from typing import Any
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.engine import ExtractionEngine, VllmEngine
 from vllm_weir.extraction.feature_writer import PART_BYTES, FeatureWriter
-from vllm_weir.extraction.prompt_reader import PromptReader
-from vllm_weir.extraction.record_loop import RecordLoop, RecordWriter
+from vllm_weir.extraction.record_loop import PromptReader, RecordLoop, RecordWriter
 from vllm_weir.extraction.run_spec import WEIGHTS, RunSpec, begin_run, check_run, read_skipped
 from vllm_weir.extraction.source import TextSource
 from vllm_weir.schema.row_notes import describe_rows

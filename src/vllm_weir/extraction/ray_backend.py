@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.counts import RecordCounts
+from vllm_weir.extraction.run_spec import RecordCounts
 
 if TYPE_CHECKING:
     from vllm_weir.extraction.plan import ExtractionPlan, Ray

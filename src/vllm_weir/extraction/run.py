@@ -13,11 +13,18 @@ from typing import Any, Literal
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.adapter import Adapter
-from vllm_weir.extraction.counts import RecordCounts
 from vllm_weir.extraction.engine import ExtractionEngine, VllmEngine
 from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.plan import ExtractionPlan, FeatureTarget, OutputTarget, Ray
-from vllm_weir.extraction.run_spec import CAPTURED, RunSpec, check_run, read_skipped, request_id, write_skipped
+from vllm_weir.extraction.run_spec import (
+    CAPTURED,
+    RecordCounts,
+    RunSpec,
+    check_run,
+    read_skipped,
+    request_id,
+    write_skipped,
+)
 from vllm_weir.extraction.source import open_source
 from vllm_weir.schema.capture import Capture, Reduction, parse_layers
 from vllm_weir.schema.fields import right_words

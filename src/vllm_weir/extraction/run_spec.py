@@ -1,4 +1,4 @@
-"""`RunSpec`: what a run extracts; and the files beside the rows that describe a run."""
+"""`RunSpec`: what a run extracts; what it did, and the files beside the rows that describe it."""
 
 from __future__ import annotations
 
@@ -167,3 +167,32 @@ def _lines(skipped: dict[int, str]) -> Iterator[bytes]:
 
 def _short(value: Any) -> str:
     return brief(json.dumps(value), 80)
+
+
+@dataclass
+class RecordCounts:
+    """Counts of what was done.
+
+    Attributes:
+        requests, rows, tokens, bytes: Written; bytes of the rows as they are stored.
+        held: Records that the dataset already had.
+        truncated: Requests whose prompt was cut.
+        skipped: Record -> why it was skipped.
+    """
+
+    requests: int = 0
+    rows: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    held: int = 0
+    truncated: int = 0
+    skipped: dict[int, str] = field(default_factory=dict)
+
+    def add(self, other: RecordCounts) -> None:
+        for name in ("requests", "rows", "tokens", "bytes", "held", "truncated"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.skipped |= other.skipped
+
+    @property
+    def records(self) -> int:
+        return self.requests + self.held + len(self.skipped)

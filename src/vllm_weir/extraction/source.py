@@ -18,9 +18,8 @@ import pyarrow as pa
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.readers import READERS, InputFile, kind_of
+from vllm_weir.storage.local_files import split_url, store_errors
 from vllm_weir.storage.object_store import ObjectStore
-from vllm_weir.storage.store_errors import store_errors
-from vllm_weir.storage.urls import split_url
 
 BLOCK = 4 << 20
 """Files are read and digested in blocks of this many bytes."""

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.fitting.folds import Folds, split
-from vllm_weir.fitting.layer import LayerFit, fit_layer
+from vllm_weir.fitting.layer import Folds, LayerFit, fit_layer, split
 from vllm_weir.fitting.methods import METHODS, MethodOptions
 
 

@@ -22,9 +22,8 @@ import yaml
 from vllm_weir.errors import MissingFile, WeirError
 from vllm_weir.sae import cross_layer
 from vllm_weir.sae.config import SAEConfig
-from vllm_weir.sae.hook_names import hook_name
-from vllm_weir.sae.published import CIRCUIT_HOOKS, Entries, Tensors
-from vllm_weir.sae.raw_files import read_json, read_safetensors, read_yaml
+from vllm_weir.sae.published import CIRCUIT_HOOKS, Entries, Tensors, read_json, read_safetensors, read_yaml
+from vllm_weir.sae.saelens import hook_name
 
 Blocks = Sequence[tuple[Entries, Tensors]]
 Shape = tuple[int, ...]

@@ -17,8 +17,7 @@ from vllm_weir.sae import cross_layer, cross_layer_files
 from vllm_weir.sae import tensors as folding
 from vllm_weir.sae.config import ROW_NORMALISATIONS, SAEConfig
 from vllm_weir.sae.cross_layer_files import CrossLayerFormat
-from vllm_weir.sae.published import FORMATS, Entries, Format, format_of
-from vllm_weir.sae.raw_files import read_json, read_safetensors
+from vllm_weir.sae.published import FORMATS, Entries, Format, format_of, read_json, read_safetensors
 from vllm_weir.sae.saelens import Given, ParsedFile, parse_cfg, to_cfg
 from vllm_weir.schema.hooks import parse_site
 from vllm_weir.util.atomic_write import atomic_write

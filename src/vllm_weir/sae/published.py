@@ -20,16 +20,19 @@ is refused by its name.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
+from safetensors import safe_open
 
-from vllm_weir.errors import WeirError, brief
-from vllm_weir.sae.raw_files import read_json, read_safetensors, read_yaml
-from vllm_weir.util.foreign_files import load_torch
+from vllm_weir.errors import MissingFile, WeirError, brief
+from vllm_weir.schema.json_text import is_json, loads
+from vllm_weir.util.foreign_files import MAX_NAMES, damage_refused, load_torch, open_regular, stand_in
 
 Entries = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -245,3 +248,48 @@ FORMATS = (
     ),
 )
 """In the order in which they are tried."""
+
+
+MAX_TEXT_BYTES = 1 << 24
+
+
+def read_text(path: Path) -> bytes:
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > MAX_TEXT_BYTES:
+            raise WeirError(f"more than {MAX_TEXT_BYTES} bytes", path.name)
+        return file.read()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    data = read_text(path)
+    if reason := stand_in(data) if not is_json(data) else "":
+        raise WeirError(f"no JSON: {reason}", path.name)
+    found = loads(data, path.name)
+    if not isinstance(found, dict):
+        raise WeirError(f"expected an object, got {type(found).__name__}", path.name)
+    return found
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    with damage_refused("no YAML", path.name):
+        try:
+            found = yaml.safe_load(read_text(path))
+        except yaml.YAMLError as e:
+            raise ValueError(str(e)) from None
+    if not isinstance(found, dict):
+        raise WeirError(f"expected a mapping, got {type(found).__name__}", path.name)
+    return found
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file, mapped from it; raise WeirError, naming the file, if it is damaged."""
+    if not path.exists():
+        raise MissingFile(f"{path.parent} has no {path.name}", "path")
+    with open_regular(path) as opened:
+        head = opened.read(1024)
+    says = "truncated, damaged or no safetensors file"
+    with damage_refused(says, path.name, head), safe_open(path, framework="pt", device="cpu") as weights:
+        names = list(weights.keys())
+        if len(names) > MAX_NAMES:
+            raise ValueError(f"{len(names)} names, more than the limit of {MAX_NAMES}")
+        return {name: weights.get_tensor(name) for name in names}

@@ -13,7 +13,7 @@ import tempfile
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from vllm_weir.storage.store_errors import store_errors
+from vllm_weir.storage.local_files import store_errors
 
 UPLOAD_NAME = "weir-upload"
 """Base of a temporary file's name in the folder of temporary files, for a file that will be sent to

@@ -18,9 +18,8 @@ from vllm_weir.schema.hooks import Site, parse_site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.storage.batch import header_text
 from vllm_weir.storage.index import UNCOMPRESSED_DTYPES, Index
-from vllm_weir.storage.provenance import check_placed
+from vllm_weir.storage.provenance import check_placed, selected_rows
 from vllm_weir.storage.record_blocks import RecordBlock
-from vllm_weir.storage.row_selection import selected_rows
 
 if TYPE_CHECKING:
     from vllm_weir.storage.torch_dataset import RowStream

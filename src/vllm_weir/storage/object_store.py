@@ -17,9 +17,7 @@ import numpy as np
 
 from vllm_weir.errors import StoreError, WeirError
 from vllm_weir.storage.atomic_file import AtomicFile, remove_stale_files, remove_stale_uploads
-from vllm_weir.storage.local_files import LocalFiles
-from vllm_weir.storage.store_errors import store_errors
-from vllm_weir.storage.urls import checked_url, local_path
+from vllm_weir.storage.local_files import LocalFiles, checked_url, local_path, store_errors
 
 BUCKET_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oci", "oss", "r2"}
 """Protocols without folders: making a folder there could create a bucket."""

@@ -20,9 +20,8 @@ from tests.support.extracting import FakeFeatureEngine, fake_features, run_fake,
 from tests.unit.refusals import refused
 from vllm_weir.analysis import sae_report
 from vllm_weir.analysis.feature_report.logit_effects import CheckpointUnembedding
-from vllm_weir.analysis.feature_report.page import render
+from vllm_weir.analysis.feature_report.page import ContextToken, FeatureContext, FeatureReport, SAEReport, render
 from vllm_weir.analysis.feature_report.report import _effects
-from vllm_weir.analysis.feature_report.results import ContextToken, FeatureContext, FeatureReport, SAEReport
 from vllm_weir.analysis.feature_report.statistics import BINS, FeatureTotals
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError

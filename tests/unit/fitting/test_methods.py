@@ -12,8 +12,7 @@ from tests.support.machine import module, needs
 from tests.support.properties import examples
 from tests.unit.refusals import refused
 from vllm_weir.fitting.components import first_components
-from vllm_weir.fitting.folds import split
-from vllm_weir.fitting.layer import auc, fit_layer, unit
+from vllm_weir.fitting.layer import auc, fit_layer, split, unit
 from vllm_weir.fitting.logistic import fit_logistic
 from vllm_weir.fitting.methods import METHODS, MethodOptions, method_of
 

@@ -17,9 +17,8 @@ from tests.unit.stored import SITES, check, length_of, make, write
 from vllm_weir import analysis
 from vllm_weir.errors import StoreError, WeirError
 from vllm_weir.storage import Batch, inspect, load, open_writer
-from vllm_weir.storage.local_files import LocalFiles
+from vllm_weir.storage.local_files import LocalFiles, local_path
 from vllm_weir.storage.object_store import ObjectStore
-from vllm_weir.storage.urls import local_path
 
 ROOT = Path(__file__).parents[3]
 

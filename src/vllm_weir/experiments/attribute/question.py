@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.experiments.metrics import LogitDiff, OnLogits, function_name
-from vllm_weir.experiments.mode import DENOISE, parse_mode
+from vllm_weir.experiments.metrics import DENOISE, LogitDiff, OnLogits, function_name, parse_mode
 from vllm_weir.experiments.prompts import check_tokens, encode, parse_prompt
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only

@@ -18,7 +18,6 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.adapter import Adapter
-from vllm_weir.experiments.attribute.arithmetic import first_order, largest
 from vllm_weir.experiments.attribute.engine_runs import EngineRuns
 from vllm_weir.experiments.attribute.question import (
     AskedSites,
@@ -30,11 +29,10 @@ from vllm_weir.experiments.attribute.question import (
     parse_method,
     parse_metric,
 )
-from vllm_weir.experiments.attribute.result import Attribution, VerifiedEffect, effects_of
+from vllm_weir.experiments.attribute.result import Attribution, VerifiedEffect, effects_of, first_order, largest
 from vllm_weir.experiments.attribute.twin import RowPatch, Twin
 from vllm_weir.experiments.grid import Grid
-from vllm_weir.experiments.metrics import Baseline
-from vllm_weir.experiments.mode import DENOISE, Mode, parse_mode
+from vllm_weir.experiments.metrics import DENOISE, Baseline, Mode, parse_mode
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.fields import right_words
 from vllm_weir.schema.hooks import HookPoint, Site

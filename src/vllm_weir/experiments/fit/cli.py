@@ -84,7 +84,7 @@ def fit(
 
 def _check_files(out: str, plot: str | None, hook: str) -> None:
     """Refuse files that cannot be written, while nothing is lost."""
-    from vllm_weir.experiments.output_files import check_output, check_plot
+    from vllm_weir.experiments.plots import check_output, check_plot
     from vllm_weir.experiments.vectors.codec import check_gguf_hook
     from vllm_weir.schema.hooks import normalise_hook
 

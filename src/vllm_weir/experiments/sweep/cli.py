@@ -89,7 +89,7 @@ def sweep(
 
 def _check_files(out: str | None, plot: str | None) -> None:
     """Refuse files that cannot be written, while nothing is lost."""
-    from vllm_weir.experiments.output_files import check_output, check_plot
+    from vllm_weir.experiments.plots import check_output, check_plot
 
     if out is not None:
         check_output(out, "out")

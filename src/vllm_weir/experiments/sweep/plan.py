@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm_weir.experiments.grid import Label
-from vllm_weir.experiments.mode import DENOISE
-from vllm_weir.experiments.sweep.path import Receiver, frozen_sites
-from vllm_weir.experiments.sweep.places import Place
+from vllm_weir.experiments.metrics import DENOISE
+from vllm_weir.experiments.sweep.places import Place, Receiver, frozen_sites
 from vllm_weir.schema.hooks import Site
 
 SOURCE_RUN, BASE_RUN = range(2)

@@ -9,11 +9,9 @@ from typing import Any
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.adapter import Adapter
-from vllm_weir.experiments.metrics import BoundMetric, bind_metric, check_engine
-from vllm_weir.experiments.mode import DENOISE, parse_mode
+from vllm_weir.experiments.metrics import DENOISE, BoundMetric, bind_metric, check_engine, parse_mode
 from vllm_weir.experiments.prompts import Prompt, check_tokens, encode, named, parse_one_or_more
-from vllm_weir.experiments.sweep.path import Receiver, parse_path, precedes
-from vllm_weir.experiments.sweep.places import parse_entries, place_entries
+from vllm_weir.experiments.sweep.places import Receiver, parse_entries, parse_path, place_entries, precedes
 from vllm_weir.experiments.sweep.plan import Pair, SweepPlan, token_labels
 from vllm_weir.frontend.engine import Engine, EngineCapabilities
 from vllm_weir.schema.capture import parse_layers

@@ -12,8 +12,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.grid import Grid, GridFile
-from vllm_weir.experiments.metrics import Baseline
-from vllm_weir.experiments.mode import DENOISE
+from vllm_weir.experiments.metrics import DENOISE, Baseline
 from vllm_weir.experiments.sweep.plan import BASE_RUN, SOURCE_RUN, SweepPlan
 from vllm_weir.schema.hooks import HookPoint
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_weir import api
 from vllm_weir.experiments.adapter import Adapter
-from vllm_weir.experiments.mode import DENOISE, Mode
+from vllm_weir.experiments.metrics import DENOISE, Mode
 from vllm_weir.experiments.sweep.cells import CellRunner
 from vllm_weir.experiments.sweep.checkpoint import Checkpoint, NoCheckpoint
 from vllm_weir.experiments.sweep.plan import SweepPlan

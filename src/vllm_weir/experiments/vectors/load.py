@@ -10,8 +10,7 @@ from typing import Any
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.directions import Directions
 from vllm_weir.experiments.vectors import reft
-from vllm_weir.experiments.vectors.codec import described
-from vllm_weir.experiments.vectors.found import Found, Given
+from vllm_weir.experiments.vectors.codec import Found, Given, described
 from vllm_weir.experiments.vectors.named import from_names, from_rows
 from vllm_weir.experiments.vectors.torch_files import CONVENTION, read_torch
 from vllm_weir.schema.gguf import read_gguf

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.experiments.vectors.found import BLOCKS, HIDDEN_STATES, Found, Given
+from vllm_weir.experiments.vectors.codec import BLOCKS, HIDDEN_STATES, Found, Given
 from vllm_weir.schema.hooks import ALIASES, HOOKS, parse_site, split_transformer_lens
 from vllm_weir.schema.vector_files import number_in
 from vllm_weir.schema.vectors import KEPT, Vector

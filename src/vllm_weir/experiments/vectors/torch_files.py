@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.experiments.vectors.found import Found, Given
+from vllm_weir.experiments.vectors.codec import Found, Given
 from vllm_weir.experiments.vectors.named import from_names, from_rows
 from vllm_weir.util.foreign_files import load_torch
 

@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vllm_weir.storage.local_files import store_errors
 from vllm_weir.storage.object_store import ObjectStore
-from vllm_weir.storage.store_errors import store_errors
 
 LAYOUT = "features"
 INFO = "features.json"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_weir.experiments.attribute.arithmetic import PatchedPlace, first_order, largest
+from vllm_weir.experiments.attribute.result import PatchedPlace, first_order, largest
 from vllm_weir.experiments.grid import Grid
 from vllm_weir.schema.hooks import Site
 
