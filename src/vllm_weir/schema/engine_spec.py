@@ -13,7 +13,7 @@ import msgspec
 
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import HOOK, ResolvedIntervention
-from vllm_weir.schema.positions import ENDLESS, Positions
+from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.schema.resolved_probes import (
     CellLayout,
@@ -90,7 +90,7 @@ class EngineSpec:
         It is compared with the prompt alone, not with the tokens computed so far: past the prompt,
         the scheduler's count of those may run ahead of the device's.
         """
-        return max([0, *map(_end_of, self.selectors)])
+        return max([0, *(selector.end for selector in self.selectors)])
 
     @functools.cached_property
     def places(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -180,17 +180,6 @@ class EngineSpec:
             # About the bytes that the objects take.
             _specs.put(wire, spec, 2048 + 16 * len(wire) + 256 * len(captures.site_requests))
         return spec
-
-
-def _end_of(selector: Positions) -> int:
-    """Return the shortest prompt length with which a selector selects no generated position."""
-    if selector.kind in ("prompt", "last_prompt"):
-        return 0
-    if selector.kind == "list":
-        return max(selector.numbers, default=-1) + 1
-    if selector.kind == "slice" and selector.values[1] is not None:
-        return selector.values[1]
-    return ENDLESS
 
 
 _specs: LruCache[EngineSpec] = LruCache(64 << 20)

@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,36 @@ ENDLESS = 2**63 - 1
 """A position that is never reached."""
 _MAX_POSITION = 2**31 - 1
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?")
+
+
+class Interval(NamedTuple):
+    """Every `step`-th position from `start` on, before `stop`.
+
+    Either bound counts from position 0, or from P, the length of the prompt.
+    """
+
+    start: int = 0
+    stop: int = ENDLESS
+    step: int = 1
+    start_at_prompt: bool = False
+    stop_at_prompt: bool = False
+
+    def at(self, prompt_len: int) -> range:
+        """Return the positions for a length of the prompt; what would come before position 0 is left out."""
+        start, stop, step, start_at_prompt, stop_at_prompt = self
+        if start_at_prompt:
+            start = max(0, start + prompt_len)
+        return range(start, stop + prompt_len if stop_at_prompt else stop, step)
+
+
+_INTERVALS = {
+    "all": Interval(),
+    "prompt": Interval(stop=0, stop_at_prompt=True),
+    "generated": Interval(start_at_prompt=True),
+    "last_prompt": Interval(-1, 0, start_at_prompt=True, stop_at_prompt=True),
+    "sampled": Interval(-1, start_at_prompt=True),
+}
+"""Keywords -> what they select."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +107,15 @@ class Positions:
     def _ascending(self) -> np.ndarray:
         """`numbers` as int64 [n], ascending and each once."""
         return np.unique(np.asarray(self.numbers, np.int64))
+
+    @functools.cached_property
+    def interval(self) -> Interval | None:
+        """What is selected; None for a list, and where that depends on more than positions."""
+        if self.kind == "slice":
+            start, stop, step = self.values
+            negative = (start or 0) < 0, stop is not None and stop < 0
+            return Interval(start or 0, ENDLESS if stop is None else stop, step or 1, *negative)
+        return _INTERVALS.get(self.kind)
 
     @classmethod
     def parse(cls, selector: object, field: str = "positions") -> Positions:
@@ -207,24 +246,24 @@ class Positions:
         Returns:
             bool array [n].
         """
-        if self.kind == "all":
-            return np.ones(len(positions), bool)
-        if self.kind == "prompt":
-            return positions < prompt_len
-        if self.kind == "generated":
-            return positions >= prompt_len
-        if self.kind == "last_prompt":
-            return positions == prompt_len - 1
-        if self.kind == "sampled":
-            return positions >= prompt_len - 1
         if self.kind == "list":
             return _among(positions, self._reached(prompt_len))
-        if self.kind == "slice":
-            return self._slice_mask(positions, prompt_len)
-        self._require_ids()
-        if token_ids is None:
-            return np.ones(len(positions), bool)
-        return self._token_mask(token_ids)
+        if self.interval is None:
+            self._require_ids()
+            return np.ones(len(positions), bool) if token_ids is None else self._token_mask(token_ids)
+        chosen = self.interval.at(prompt_len)
+        start, stop, step = chosen.start, chosen.stop, chosen.step
+        if stop == start + 1:
+            return positions == start
+        if stop == ENDLESS:
+            mask = positions >= start
+        else:
+            mask = positions < stop
+            if start:
+                mask &= positions >= start
+        if step > 1:
+            mask &= (positions - start) % step == 0
+        return mask
 
     def listed(self, prompt_len: int) -> np.ndarray | None:
         """Return the absolute positions of a list, int64 [n] ascending and each once; None for any other selector."""
@@ -254,31 +293,16 @@ class Positions:
         assert self.kind != "special", "with_special must replace 'special' before positions are selected"
         assert self.kind != "modality", "Media.positions must replace a modality before positions are selected"
 
-    def _slice_mask(self, positions: np.ndarray, prompt_len: int) -> np.ndarray:
-        first, stop, step = self._start(prompt_len), self._stop(prompt_len), self.values[2]
-        chosen = positions >= first
-        if stop is not None:
-            chosen &= positions < stop
-        if step not in (None, 1):
-            chosen &= (positions - first) % step == 0
-        return chosen
-
     def first(self, prompt_len: int, prompt_token_ids: Sequence[int] | None = None) -> int | None:
         """Return the first position that can be selected, or None.
 
         A prefix-cache hit must not pass it.
         """
-        if self.kind in ("all", "prompt"):
-            return 0
-        if self.kind == "generated":
-            return prompt_len
-        if self.kind in ("last_prompt", "sampled"):
-            return prompt_len - 1
         if self.kind == "list":
             return next(iter(self._reached(prompt_len)[:1].tolist()), None)
-        if self.kind == "slice":
-            low, high = self._start(prompt_len), self._stop(prompt_len)
-            return low if high is None or high > low else None
+        if self.interval is not None:
+            chosen = self.interval.at(prompt_len)
+            return chosen.start if chosen else None
         self._require_ids()
         if prompt_token_ids is None:
             return 0
@@ -291,41 +315,25 @@ class Positions:
         None if there is no such position. For a selector by token, the answer is about the superset
         that `mask` returns without tokens.
         """
-        if self.kind == "all":
-            return 0, True
-        if self.kind in ("prompt", "last_prompt"):
-            return prompt_len, False
-        if self.kind == "generated" or self.needs_token_ids:
-            return prompt_len, True
-        if self.kind == "sampled":
-            return prompt_len - 1, True
         if self.kind == "list":
             return max(self._reached(prompt_len)[-1:].tolist(), default=-1) + 1, False
-        stop = self._stop(prompt_len)
-        if stop is not None:
-            return max(0, stop), False
-        return (self._start(prompt_len), True) if self.values[2] in (None, 1) else None
+        if (interval := self.interval) is None:
+            return prompt_len, True
+        chosen = interval.at(prompt_len)
+        if chosen.stop != ENDLESS:
+            return max(0, chosen.stop), False
+        return (chosen.start, True) if chosen.step == 1 else None
 
     def bounds(self, prompt_len: int) -> tuple[int, int] | None:
         """Return (first, end) if exactly first..end-1 are selected; None if that is not known."""
-        if self.kind == "all":
-            return 0, ENDLESS
-        if self.kind == "prompt":
-            return 0, prompt_len
-        if self.kind == "generated":
-            return prompt_len, ENDLESS
-        if self.kind == "last_prompt":
-            return prompt_len - 1, prompt_len
-        if self.kind == "sampled":
-            return prompt_len - 1, ENDLESS
         if self.kind == "list":
             reached = self._reached(prompt_len)
             first, last = (int(reached[0]), int(reached[-1])) if len(reached) else (0, -1)
             return (first, last + 1) if last - first + 1 == len(reached) else None
-        if self.needs_token_ids or self.values[2] not in (None, 1):
+        if (interval := self.interval) is None or interval.step > 1:
             return None
-        first, stop = self._start(prompt_len), self._stop(prompt_len)
-        return first, ENDLESS if stop is None else max(first, stop)
+        chosen = interval.at(prompt_len)
+        return chosen.start, max(chosen.start, chosen.stop)
 
     def count(self, prompt_len: int | None = None) -> int | None:
         """Return how many positions the selector names; None if it does not say so, or names none.
@@ -333,50 +341,25 @@ class Positions:
         Positions of a list count once, and those before position 0 do not count. A selector that
         ends with the prompt needs `prompt_len`.
         """
-        if self.kind == "last_prompt":
-            return 1
         if self.kind == "list":
             return len(self._ascending if prompt_len is None else self._reached(prompt_len)) or None
-        if prompt_len is None:
-            return self._slice_count()
-        if self.needs_token_ids:
+        chosen = self.interval
+        if chosen is None or chosen.stop == ENDLESS:
             return None
-        if self.kind == "slice":
-            first, end, step = self._start(prompt_len), self._stop(prompt_len), self.values[2] or 1
-        else:
-            (first, end), step = self.bounds(prompt_len) or (0, 0), 1
-        return None if end in (None, ENDLESS) else len(range(first, end, step)) or None
-
-    def _slice_count(self) -> int | None:
-        if self.kind != "slice" or self.values[1] is None:
-            return None
-        start, stop, step = self.values[0] or 0, self.values[1], self.values[2] or 1
-        return None if (start < 0) != (stop < 0) else len(range(start, stop, step)) or None
+        if prompt_len is not None:
+            return len(chosen.at(prompt_len)) or None
+        same = chosen.start_at_prompt == chosen.stop_at_prompt
+        return len(range(chosen.start, chosen.stop, chosen.step)) or None if same else None
 
     def rank(self, position: int, prompt_len: int) -> int:
         """Return how many selected positions come before the selected `position`.
 
         Not for a selector by token.
         """
-        if self.kind in ("all", "prompt"):
-            return position
-        if self.kind == "generated":
-            return position - prompt_len
-        if self.kind in ("last_prompt", "sampled"):
-            return position - prompt_len + 1
         if self.kind == "list":
             return int(np.searchsorted(self._reached(prompt_len), position))
-        if self.kind == "slice":
-            return (position - self._start(prompt_len)) // (self.values[2] or 1)
-        raise AssertionError("the rank among positions chosen by token is unknown")
-
-    def _start(self, prompt_len: int) -> int:
-        start = self.values[0]
-        return 0 if start is None else max(0, start + prompt_len if start < 0 else start)
-
-    def _stop(self, prompt_len: int) -> int | None:
-        stop = self.values[1]
-        return stop + prompt_len if stop is not None and stop < 0 else stop
+        assert self.interval is not None, "the rank among positions chosen by token is unknown"
+        return (position - self.interval.at(prompt_len).start) // self.interval.step
 
     def reaches(self, prompt_len: int, end: int) -> bool:
         """Return whether a request can have a selected row.
@@ -387,15 +370,19 @@ class Positions:
             prompt_len: P.
             end: one past the request's last position that has a row.
         """
-        if self.kind == "generated":
-            return prompt_len < end
+        if self.interval is None and self.kind != "list":
+            return True
+        first = self.first(prompt_len)
+        return first is not None and first < end
+
+    @property
+    def end(self) -> int:
+        """The shortest prompt with which no generated position is selected; `ENDLESS` if there is none."""
         if self.kind == "list":
-            first = self.first(prompt_len)
-            return first is not None and first < end
-        if self.kind == "slice":
-            stop = self._stop(prompt_len)
-            return self._start(prompt_len) < (end if stop is None else min(stop, end))
-        return True
+            return max(-1, *self.numbers) + 1 if self.numbers else 0
+        if self.interval is None:
+            return ENDLESS
+        return 0 if self.interval.stop_at_prompt else self.interval.stop
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -415,9 +402,9 @@ class Positions:
     @property
     def is_open(self) -> bool:
         """Whether the number of selected positions depends on more than the prompt's length."""
-        if self.kind == "slice":
-            return self.values[1] is None
-        return self.kind not in ("prompt", "last_prompt", "list", "modality")
+        if self.kind in ("list", "modality"):
+            return False
+        return self.interval is None or self.interval.stop == ENDLESS
 
     @property
     def needs_token_ids(self) -> bool:

@@ -122,8 +122,8 @@ def _prompt_tokens(index: Index, request: int, selector: Positions) -> int:
     prompt_tokens = index.request_metadata(request).get("prompt_tokens")
     if isinstance(prompt_tokens, int) and not isinstance(prompt_tokens, bool) and prompt_tokens >= 0:
         return prompt_tokens
-    bounds = selector.values[:2] if selector.kind == "slice" else (-1,)
-    if all(bound is None or bound >= 0 for bound in bounds):
+    interval = selector.interval
+    if interval is not None and not interval.start_at_prompt and not interval.stop_at_prompt:
         return 0
     raise WeirError(
         f"request {index.requests[request][:80]!r} was stored without prompt_tokens, which "

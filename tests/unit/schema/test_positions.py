@@ -17,7 +17,7 @@ from tests.unit.refusals import refused
 from tests.unit.request_strategies import is_empty, selectors, slices
 from vllm_weir import Add, Capture, Clamp, Site, WeirError
 from vllm_weir.schema.hooks import parse_site
-from vllm_weir.schema.positions import MAX_LIST, Positions
+from vllm_weir.schema.positions import ENDLESS, MAX_LIST, Positions
 from vllm_weir.schema.request import ResolvedSpec, SiteRequest
 from vllm_weir.schema.vectors import number
 
@@ -197,7 +197,7 @@ def test_how_many_positions_a_selector_names_whatever_the_prompt(selector, P, co
 
 
 @given(selector=selectors(), P=st.integers(1, 40))
-def test_rank_count_and_steady_are_what_the_mask_says(selector, P):
+def test_all_other_answers_are_what_the_mask_says(selector, P):
     """Two lengths show whether a selector is open, which names no number of positions."""
     chosen = Positions.parse(selector)
     mask = chosen.mask(np.arange(200), P)
@@ -212,6 +212,16 @@ def test_rank_count_and_steady_are_what_the_mask_says(selector, P):
     else:
         start, selected = steady
         assert (mask[max(0, start) :] == selected).all() or chosen.needs_token_ids
+    first, end = chosen.bounds(P) or (None, None)
+    if first is not None:
+        assert mask.tolist() == [first <= position < end for position in range(200)]
+    else:
+        assert chosen.needs_token_ids or chosen.kind == "list" or chosen.interval.step > 1
+    if chosen.end != ENDLESS:
+        longest = max(1, chosen.end)
+        assert not chosen.mask(np.arange(200), longest)[longest:].any()
+    else:
+        assert chosen.is_open
 
 
 def test_a_modality_is_parsed_and_written_back():

@@ -14,7 +14,7 @@ from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.derived_hooks import SOURCE_HOOKS
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.model_facts import AttentionFacts, ModelFacts
-from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import MAX_CAPTURES
 from vllm_weir.schema.sinks import Sink
 
@@ -176,19 +176,14 @@ class DerivedPoints:
 
 def up_to(positions: Positions) -> tuple[Positions, ...]:
     """Return selectors that together choose every position from 0 to the last that `positions` chooses."""
-    if positions.kind in ("prompt", "last_prompt"):
-        return (Positions("prompt"),)
-    if positions.kind == "slice" and positions.values[1] is not None:
-        return (_below(positions.values[1]),)
     if positions.kind == "list":
         # The later of the last position counted from the start and the last counted from the prompt's end.
         ends = [max(some) + 1 for some in (_signed(positions, False), _signed(positions, True)) if some]
-        return tuple(Positions("prompt") if end == 0 else _below(end) for end in ends)
-    return (Positions("all"),)
-
-
-def _below(stop: int) -> Positions:
-    return Positions("slice", (None, stop, None))
+    elif positions.interval is None or positions.interval.stop == ENDLESS:
+        return (Positions("all"),)
+    else:
+        ends = [positions.interval.stop]
+    return tuple(Positions("slice", (None, end, None)) if end else Positions("prompt") for end in ends)
 
 
 def _signed(positions: Positions, negative: bool) -> list[int]:
