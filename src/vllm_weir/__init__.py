@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from vllm_weir.schema.named_hooks import Use
     from vllm_weir.schema.probe_files import load_probe
     from vllm_weir.schema.probes import AttentionProbe, MLPProbe, Probe
+    from vllm_weir.schema.routing import Routing
     from vllm_weir.schema.site_verdict import SiteVerdict
     from vllm_weir.schema.user_hooks import Hook
     from vllm_weir.storage.dataset import ActivationDataset
@@ -123,6 +124,7 @@ __all__ = [
     "Reconstruct",
     "Replace",
     "RequestOutput",
+    "Routing",
     "SamplingParams",
     "ServerError",
     "SetFeature",

@@ -23,6 +23,7 @@ from vllm_weir.schema.keys import WIRE_KEY, refuse_slips
 from vllm_weir.schema.named_hooks import Use
 from vllm_weir.schema.probes import AnyProbe, parse_probe
 from vllm_weir.schema.request import RequestSpec, parse_interventions
+from vllm_weir.schema.routing import Routing
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.schema.site_verdict import SiteVerdict
 from vllm_weir.schema.user_hooks import Hook
@@ -52,6 +53,7 @@ def params(
     stop_when: str | Sequence[str] | None = None,
     dose: bool | None = None,
     tag: str | None = None,
+    routing: Routing | Mapping[str, Any] | bool | None = None,
 ) -> Any:
     """Return a copy of `sampling_params` that carries what is asked of Weir.
 
@@ -75,6 +77,8 @@ def params(
             ``out.receipt.interventions[i].relative_dose``; False if no call says so.
         tag: a printable text of at most 256 characters that comes back as ``out.receipt.tag``, by which the caller
             knows the request again.
+        routing: true or a `Routing` (or its wire form) for the experts of each position, in vLLM's own field
+            ``out.outputs[0].routed_experts``; false takes back what an earlier call asked.
 
     If `sampling_params` is the result of an earlier call, an argument replaces what that call set,
     and one left out keeps it.
@@ -106,6 +110,7 @@ def params(
         stop_when=stop_when,
         dose=dose,
         tag=tag,
+        routing=routing,
     )
     set_extras(out, {**carried, WIRE_KEY: spec.to_json()})
     return out

@@ -184,6 +184,7 @@ class EngineFrontend:
             self.names.refresh()
             step = continuation is not None and continuation.is_step
             admitted = self._admitted(extra_args, prompt_ids is not None, has_embeddings, step, media)
+        admitted.parts[0].check_prompt(prompt_len)
         if pools and admitted.stops:
             raise WeirError("a pooling request generates nothing that could be stopped; leave it out", "stop_when")
         generated = max_generated(prompt_len, max_tokens, self._max_model_len)

@@ -18,6 +18,9 @@ BEAMS = "vllm.entrypoints.generate.beam_search.utils"
 """The module of the sequences that beam search returns."""
 POOLED = ("PoolingOutput", "EmbeddingOutput", "ClassificationOutput", "ScoringOutput")
 READ_VALUES = ("features", "lens")
+ROUTED = "routed_experts"
+"""vLLM's own field of the routers' choices, which Weir fills for requests that ask it."""
+ROUTING = {ROUTED: "ids", "routing_weights": "weights"}
 TRANSLATED = {"hook_results": "vllm_weir.compat.vllm_lens.request"}
 """Properties of other systems -> the module with a function of that name, which makes them of what was saved."""
 _PROPERTIES = {
@@ -28,6 +31,9 @@ _PROPERTIES = {
     "values": "What functions gave for rows, by name (index 0's for a request); see `weir.Hook`.",
     "saved": "What functions saved (index 0's for a request); see `weir.Hook`.",
     "hook_results": "What vllm-lens's hooks saved, by index (index 0's for a request), or None; see `weir.Hook`.",
+    "routed_experts": "Experts that routers chose, [positions, blocks, top_k] (index 0's for a request), or None; see "
+    "`weir.Routing`.",
+    "routing_weights": "Weights of these, float32 (index 0's for a request), or None; see `weir.Routing`.",
     "receipt": "What Weir did for this sequence (index 0's for a request), or None; see `weir.Receipt`.",
 }
 
@@ -39,7 +45,9 @@ def give_outputs_properties() -> None:
 
 def _add_properties(outputs: ModuleType) -> None:
     for name, doc in _PROPERTIES.items():
-        setattr(outputs.CompletionOutput, name, property(_completion_getter(name), doc=doc))
+        own = name == ROUTED  # vLLM sets it, too
+        getter, setter = _completion_getter(name), _setter(name) if own else None
+        setattr(outputs.CompletionOutput, name, property(getter, setter, doc=doc))
         setattr(outputs.RequestOutput, name, property(_request_getter(name), _setter(name), doc=doc))
         for pooled in POOLED:
             setattr(getattr(outputs, pooled), name, property(_completion_getter(name), doc=doc))
@@ -55,7 +63,10 @@ def _completion_getter(name: str) -> Any:
     def get(self: Any) -> Any:
         view = getattr(self, VIEW, None)
         if view is None or (name != "receipt" and not view.asked):
-            return None
+            return vars(self).get(name) if name == ROUTED else None
+        if name in ROUTING:
+            found = view.routing()
+            return vars(self).get(name) if found is None else getattr(found, ROUTING[name])
         if name in READ_VALUES:
             return getattr(view.read_values(), name)
         if name in TRANSLATED:

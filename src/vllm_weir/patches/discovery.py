@@ -8,6 +8,7 @@ to run the model uncompiled over a few tokens, and the modules inside attention 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.patches.model_facts import read_facts
 from vllm_weir.patches.part_modules import part_modules
+from vllm_weir.patches.routing import find_routers
 from vllm_weir.patches.speculation import without_drafter
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.block_stack import find_tree
@@ -84,6 +86,9 @@ def find_sites(runner: Any, config: Any, model_info: ModelInfo, settings: Settin
         raise WeirError(f"the probe pass through {name} failed ({type(e).__name__}: {str(e)[:300]})", "model") from e
     _refuse_unclear_queries(site_map, model)
     on_cpu = model_info.device.type == "cpu"
+    routers = site_map.routers = find_routers(model, tree.blocks, config)
+    if routers.blocks is not None:
+        site_map.shapes[routers.blocks.site] = (math.prod(routers.blocks.shape),)
     site_map.read_facts = functools.partial(read_facts, model, tree.blocks, model_info.dtype, on_cpu, site_map.shards)
     return site_map
 

@@ -219,8 +219,13 @@ def merge_outputs(original: Callable[..., Any], _status: PatchStatus) -> Callabl
     """Wrap ``RequestOutput.add``: outputs merged for a slow reader keep their rows."""
 
     def wrapper(self: Any, next_output: Any, aggregate: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, next_output, aggregate, *args, **kwargs)
         later = {c.index: getattr(c, _VIEW, None) for c in next_output.outputs}
+        for completion in next_output.outputs:  # vLLM looks at `routed_experts`, which would wait for the view's rows
+            vars(completion).pop(_VIEW, None)
+        original(self, next_output, aggregate, *args, **kwargs)
+        for completion in next_output.outputs:
+            if later[completion.index] is not None:
+                setattr(completion, _VIEW, later[completion.index])
         for completion in self.outputs:
             view, new = getattr(completion, _VIEW, None), later.get(completion.index)
             if view is not None and new is not None and view is not new:
@@ -455,6 +460,7 @@ def _verify(view: OutputView) -> None:
     try:
         view.verify()
         view.settle()
+        view.routing()
     except WeirError as e:
         raise WeirFailure(e.message, e.field) from None
 

@@ -47,6 +47,8 @@ BLOCK_HOOKS: tuple[str, ...] = get_args(BlockHook)
 MODEL_HOOKS = ("embed", "final_norm")
 """Hook points that a model has once; their layer is 0."""
 HOOKS = ("embed", *BLOCK_HOOKS, "final_norm")
+ROUTING = "routing"
+"""Hook point of the row that all routers of a worker write (`schema.routing`); no request names it."""
 HookPoint = Literal["embed", BlockHook, "final_norm"] | str
 """A hook point, which editors complete; an alias, or a name of TransformerLens's."""
 
@@ -66,7 +68,8 @@ class Site(NamedTuple):
 
 def place_of(site: Site) -> tuple[bool, int, int]:
     """Return a sort key that puts sites in the order in which a token meets them."""
-    return site.hook == "final_norm", site.layer, HOOKS.index(site.hook)
+    place = HOOKS.index("router_logits") if site.hook == ROUTING else HOOKS.index(site.hook)
+    return site.hook == "final_norm", site.layer, place
 
 
 def normalise_hook(name: object, field: str = "hook") -> str:

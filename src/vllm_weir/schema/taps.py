@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vllm_weir.schema.hooks import BLOCK_HOOKS, DERIVED_HOOKS, Site
+from vllm_weir.schema.hooks import BLOCK_HOOKS, DERIVED_HOOKS, ROUTING, Site
 
 STAGES = 3
 """Stages of a tap at which rows are read: before its interventions, after them, and at a boundary
@@ -77,7 +77,9 @@ def places_in(mask: int) -> Iterator[Place]:
         yield Place(number, of_tap // 2, bool(of_tap % 2))
 
 
-_TAPPED = tuple(hook for hook in BLOCK_HOOKS[1:-1] if hook not in DERIVED_HOOKS)
+_AFTER_LOGITS = BLOCK_HOOKS.index("router_logits") + 1
+_INSIDE = (*BLOCK_HOOKS[1:_AFTER_LOGITS], ROUTING, *BLOCK_HOOKS[_AFTER_LOGITS:-1])
+_TAPPED = tuple(hook for hook in _INSIDE if hook not in DERIVED_HOOKS)
 """Hook points of a block between its boundaries that have a tap, in the order in which a token meets them."""
 _PER_BLOCK = len(_TAPPED) + 1
 _PLACE = {hook: k for k, hook in enumerate(_TAPPED, 1)}

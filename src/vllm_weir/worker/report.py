@@ -9,6 +9,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.discovery.site_map import UNTAPPED, SiteMap
 from vllm_weir.worker.model_info import ModelInfo
+from vllm_weir.worker.tap.routing import FoundRouters
 
 
 def worker_report(
@@ -29,8 +30,18 @@ def worker_report(
         "embeds_media": sites.embeddings_given,
         "read_only": [(*site, why) for site, why in sites.read_only.items()],
         "shards": [(*site, *shard) for site, shard in sites.shards.items()],
+        "routers": _routers(sites.routers, taps),
         **sites.read_facts().report(),
     }
+
+
+def _routers(routers: FoundRouters, taps: Sequence[int]) -> dict[str, Any]:
+    """Return the routers of a worker whose choices it tells, or why it does not."""
+    if routers.blocks is None:
+        return {"refused": routers.refused}
+    if tap_of(routers.blocks.site) not in taps:
+        return {"refused": UNTAPPED.replace("include it", "include router_logits")}
+    return {"refused": "", **routers.blocks._asdict()}
 
 
 def _verdicts(sites: SiteMap, settings: Settings, taps: Sequence[int]) -> list[tuple[str, int, str]]:

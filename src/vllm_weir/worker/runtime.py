@@ -46,6 +46,7 @@ from vllm_weir.worker.tap.install import ModulePath, place
 from vllm_weir.worker.tap.mapped import MappedTaps
 from vllm_weir.worker.tap.op import TapSwitch, TapTensors
 from vllm_weir.worker.tap.reductions import TapReducer
+from vllm_weir.worker.tap.routing import RoutedRows
 from vllm_weir.worker.transfer.buffer_server import BufferServer
 from vllm_weir.worker.transfer.codecs import Codecs
 from vllm_weir.worker.transfer.copy_out import CpuCopyOut, CudaCopyOut
@@ -96,7 +97,8 @@ class WorkerRuntime:
         self.model_info, self.sites, self._settings = model_info, sites, settings
         self._unembedding = unembedding or Unembedding()
         anchors = chosen(sites, settings)
-        self.taps = tuple(anchors)
+        routed = None if settings.hooks is not None and "router_logits" not in settings.hooks else sites.routers.blocks
+        self.taps = tuple(anchors) if routed is None else _with_tap(tuple(anchors), tap_of(routed.site))
         d_model, device = model_info.d_model, model_info.device
         self.layout = RowLayout.of(
             sites.shapes, sites.shards, d_model, sites.num_layers, model_info.rank, model_info.ranks
@@ -119,6 +121,9 @@ class WorkerRuntime:
         self.switch = TapSwitch(self.tensors)
         self.switch.score, self.switch.mapped = self._scorer.launch, self.in_graphs.held
         self._place_taps(model, anchors)
+        if routed is not None:
+            rows = RoutedRows(routed, self.switch, model_info.max_tokens, model_info.dtype, model_info.device)
+            sites.routers.install(rows)
 
         self.saes = WorkerSAEs(device, settings.sae_bytes)
         self.functions = WorkerFunctions(
@@ -328,6 +333,11 @@ class WorkerRuntime:
         tables = self.table.usage() | self.probes.usage()
         memory = {"host_rows": self.arena.used, "sae_bytes": self.saes.nbytes, "kept_bytes": self.kept_rows.nbytes}
         return {"requests": len(live), "functions": len(self.functions), **memory, **tables}
+
+
+def _with_tap(taps: tuple[int, ...], tap: int) -> tuple[int, ...]:
+    """Return taps in the order in which they have to act, with one more; the final norm's (1) comes last."""
+    return tuple(sorted((*taps, tap), key=lambda one: (one == 1, one)))
 
 
 def _open(name: str, controller: SyncController, worker: WorkerInfo) -> None:

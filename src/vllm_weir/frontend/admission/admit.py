@@ -18,6 +18,7 @@ from vllm_weir.frontend.admission.capture_groups import (
     make_groups,
     with_derived,
     with_read_outs,
+    with_routing,
 )
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.hook_registry import HookRegistry
@@ -43,6 +44,7 @@ from vllm_weir.schema.interventions import scaled
 from vllm_weir.schema.named_hooks import NO_CODE, Use
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
 from vllm_weir.schema.resolved_probes import ResolvedProbe
+from vllm_weir.schema.routing import Routing
 from vllm_weir.schema.row_parts import WHOLE
 from vllm_weir.schema.selectors import MAX_SELECTORS, Asked
 from vllm_weir.schema.user_hooks import Hook
@@ -192,7 +194,7 @@ class _Admission:
         stacked = stack(spec, capabilities, self.has_embeddings or self.has_media)
         captures = (*self._captures(spec), *stacked.captures)
         captured = _nothing_captured(capabilities.dtype)
-        if captures or spec.features or spec.lens:
+        if captures or spec.features or spec.lens or spec.routing:
             captured = self._resolve(captures, spec, scoring.probes, stacked.entries)
         asked = (*asked_of((*spec.capture, *own)), *scoring.asked, *captured.asked)
         admitted = AdmittedRequest(
@@ -236,9 +238,9 @@ class _Admission:
         read_outs = read_outs_of(
             spec.features, spec.lens, capabilities, self.saes.find, self.lenses.find, self.vocabulary
         )
-        if expansion.sources or read_outs:
+        if expansion.sources or read_outs or spec.routing:
             postprocesses = postprocesses._replace(device=None)  # the sources' rows are wanted as they are
-        parts, device = self._groups(expansion, postprocesses, read_outs, stacked)
+        parts, device = self._groups(expansion, postprocesses, read_outs, stacked, spec.routing)
         resolved, parts = _resolved(parts, device, kept)
         directions = postprocesses.directions if postprocesses.device is not None else {}
         return _ResolvedCaptures(resolved, parts, directions, asked_of([one.source for one in read_outs]))
@@ -296,6 +298,7 @@ class _Admission:
         postprocesses: PostprocessChoice,
         read_outs: tuple[AskedReadOut, ...],
         stacked: Stacked,
+        routing: Routing | None,
     ) -> tuple[tuple[CaptureGroup, ...], Postprocess | None]:
         """Return the captures by where their rows go, and what workers make of the rows before they send them."""
         capabilities, has_token_ids, check = self.capabilities, self.has_token_ids, self._check
@@ -303,9 +306,11 @@ class _Admission:
         parts = assign_postprocesses(parts, postprocesses)
         if expansion.recipes:
             parts = with_derived(parts, expansion, capabilities, has_token_ids, check)
+        if routing is not None:
+            parts = with_routing(parts, routing, capabilities)
         if not read_outs:
             return parts, postprocesses.device
-        alone = not expansion.captures and not expansion.sources
+        alone = not expansion.captures and not expansion.sources and routing is None
         late = read_late(read_outs, capabilities, alone)
         parts = with_read_outs(parts, read_outs, capabilities, has_token_ids, check, late)
         on_workers = tuple(dict.fromkeys(one.read_out for one in read_outs if one not in late))
@@ -356,7 +361,7 @@ def _kept(
     if found is None:
         return ""
     why = ""
-    if len(captures) > 1 or spec.features or spec.lens or probes:
+    if len(captures) > 1 or spec.features or spec.lens or spec.routing or probes:
         why = "something else of the request, or of all requests, is captured or scored"
     elif found.project is not None or found.compress is not None or found.before or found.part != WHOLE:
         why = "they stay whole, as they are after interventions"
@@ -375,7 +380,8 @@ def _site_requests(parts: Sequence[CaptureGroup]) -> tuple[SiteRequest, ...]:
     Raises:
         WeirError: if that is at more choices of positions than can be told apart.
     """
-    hidden = (group for part in parts for group in (part.sources, part.read_rows) if group is not None)
+    hidden = [group for part in parts for group in (part.sources, part.read_rows) if group is not None]
+    hidden += [part.routed.group for part in parts if part.routed is not None]
     site_requests = tuple(one for group in (*parts, *hidden) for one in group.spec.site_requests)
     selectors = len({one.positions for one in site_requests})
     if selectors > MAX_CAPTURES + 1:

@@ -20,10 +20,20 @@ from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
+from vllm_weir.schema.routing import ModelRouting, Routing
 from vllm_weir.schema.row_notes import describe_rows
 from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.row_shards import RowPick
 from vllm_weir.schema.sinks import Sink
+
+
+@dataclass(frozen=True)
+class RoutedRows:
+    """The rows in which the choices of a model's routers come, and what of them is wanted."""
+
+    asked: Routing
+    model: ModelRouting
+    group: CaptureGroup
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,7 @@ class CaptureGroup:
         read_outs: the request's features and lens.
         read_rows: the captures of the rows that `read_outs` are read off; None if there are none.
         late_rows: the captures of the rows that this process reads them off; None if workers read them all.
+        routed: the routers' choices; None if they are not wanted.
     """
 
     spec: ResolvedSpec
@@ -66,10 +77,16 @@ class CaptureGroup:
     read_outs: tuple[AskedReadOut, ...] = ()
     read_rows: CaptureGroup | None = None
     late_rows: CaptureGroup | None = None
+    routed: RoutedRows | None = None
 
     @property
     def has_rows(self) -> bool:
-        return bool(self.spec.site_requests or self.recipes or self.read_outs)
+        return bool(self.spec.site_requests or self.recipes or self.read_outs or self.routed)
+
+    def check_prompt(self, prompt_len: int) -> None:
+        """Raise WeirError if a prompt of so many tokens does not have what is asked of it."""
+        if self.routed is not None and self.routed.asked.prompt_start > prompt_len:
+            raise WeirError(f"the prompt has {prompt_len} tokens, so it is at most that", "routing.prompt_start")
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
@@ -239,6 +256,28 @@ def with_read_outs(
             )
     late_rows = rows_of(late) if late else None
     return (replace(groups[0], read_outs=asked, read_rows=rows_of(asked), late_rows=late_rows), *groups[1:])
+
+
+def with_routing(
+    groups: Sequence[CaptureGroup], asked: Routing, capabilities: EngineCapabilities
+) -> tuple[CaptureGroup, ...]:
+    """Return the groups, of which the first has the routers' choices.
+
+    Raises:
+        WeirError: naming the field, if the engine does not serve them.
+    """
+    model, dtype = capabilities.routing, capabilities.dtype
+    if model.refused:
+        raise WeirError(f"no routing is served: {model.refused}", "routing")
+    own = groups[0].spec.postprocess
+    if own is not None and own.compression is not None:
+        raise WeirError("it cannot come back on one output with compressed rows; send separate requests", "routing")
+    positions = Positions("slice", (asked.prompt_start, None, None)) if asked.prompt_start else Positions("all")
+    sites = [stage.site for stage in model.stages]
+    requests = (SiteRequest(site, positions, False, capabilities.shard_widths.ring_rows(site)) for site in sites)
+    picks = {site: RowPick(capabilities.shapes[site]) for site in sites}
+    rows = CaptureGroup(ResolvedSpec(tuple(requests)), dict.fromkeys(sites, dtype), dtype, picks=picks)
+    return (replace(groups[0], routed=RoutedRows(asked, model, rows)), *groups[1:])
 
 
 def _pick(capture: Capture, site: Site, shape: RowShape, picks: dict[Site, RowPick]) -> None:

@@ -14,6 +14,7 @@ from vllm_weir.frontend.derived.sources import derived_verdicts
 from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.model_facts import ModelFacts
+from vllm_weir.schema.routing import ModelRouting
 from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.row_shards import ShardWidths
 
@@ -36,6 +37,7 @@ class EngineCapabilities:
         no_lens: why no lens is served; "" if it is.
         workers: site -> the workers, by number, that have it; pipeline stages have different ones.
         traits: how the engine is configured.
+        routing: the routers of its MoE layers.
         embeds_media: whether `embed` is read where the embeddings of images and the like have
             joined those of the tokens.
     """
@@ -53,6 +55,7 @@ class EngineCapabilities:
     workers: Mapping[Site, frozenset[int]] = field(default_factory=dict)
     traits: EngineTraits = PLAIN_ENGINE
     embeds_media: bool = False
+    routing: ModelRouting = field(default_factory=ModelRouting)
 
     def shape(self, site: Site) -> RowShape:
         """Return the shape of a row of a site; 0 stands for as many values as there are keys."""
@@ -107,6 +110,7 @@ class EngineCapabilities:
             workers=_workers_of(reports),
             embeds_media=any(r.get("embeds_media", False) for r in reports),
             traits=traits,
+            routing=ModelRouting.merge(reports, first["num_layers"]),
         )
 
 

@@ -34,6 +34,9 @@ def check_rows(admitted: AdmittedRequest, prompt_len: int, generated: int, d_mod
     part, positions = admitted.parts[0], prompt_len + generated - 1
     numbers = [_Asked(probe.outputs, (probe.positions,), "probes") for probe in admitted.probes]
     rows = [_Asked(ring_rows(recipe.width(positions), d_model), recipe.positions, "capture") for recipe in part.recipes]
+    if part.routed is not None:
+        requests = part.routed.group.spec.site_requests
+        rows += [_Asked(one.ring_rows, (one.positions,), "routing") for one in requests]
     for sites, selectors, how in part.groups:
         if how is None or how.reduce is None:
             rows.append(_Asked(len(sites), selectors, "capture"))

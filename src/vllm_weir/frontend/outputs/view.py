@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.frontend.admission.read_outs import AskedReadOut
@@ -35,6 +36,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import Postprocess, selected
+from vllm_weir.schema.routing import RoutedExperts
 from vllm_weir.util.token_texts import SequenceTexts
 
 
@@ -49,6 +51,11 @@ class ViewSnapshot:
     saved_scores: Scores | None = None
     saved_values: HookValues | None = None
     saved_by_functions: dict[str, Any] | None = None
+    saved_routing: RoutedExperts | None = None
+
+    def routing(self) -> RoutedExperts | None:
+        """Return the experts that routers chose, see `OutputView.routing`."""
+        return self.saved_routing
 
     def values(self) -> HookValues | None:
         """Return what functions gave for rows, see `OutputView.values`."""
@@ -121,6 +128,7 @@ class OutputView:
     _cached_activations: Activations | None = None
     _cached_read_values: ReadValues | None = None
     _cached_scores: Scores | None = None
+    _cached_routing: RoutedExperts | None = None
     _verified: list[VerifiedIntervention] | None = None
     """The result of `verify` for a finished sequence."""
 
@@ -133,6 +141,7 @@ class OutputView:
             self.scores(),
             self.values(),
             self.all_saved(),
+            self.routing(),
         )
 
     @property
@@ -166,6 +175,7 @@ class OutputView:
             _cached_activations=None,
             _cached_read_values=None,
             _cached_scores=None,
+            _cached_routing=None,
         )
 
     def extend(self, later: OutputView) -> None:
@@ -173,6 +183,7 @@ class OutputView:
         self.tokens, self.finished, self.aborted = later.tokens, later.finished, later.aborted
         self.tickets, self.judged = later.tickets, later.judged
         self._cached_activations = self._cached_read_values = self._cached_scores = self._verified = None
+        self._cached_routing = None
 
     def activations(self) -> Activations:
         """Return the rows, waiting for those on their way; raise WeirError if they were lost."""
@@ -201,6 +212,28 @@ class OutputView:
                 values = from_rows(features, self._read_at, rows) | values
             self._cached_read_values = collect(values, self._texts)
         return self._cached_read_values
+
+    def routing(self) -> RoutedExperts | None:
+        """Return the experts that routers chose, waiting for those on their way; None until the sequence has ended.
+
+        Of an aborted sequence they are those of the positions up to the first whose rows had not arrived.
+
+        Raises:
+            WeirError: if rows were lost.
+        """
+        routed = self.part.routed
+        if routed is None or not self.finished:
+            return None
+        if self._cached_routing is None:
+            self.pending.check()
+            acts = self.with_start(0, routed.group).activations()
+            first = routed.asked.prompt_start
+            count = min(_run_from(first, acts.positions_of(site)) for site in acts.sites)
+            if not self.aborted and count < self.end - first:
+                raise WeirError("rows of the routers were dropped, as the worker had no room for them", "routing")
+            rows = {site: acts[site][:count].to(torch.uint8).numpy() for site in acts.sites}
+            self._cached_routing = routed.model.joined(rows, routed.asked.weights)
+        return self._cached_routing
 
     def scores(self) -> Scores | None:
         """Return the probes' scores, waiting for those on their way; None without probes.
@@ -294,7 +327,7 @@ class OutputView:
 
     def drop(self) -> None:
         """Drop the assembled rows; they can be assembled again while their request is held."""
-        self._cached_activations = self._cached_read_values = self._cached_scores = None
+        self._cached_activations = self._cached_read_values = self._cached_scores = self._cached_routing = None
 
     def arrived(self) -> bool:
         """Return whether every row, or the reduction of the prompt's, is among the arrivals read.
@@ -367,7 +400,9 @@ class OutputView:
         return self._scored_rows().acted(gate, positions[positions >= start])
 
     def concluded(self) -> bool:
-        """Return whether `verify`, `settle`, `scores` and the doses of `receipt` would return at once."""
+        """Return whether `verify`, `settle`, `scores`, `routing` and the doses of `receipt` would return at once."""
+        if self.part.routed is not None and self.finished and self._cached_routing is None:
+            return False
         interventions = self.pending.admitted.effective
         measured = interventions if self.pending.admitted.dose else []
         if self.tickets or not self._scored_rows().arrived(map(self._computed, measured)):
@@ -408,6 +443,7 @@ class OutputView:
         self.activations()
         self.read_values()
         self.scores()
+        self.routing()
         self.verify()
 
     def receipt(self) -> Receipt:
@@ -690,6 +726,11 @@ def _spans(positions: np.ndarray) -> list[list[int]]:
     """Return the ranges that ascending positions form, as [first, end]."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1) if len(positions) else []
     return [[int(run[0]), int(run[-1]) + 1] for run in runs]
+
+
+def _run_from(first: int, positions: torch.Tensor) -> int:
+    """Return how many of ascending positions follow each other, beginning with `first`."""
+    return int((positions == torch.arange(first, first + len(positions))).sum())
 
 
 _NOWHERE = np.zeros(0, np.int64)

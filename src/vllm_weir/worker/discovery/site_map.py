@@ -17,6 +17,7 @@ from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.discovery.anchors import Anchor
 from vllm_weir.worker.discovery.output_path import OutputPath
+from vllm_weir.worker.tap.routing import FoundRouters
 
 UNTAPPED = "it is not tapped by this engine; start it with 'hooks' / 'layers' settings that include it"
 UNDOES_FUSION = (
@@ -47,6 +48,7 @@ class SiteMap:
             of tokens, among which are those of images.
         output_path: the way of rows from the last block to what the model returns; None if it was
             not found.
+        routers: those of MoE layers, whose choices are read in one row.
     """
 
     num_layers: int
@@ -59,6 +61,7 @@ class SiteMap:
     read_facts: Callable[[], ModelFacts] = ModelFacts
     embeddings_given: bool = False
     output_path: OutputPath | None = None
+    routers: FoundRouters = field(default_factory=FoundRouters)
 
     def refuse(self, hooks: Iterable[str], layers: Iterable[int], why: str) -> None:
         """Refuse these hook points of these layers; the first reason that is given stays."""

@@ -174,7 +174,8 @@ def test_whoever_has_nothing_to_wait_for_is_not_made_to():
         cells=CellLayout.of((), ()),
     )
     pending = PendingSequence("r", admitted, [1, 2, 3], SimpleNamespace(wait=wait))
-    view = OutputView(pending, None, SequenceTokens(PromptTokens([1, 2, 3]), [4, 5]), 0, True, False, 0, None, 4, 9.0)
+    part = SimpleNamespace(routed=None)
+    view = OutputView(pending, part, SequenceTokens(PromptTokens([1, 2, 3]), [4, 5]), 0, True, False, 0, None, 4, 9.0)
     steered = np.array([True, True, False])
     assert not view.concluded() and asked == [0.0], "position 2 has not been steered"
     steered = np.ones(3, bool)

@@ -1,0 +1,185 @@
+"""`routing`: the experts that routers choose, held against transformers' and vLLM's routers."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import vllm_weir as weir
+from tests.conformance.engine import on_cpu
+from tests.conformance.oracle import Oracle
+from tests.conformance.zoo import ZOO
+from tests.conformance.zoo.build import build
+from tests.conformance.zoo.loader import LOAD_FORMAT
+from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
+from tests.support.engines import async_llm, close_all, get_llm
+from tests.support.machine import engine_processes, needs
+
+pytestmark = pytest.mark.engine
+THOROUGH = pytest.mark.thorough
+LENGTHS = (40, 7, 18)
+GENERATED = 6
+
+
+def engine(root, architecture, **more):
+    entry = ZOO[architecture]
+    options = dict(block_size=32, max_model_len=128, skip_tokenizer_init=True)
+    return get_llm(build(entry, root / architecture), **options | on_cpu(entry) | entry.engine | more)
+
+
+def asked(routing=True, generated=GENERATED, **more):
+    return weir.params(sampling(generated, detokenize=False, **more), routing=routing)
+
+
+def sequence(out, completion=0):
+    return [*out.prompt_token_ids, *out.outputs[completion].token_ids][:-1]
+
+
+FACTORS = {"DeepseekV3ForCausalLM": 1.7}
+"""What vLLM multiplies the experts' sum with, and transformers their weights."""
+
+
+def check(found, weights, rows, layers, start=0):
+    """What came back is what transformers' experts were given, in any order."""
+    for layer in range(layers):
+        if ("expert_ids", layer) not in rows:
+            assert not found[:, layer].any() and not weights[:, layer].any()
+            continue
+        ids, scores = rows["expert_ids", layer].long()[start:], rows["expert_weights", layer][start:]
+        order, own = ids.argsort(-1), torch.from_numpy(found[:, layer].astype(np.int64)).argsort(-1)
+        got = torch.from_numpy(found[:, layer].astype(np.int64)).gather(-1, own)
+        assert torch.equal(got, ids.gather(-1, order)), (layer, (got != ids.gather(-1, order)).sum())
+        scores = scores.gather(-1, ids) if scores.shape != ids.shape else scores  # some return one for each expert
+        off = torch.from_numpy(weights[:, layer]).gather(-1, own) - scores.gather(-1, order)
+        assert off.abs().max() <= 1e-4 * scores.abs().max(), layer
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "MixtralForCausalLM",
+        pytest.param("Qwen3MoeForCausalLM", marks=THOROUGH),
+        "DeepseekV3ForCausalLM",
+        pytest.param("GptOssForCausalLM", marks=THOROUGH),
+        pytest.param("OlmoeForCausalLM", marks=THOROUGH),
+    ],
+)
+def test_experts_are_those_of_transformers(root, architecture):
+    """Prompts of several lengths in one batch, neighbours that ask for nothing, and prefix hits in the second round."""
+    llm = engine(root, architecture)
+    oracle = Oracle(root / architecture)
+    plain = sampling(GENERATED, detokenize=False)
+    each = [asked(weir.Routing(weights=True)), plain, asked(weir.Routing(weights=True, prompt_start=5))]
+    for _ in range(2):
+        outs = llm.generate(prompts(LENGTHS), each, use_tqdm=False)
+        assert outs[1].outputs[0].routed_experts is None and outs[1].outputs[0].routing_weights is None
+        for out, start in ((outs[0], 0), (outs[2], 5)):
+            ids = sequence(out)
+            found, weights = out.outputs[0].routed_experts, out.outputs[0].routing_weights
+            assert found.dtype == np.uint8 and weights.dtype == np.float32
+            assert found.shape == weights.shape == (len(ids) - start, 4, 2)
+            check(found, weights * FACTORS.get(architecture, 1), oracle.points(ids)[0], 4, start)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "PhiMoEForCausalLM",
+        *(pytest.param(name, marks=THOROUGH) for name in ("DeepseekV2ForCausalLM", "Glm4MoeForCausalLM")),
+    ],
+)
+def test_experts_are_those_of_vllms_router(root, architecture):
+    """To the bit, and in the router's order, for what a router returned while the request ran."""
+    own = {} if ZOO[architecture].oracle else {"load_format": LOAD_FORMAT, "trust_remote_code": True}
+    llm = engine(root, architecture, enable_prefix_caching=False, **own)
+    calls: dict[int, list] = {}
+
+    def watch(model):
+        routers = {m.layer_id: m.router for m in model.modules() if hasattr(m, "layer_id") and hasattr(m, "router")}
+        for layer, router in routers.items():
+            router._compute_routing = partial(note, router._compute_routing, calls.setdefault(layer, []))
+
+    llm.apply_model(watch)
+    try:
+        (out,) = llm.generate(prompts((40,)), asked(weir.Routing(weights=True)), use_tqdm=False)
+    finally:
+        close_all()  # the engine's routers are changed
+    assert calls
+    for layer, made in calls.items():
+        ids, weights = (torch.cat(parts) for parts in zip(*made, strict=True))
+        assert np.array_equal(out.outputs[0].routed_experts[:, layer], ids.numpy())
+        assert np.array_equal(out.outputs[0].routing_weights[:, layer], weights.float().numpy())
+
+
+def note(compute, calls, *arguments, **options):
+    weights, ids = compute(*arguments, **options)
+    calls.append((ids.clone(), weights.clone()))
+    return weights, ids
+
+
+def test_what_else_a_request_asks(root):
+    """Captures, probes and several sequences beside it; a copy keeps it; nothing is held afterwards."""
+    llm = get_llm(directory(root, "mixtral"), block_size=32)
+    params = sampling(8, n=3, temperature=1.0, seed=5)
+    both = weir.params(params, routing=True, capture=[weir.Capture(), weir.Capture("expert_ids", dtype=None)])
+    (out,) = llm.generate(prompts((20,)), both, use_tqdm=False)
+    for number, completion in enumerate(out.outputs):
+        found = completion.routed_experts
+        assert found.shape == (27, 3, 2) and completion.routing_weights is None
+        for layer in range(3):
+            chosen = completion.activations["expert_ids", layer]
+            assert torch.equal(chosen.sort(-1).values, torch.from_numpy(np.sort(found[:, layer]).astype(np.int64)))
+        assert np.array_equal(copy.deepcopy(completion).routed_experts, found), number
+    assert "routing" not in weir.params(both, routing=False).extra_args["weir"]
+    del out, completion, chosen, found
+    assert_nothing_is_held(llm)
+
+
+def test_stop_strings_cut_it_as_tokens(root):
+    llm = get_llm(directory(root, "mixtral"), block_size=32)
+    (whole,) = llm.generate(prompts((12,)), weir.params(sampling(16), routing=True), use_tqdm=False)
+    stop = whole.outputs[0].text[3:7]
+    (cut,) = llm.generate(prompts((12,)), weir.params(sampling(16, stop=stop), routing=True), use_tqdm=False)
+    tokens = len(cut.outputs[0].token_ids)
+    assert tokens < 16
+    assert np.array_equal(cut.outputs[0].routed_experts, whole.outputs[0].routed_experts[: 12 + tokens - 1])
+
+
+@needs(engine_processes)
+def test_streams_have_it_at_their_end(root):
+    async def run():
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = async_llm(directory(root, "mixtral"), block_size=32)
+        try:
+            found = {}
+            for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY):
+                params = weir.params(sampling(8, output_kind=kind), routing=True)
+                got = [out async for out in engine.generate(prompts((33,))[0], params, str(kind))]
+                assert all(out.outputs[0].routed_experts is None for out in got[:-1])
+                found[kind] = got[-1].outputs[0].routed_experts
+            assert len({array.tobytes() for array in found.values()}) == 1
+            assert found[kind].shape == (40, 3, 2)
+        finally:
+            engine.shutdown(0)
+
+    asyncio.run(run())
+
+
+def test_models_without_experts_refuse_it(root):
+    llm = get_llm(directory(root), block_size=32)
+    with pytest.raises(weir.WeirError, match="no experts to choose from") as e:
+        llm.generate(prompts((4,)), weir.params(sampling(), routing=True), use_tqdm=False)
+    assert e.value.field == "routing"
+
+
+def test_a_start_beyond_the_prompt_is_refused(root):
+    llm = get_llm(directory(root, "mixtral"), block_size=32)
+    with pytest.raises(weir.WeirError, match="the prompt has 4 tokens") as e:
+        llm.generate(prompts((4,)), asked(weir.Routing(prompt_start=5)), use_tqdm=False)
+    assert e.value.field == "routing.prompt_start"
