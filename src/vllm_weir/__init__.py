@@ -90,6 +90,8 @@ if TYPE_CHECKING:
     from vllm_weir.storage.dataset import ActivationDataset
     from vllm_weir.storage.features.dataset import load_features
     from vllm_weir.storage.loading import load, open_writer
+    from vllm_weir.streaming.dataset import StreamedRows
+    from vllm_weir.streaming.stream import stream_rows
     from vllm_weir.util.shipped import demo_model, demo_sae
     from vllm_weir.worker.own_function import HookContext
 
@@ -131,6 +133,7 @@ __all__ = [
     "Site",
     "SiteVerdict",
     "SteeringVector",
+    "StreamedRows",
     "Sweep",
     "TooLarge",
     "Use",
@@ -182,6 +185,7 @@ __all__ = [
     "sinks",
     "sites",
     "sites_async",
+    "stream_rows",
     "sweep",
     "unload_lens",
     "unload_sae",

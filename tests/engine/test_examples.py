@@ -45,6 +45,7 @@ SAYS = {
     "speculative.py": ("+ 24 - 1 tokens, ", " rows", "along the direction: before 0.", ", after 0.00"),
     "patch.py": ("words, at [", "last token", "\n5 "),
     "build_on_the_engine.py": ("100 prompts, ", " rows; the mean row of each block has length ["),
+    "train_on_stream.py": ("batch 1: probe right at ", "unexplained by the SAE 0.", "read up to Cursor(batch="),
     "sweep.py": (
         "Sweep(denoise, hook: 1, layer: 6, position: ",
         "\nblock 5: ",

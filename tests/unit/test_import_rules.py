@@ -21,7 +21,7 @@ FLOORS = (
     {"integrations"},
     {"compat"},
     {"server"},
-    {"extraction"},
+    {"extraction", "streaming"},
     {"experiments"},
     {"api"},
     {"frontend"},
@@ -44,7 +44,7 @@ ENGINE = {
     "lenses", "plugin", "results", "sae", "schema", "server", "transformers_points", "util", "worker",
 }  # fmt: skip
 """Packages that do without what is built on them."""
-BUILT_ON = {"analysis", "experiments", "extraction", "fitting", "storage"}
+BUILT_ON = {"analysis", "experiments", "extraction", "fitting", "storage", "streaming"}
 INSIDE = {"core", "frontend", "patches", "server", "worker"}
 """Packages of which these import nothing but `weir.engine(llm)`, which is in `ENGINE_MODULE`."""
 ENGINE_MODULE = "vllm_weir.frontend.engine"
