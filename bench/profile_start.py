@@ -44,7 +44,7 @@ def start(config: dict[str, Any] | None, layers: int, width: int) -> dict[str, f
     from vllm import LLM
 
     from vllm_weir.bench.reference import make_model
-    from vllm_weir.patches import discovery
+    from vllm_weir.patches.model import discovery
     from vllm_weir.worker.runtime import WorkerRuntime
 
     cuda = torch.cuda.is_available()

@@ -31,8 +31,8 @@ from vllm_weir.guard.request_extras import extras_in, extras_of, replace_extras
 from vllm_weir.patches.held_outputs import READER, OutputReader, StoppableDetokenizer
 from vllm_weir.patches.kv_connectors import unknown_connector
 from vllm_weir.patches.media import RENDERER, forget_items, media_of
+from vllm_weir.patches.model.unembedding import refuse_adapter
 from vllm_weir.patches.speculation import traits_of
-from vllm_weir.patches.unembedding import refuse_adapter
 from vllm_weir.patches.unsupported import refusal_of
 from vllm_weir.schema.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
 

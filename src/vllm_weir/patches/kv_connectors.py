@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import importlib
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from vllm_weir.core.cache_keys import ExternalKV
-from vllm_weir.patches.scheduler_output import without
 from vllm_weir.schema.engine_request import EngineRequest
 
 RELOADED = "weir_reloaded"
@@ -222,3 +222,42 @@ def _truncates(scheduler: Any) -> bool:
     recurrent = any(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups)
     drafts = getattr(scheduler, "num_prefill_lookahead", 0) > 1
     return recurrent or drafts or bool(getattr(scheduler, "prefix_replay_tokens", 0))
+
+
+_BY_REQUEST = ("scheduled_spec_decode_tokens", "scheduled_encoder_inputs")
+
+
+def without(output: Any, hidden: Collection[str]) -> Any:
+    """Return a copy of a SchedulerOutput in which requests are not scheduled.
+
+    Requests that have finished stay: connectors forget them, whether they know them or not.
+    """
+    shown = copy.copy(output)
+    shown.scheduled_new_reqs = [one for one in output.scheduled_new_reqs if one.req_id not in hidden]
+    shown.scheduled_cached_reqs = _cached_without(output.scheduled_cached_reqs, hidden)
+    shown.num_scheduled_tokens = _others(output.num_scheduled_tokens, hidden)
+    shown.total_num_scheduled_tokens = sum(shown.num_scheduled_tokens.values())
+    for name in _BY_REQUEST:
+        setattr(shown, name, _others(getattr(output, name), hidden))
+    if output.preempted_req_ids:
+        shown.preempted_req_ids = output.preempted_req_ids.difference(hidden)
+    return shown
+
+
+def _cached_without(cached: Any, hidden: Collection[str]) -> Any:
+    kept = [i for i, request_id in enumerate(cached.req_ids) if request_id not in hidden]
+    if len(kept) == len(cached.req_ids):
+        return cached
+    shown = copy.copy(cached)
+    for name, value in vars(cached).items():
+        if isinstance(value, list) and len(value) == len(cached.req_ids):  # `new_token_ids` may be empty
+            setattr(shown, name, [value[i] for i in kept])
+        elif isinstance(value, dict):
+            setattr(shown, name, _others(value, hidden))
+        elif isinstance(value, set | frozenset):
+            setattr(shown, name, value.difference(hidden))
+    return shown
+
+
+def _others(values: dict[str, Any], hidden: Collection[str]) -> dict[str, Any]:
+    return {request_id: value for request_id, value in values.items() if request_id not in hidden}

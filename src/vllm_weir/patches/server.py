@@ -17,7 +17,6 @@ from vllm_weir.guard.refuse import ROUTES
 from vllm_weir.guard.refuse import pooling as pooling  # the table of patches refers to it here
 from vllm_weir.guard.refuse import without_room as without_room  # the table of patches refers to it here
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
-from vllm_weir.patches.authentication import NO_KEY, lacks_key
 from vllm_weir.schema.keys import FORK_LISTS, KEYS, LENS_KEYS, LORA_KEY, WIRE_KEY, asks, fork_fields, slip
 from vllm_weir.server.context import SERVER, current_response, server_of
 from vllm_weir.server.request import WeirRequest
@@ -285,3 +284,17 @@ def _lora_fields(lora: object) -> tuple[str, str | None]:
     if path is not None and not isinstance(path, str):
         raise WeirError("expected a string", f"{LORA_KEY}.lora_path")
     return name, path
+
+
+NO_KEY = (
+    "this needs the server's API key, which vLLM does not ask for on this route; send it as Authorization: Bearer KEY"
+)
+
+
+def lacks_key(raw_request: Any) -> bool:
+    """Return whether a server has API keys and Starlette's request, if a client sent one, carries none of them."""
+    for one in () if raw_request is None else raw_request.app.user_middleware:
+        # Its module differs between versions.
+        if one.cls.__name__ == "AuthenticationMiddleware" and one.cls.__module__.startswith("vllm."):
+            return not one.cls(None, *one.args, **one.kwargs).verify_token(raw_request.headers)
+    return False

@@ -12,15 +12,14 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.controllers import make_sync
 from vllm_weir.errors import WeirError
 from vllm_weir.patches import cuda_graphs
-from vllm_weir.patches.discovery import find_sites
 from vllm_weir.patches.kv_connectors import RELOADED
-from vllm_weir.patches.lens_ranks import agree, unembedding_of_ranks
-from vllm_weir.patches.parameters import parameters_of
+from vllm_weir.patches.model.discovery import find_sites
+from vllm_weir.patches.model.lens_ranks import agree, unembedding_of_ranks
+from vllm_weir.patches.model.parameters import parameters_of, weights_now
+from vllm_weir.patches.model.unembedding import unembedding_of, unembedding_rows
+from vllm_weir.patches.model.whole_head import WholeHead
 from vllm_weir.patches.scheduler import WAITING, engine_request_of
 from vllm_weir.patches.speculation import drafts_of, patch_sample_tokens, traits_of
-from vllm_weir.patches.unembedding import unembedding_of, unembedding_rows
-from vllm_weir.patches.weights import weights_now
-from vllm_weir.patches.whole_head import WholeHead
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.keys import WIRE_KEY

@@ -9,8 +9,15 @@ import pytest
 
 from vllm_weir.core.cache_keys import ExternalKV
 from vllm_weir.patches import kv_connectors
-from vllm_weir.patches.kv_connectors import RELOADED, ConnectorGuard, Kind, connectors_of, kind_of, unknown_connector
-from vllm_weir.patches.scheduler_output import without
+from vllm_weir.patches.kv_connectors import (
+    RELOADED,
+    ConnectorGuard,
+    Kind,
+    connectors_of,
+    kind_of,
+    unknown_connector,
+    without,
+)
 
 P = 10
 CAPTURES = ExternalKV(limit=4)

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedT
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 
 from vllm_weir.frontend.derived.routing import choose_experts
-from vllm_weir.patches.model_facts import read_facts
+from vllm_weir.patches.model.facts import read_facts
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.model_facts import AttentionFacts, RoutingFacts
 from vllm_weir.schema.row_shapes import Shard

@@ -12,7 +12,7 @@ import torch
 from tests.support.machine import module, needs
 from tests.unit.refusals import refused
 from vllm_weir.errors import WeirError
-from vllm_weir.patches import parameters
+from vllm_weir.patches.model import parameters
 
 pytestmark = needs(module("vllm"))
 

@@ -27,7 +27,7 @@ from tests.unit.worker.discovery.test_sites import (
     Sums,
 )
 from vllm_weir.errors import WeirError
-from vllm_weir.patches.unembedding import refuse_adapter, unembedding_of
+from vllm_weir.patches.model.unembedding import refuse_adapter, unembedding_of
 from vllm_weir.schema.hooks import Site
 
 VOCABULARY = 23

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_weir.patches.weights import BLOCK, weights_now
+from vllm_weir.patches.model.parameters import BLOCK, weights_now
 
 WIDTH = 2 * BLOCK + 7
 

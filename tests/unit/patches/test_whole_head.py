@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_weir.patches import whole_head
-from vllm_weir.patches.lens_ranks import _packed, _unpacked
-from vllm_weir.patches.whole_head import NOT_HERE, Head, HeadForm, WholeHead
+from vllm_weir.patches.model import whole_head
+from vllm_weir.patches.model.lens_ranks import _packed, _unpacked
+from vllm_weir.patches.model.whole_head import NOT_HERE, Head, HeadForm, WholeHead
 
 WIDTH, TOKENS, PADDED = 100, 21, 24
 CPU = torch.device("cpu")

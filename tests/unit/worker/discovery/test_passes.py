@@ -19,7 +19,7 @@ def test_parts_that_are_compiled_by_themselves_are_not_in_the_probe(v2):
     """A norm or a rotary embedding may be: to compile it for these passes alone would hold every start up."""
     from torch._dynamo import config
 
-    from vllm_weir.patches.discovery import find_sites
+    from vllm_weir.patches.model.discovery import find_sites
 
     compiled, passes = [], []
 

@@ -1,7 +1,7 @@
 """What discovery is told of the modules inside attention and MLP: their kinds, and which part of a row they hold.
 
 Structure does not tell a matrix from any other module, nor how a row is divided among workers. So
-`patches.discovery` hands in a `PartModules`, which recognises the modules of a model.
+`patches.model.discovery` hands in a `PartModules`, which recognises the modules of a model.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ noise, and every linear module, token mixer and layer of experts returns noise (
 3. Fill in. A row of the whole model may be divided among tensor-parallel workers. Which part is
    here is what the linear modules say of themselves (`parts.modules`).
 
-Which modules are linear, attention or experts is told by `patches.discovery`; no model is known by
-name.
+Which modules are linear, attention or experts is told by `patches.model.discovery`; no model is
+known by name.
 """
 
 from __future__ import annotations

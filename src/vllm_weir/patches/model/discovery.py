@@ -2,7 +2,7 @@
 
 This gives `worker.discovery` what it needs of vLLM: which modules mix tokens or look them up, a way
 to run the model uncompiled over a few tokens, and the modules inside attention and MLP
-(`patches.part_modules`).
+(`patches.model.part_modules`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
-from vllm_weir.patches.model_facts import read_facts
-from vllm_weir.patches.part_modules import part_modules
-from vllm_weir.patches.routing import find_routers
+from vllm_weir.patches.model.facts import read_facts
+from vllm_weir.patches.model.part_modules import part_modules
+from vllm_weir.patches.model.routing import find_routers
 from vllm_weir.patches.speculation import without_drafter
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.block_stack import find_tree

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm_weir.errors import WeirError
-from vllm_weir.patches.whole_head import HeadForm, WholeHead, find_head
+from vllm_weir.patches.model.whole_head import HeadForm, WholeHead, find_head
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import pick
 from vllm_weir.worker.discovery.matcher import Matcher
