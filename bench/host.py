@@ -161,9 +161,9 @@ class Run:
             core.schedule(lambda self: None, OK)(self.scheduler)
         with clock.part(f"worker: {kind} plan, a step"):
             self.runtime.begin_step(*_starts(output))
-            self.runtime.writer.plan_step(order, counts.astype(np.int32), starts, self.input_ids)
+            self.runtime.steps.plan_step(order, counts.astype(np.int32), starts, self.input_ids)
         with clock.part(f"worker: shipping of the {kind}, a step"):
-            self.runtime.sender.end_step()  # without copies
+            self.runtime.steps.end_step()  # without copies
         self.line.carry(clock, kind)
 
     def finish(self) -> None:
@@ -179,7 +179,7 @@ class Run:
             outputs = [wrapper(state, self.generated, "length") for state in states.values()]
         with clock.part("worker: leave, a request", self.count):
             self.runtime.requests.follow((), self.ids)
-        self.runtime.sender.end_step()
+        self.runtime.steps.end_step()
         self.line.carry(Clock(), "last")
         views = [view for o in outputs if (view := view_of(o)) is not None]
         with clock.part("caller: check at the end, a request", self.count):
@@ -231,7 +231,7 @@ def measure(case: str, count: int, steps: int, runs: int) -> dict[str, dict[str,
         gc.collect()
     assert runtime.usage()["requests"] == 0
     frontend.close()
-    runtime.notifier.close()
+    runtime.parts.notifier.close()
     return clock.table()
 
 

@@ -75,8 +75,7 @@ def hold_parts() -> None:
     from vllm_weir.frontend.outputs.view import OutputView
     from vllm_weir.frontend.receive import receiver
     from vllm_weir.worker.live_requests import LiveRequests
-    from vllm_weir.worker.step_sender import StepSender
-    from vllm_weir.worker.step_writer import StepWriter
+    from vllm_weir.worker.steps import Steps
     from vllm_weir.worker.transfer.copy_out import CpuCopyOut, CudaCopyOut
     from vllm_weir.worker.transfer.notifier import Notifier
 
@@ -95,8 +94,8 @@ def hold_parts() -> None:
     log_steps(Worker)
     timed(Worker, "sample_tokens", "worker: sample_tokens")
     timed(LiveRequests, "follow", "worker: follow")
-    timed(StepWriter, "plan_step", "worker: plan")
-    timed(StepSender, "end_step", "worker: ship")
+    timed(Steps, "plan_step", "worker: plan")
+    timed(Steps, "end_step", "worker: ship")
     timed(CudaCopyOut, "ship", "worker: start of the copies")
     timed(CpuCopyOut, "ship", "worker: start of the copies")
     timed(Notifier, "_tell", "drain: a message")

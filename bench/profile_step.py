@@ -39,8 +39,7 @@ def hold_parts() -> None:
     from vllm_weir.frontend.outputs.view import OutputView
     from vllm_weir.worker.live_requests import LiveRequests
     from vllm_weir.worker.planning.planner import Planner
-    from vllm_weir.worker.step_sender import StepSender
-    from vllm_weir.worker.step_writer import StepWriter
+    from vllm_weir.worker.steps import Steps
     from vllm_weir.worker.tap.device_tables import PlanWriter, TableWriter
     from vllm_weir.worker.transfer.copy_out import CudaCopyOut
     from vllm_weir.worker.transfer.notifier import Notifier
@@ -49,11 +48,11 @@ def hold_parts() -> None:
     timed(LiveRequests, "_join", "join, a request")
     timed(Planner, "remove", "leave, a request")
     timed(Planner, "_plan_one", "first plan, a request")
-    timed(StepWriter, "plan_step", "plan, a step")
+    timed(Steps, "plan_step", "plan, a step")
     timed(Planner, "plan", "  of it: planning")
     timed(TableWriter, "flush", "  of it: tables")
     timed(PlanWriter, "write", "  of it: plan to the device")
-    timed(StepSender, "end_step", "ship, a step")
+    timed(Steps, "end_step", "ship, a step")
     timed(CudaCopyOut, "ship", "  of it: copies and events")
     timed(Notifier, "_tell", "drain thread, a message")
     timed(OutputView, "activations", "hand-out, a request")

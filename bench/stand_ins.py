@@ -64,7 +64,7 @@ def make_runtime(requests: int) -> WorkerRuntime:
     capabilities = ModelInfo(WIDTH, torch.bfloat16, torch.device("cpu"), requests * PROMPT)
     settings = Settings.load({"weir": SETTINGS})
     runtime = WorkerRuntime(Nothing(), capabilities, settings, SiteMap(LAYERS, anchors))
-    runtime.step_rows.copy_out.ship = lambda plan, start, quick, treat: (plan.segments, no_wait)[1]
+    runtime.parts.step_rows.copy_out.ship = lambda plan, start, quick, treat: (plan.segments, no_wait)[1]
     return runtime
 
 
@@ -74,9 +74,9 @@ class Line:
     def __init__(self, runtime: WorkerRuntime, frontend: EngineFrontend) -> None:
         self.parcels: list[Any] = []
         self._frames: list[Any] = []
-        self._drain, self._frontend = runtime.notifier, frontend
-        runtime.notifier.send = self.parcels.append
-        runtime.notifier._post = lambda address, frames: self._frames.append(frames)
+        self._drain, self._frontend = runtime.parts.notifier, frontend
+        runtime.parts.notifier.send = self.parcels.append
+        runtime.parts.notifier._post = lambda address, frames: self._frames.append(frames)
 
     def carry(self, clock: Clock, kind: str) -> None:
         """Deliver what waits."""

@@ -166,7 +166,7 @@ def test_the_host_does_not_wait(directory):
 
     llm = get_llm(directory, enforce_eager=False, dtype="bfloat16", kv_cache_memory_bytes=1 << 30)
     runtime = _runtime(llm)
-    ship, calls = runtime.step_rows.copy_out.ship, []
+    ship, calls = runtime.parts.step_rows.copy_out.ship, []
 
     def strict(*args):
         torch.cuda.set_sync_debug_mode("error")
@@ -176,7 +176,7 @@ def test_the_host_does_not_wait(directory):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    runtime.step_rows.copy_out.ship = strict
+    runtime.parts.step_rows.copy_out.ship = strict
     try:
         base = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
         captures = [
@@ -185,7 +185,7 @@ def test_the_host_does_not_wait(directory):
         asked = [weir.params(base, capture=c) for c in captures]
         llm.generate([{"prompt_token_ids": list(range(5, 25))}] * 2, asked, use_tqdm=False)
     finally:
-        runtime.step_rows.copy_out.ship = ship
+        runtime.parts.step_rows.copy_out.ship = ship
     assert len(calls) >= 16
 
 

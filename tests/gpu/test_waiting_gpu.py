@@ -16,8 +16,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def strict(monkeypatch):
     """Names of what has run under torch's debug mode for synchronisations."""
-    from vllm_weir.worker.step_sender import StepSender
-    from vllm_weir.worker.step_writer import StepWriter
+    from vllm_weir.worker.steps import Steps
     from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
 
     ran: set[str] = set()
@@ -37,8 +36,8 @@ def strict(monkeypatch):
         monkeypatch.setattr(owner, name, wrapper)
 
     for owner, name in (
-        (StepWriter, "plan_step"),
-        (StepSender, "end_step"),
+        (Steps, "plan_step"),
+        (Steps, "end_step"),
         (StreamedCopy, "begin"),
         (StreamedCopy, "tap"),
     ):

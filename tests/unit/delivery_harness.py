@@ -62,11 +62,13 @@ class Post:
         self.columns = frozenset(range(taps * STAGES))
         self.arena = Arena(rows)
         self.rows = torch.full((rows, D), -1.0)
-        self.row_seqs = RowSequences(self.arena, patience)
+        self.row_seqs = RowSequences(self.arena, patience, traits.draft_tokens)
         table = ProgramTable(TableSizes(4, 4, 4), taps, range(taps), D)
-        self.planner = Planner(self.columns, taps * STAGES, max_site_sets, table, self.row_seqs, traits=traits)
+        self.row_bytes = D * self.rows.element_size()
+        self.planner = Planner(
+            self.columns, taps * STAGES, max_site_sets, table, self.row_seqs, traits=traits, row_bytes=self.row_bytes
+        )
         self.ledger = DraftLedger(traits.uncertainty)
-        self.planner.capture_planner.row_bytes = D * self.rows.element_size()
         self.compression = None
         """How the rows of those are compressed that ask for it."""
         self.store = RowStore()
@@ -80,7 +82,7 @@ class Post:
         `drafts` says how many tokens of each request are drafts, `sampled` how many of its tokens the step samples.
         """
         names, counts, computed = zip(*batch, strict=True) if batch else ((), (), ())
-        plan = self.planner.plan(list(names), counts, computed, drafts)
+        plan, drafted = self.planner.plan(list(names), counts, computed, drafts), self.planner.take_drafted()
         where = [(name, p) for name, n, first in batch for p in range(first, first + n)]
         marks = steered = np.zeros((0, 5), np.int32)
         if plan is not None:
@@ -100,13 +102,13 @@ class Post:
                 assert len(columns) == width
                 for k, column in enumerate(columns):
                     self.rows[row + k] = content(name, column, position)
-            notice = StepNotice(no_wait, arrivals=plan.arrivals, steered=plan.steered, drafted=self.planner.drafted)
+            notice = StepNotice(no_wait, arrivals=plan.arrivals, steered=plan.steered, drafted=drafted)
             notice.sampled = lambda: sampled
             notice.drop_rejected(self.ledger)
             marks = np.concatenate([*map(as_integers, notice.arrivals.values()), marks])
             steered = np.concatenate([*map(as_integers, notice.steered.values()), np.zeros((0, 4), np.int32)])
-        elif self.planner.drafted is not None:
-            self.ledger.verify(self.planner.drafted, sampled)
+        elif drafted is not None:
+            self.ledger.verify(drafted, sampled)
         message = (self.row_seqs.take_layout_updates(), marks, steered)
         if deliver:
             self.deliver(message)
@@ -134,7 +136,7 @@ class Post:
 
     def _fetch(self, layout_updates, marks) -> bytes:
         for opened in layout_updates.opened:
-            self._far[opened.row_seq] = (opened.rank_bytes(self.planner.capture_planner.row_bytes), [])
+            self._far[opened.row_seq] = (opened.rank_bytes(self.row_bytes), [])
         for placed in layout_updates.placed:
             self._far[placed.row_seq][1].append(placed)
         parts = []
@@ -142,7 +144,7 @@ class Post:
             if rank >= 0:
                 width, extents = self._far[number]
                 extent = next(x for x in reversed(extents) if x.rank <= rank)
-                first = extent.start * self.planner.capture_planner.row_bytes + (rank - extent.rank) * width
+                first = extent.start * self.row_bytes + (rank - extent.rank) * width
                 parts.append(self.rows.view(-1).view(torch.uint8)[first : first + count * width].numpy().tobytes())
         return b"".join(parts)
 

@@ -6,6 +6,7 @@ docs/explanation/architecture.md draws the floors. To add a package, give it a l
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -131,3 +132,50 @@ def modules_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.lineno, node.module
+
+
+def test_nothing_on_a_worker_is_set_from_outside():
+    """What an object needs it is given when it is made: else objects know each other in circles that no import shows.
+
+    Records (dataclasses, structs) may be filled by whoever makes them.
+    """
+    own, records = _attributes()
+    found = []
+    for path in sorted([*(ROOT / "worker").rglob("*.py"), *(ROOT / "patches").rglob("*.py")]):
+        for target in _assigned(ast.parse(path.read_text())):
+            owner = target.value
+            root = owner
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(owner, ast.Name) and owner.id in {"self", "cls"}:
+                continue
+            part = isinstance(owner, ast.Attribute) and isinstance(root, ast.Name) and root.id in {"self", "runtime"}
+            inside = path.is_relative_to(ROOT / "worker") and target.attr not in records
+            if target.attr in own and (part or inside):
+                found.append(f"{path.relative_to(ROOT)}:{target.lineno}: {ast.unparse(target)}")
+    assert not found
+
+
+def _attributes() -> tuple[set[str], set[str]]:
+    """Return names of the attributes of classes of `worker`, and those of all records."""
+    own: set[str] = set()
+    records: set[str] = set()
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            names = {x.target.id for x in node.body if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)}
+            names |= {x.attr for x in _assigned(node) if isinstance(x.value, ast.Name) and x.value.id == "self"}
+            described = " ".join(map(ast.unparse, [*node.decorator_list, *node.bases]))
+            if re.search(r"\b(dataclass|Struct)\b", described):
+                records |= names
+            elif path.is_relative_to(ROOT / "worker"):
+                own |= names
+    return own, records
+
+
+def _assigned(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Yield the attributes that are assigned to anywhere in a tree."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node

@@ -130,12 +130,12 @@ class GraphSets:
     def _dispatch_step(self, *args: Any, **kwargs: Any) -> Any:
         """Replace vLLM's `dispatch`, once per step: swap in the graphs that it needs, until `restore`."""
         desc = self._vllm_dispatch(*args, **kwargs)
-        if not self._runtime.switch.live or desc.cg_mode.name == "NONE":
+        if not self._runtime.parts.switch.live or desc.cg_mode.name == "NONE":
             return desc
-        if self._runtime.switch.mask >> NO_GRAPH & 1:
+        if self._runtime.parts.switch.mask >> NO_GRAPH & 1:
             self._steps["without"] += 1
             return self._without_graph(desc, *args, **kwargs)
-        mask = self._mask_for(self._runtime.switch.mask)
+        mask = self._mask_for(self._runtime.parts.switch.mask)
         if mask is None:
             self._steps["without"] += 1
             return self._without_graph(desc, *args, **kwargs)
@@ -295,16 +295,16 @@ class GraphSets:
         """Have vLLM capture graphs of these sizes into the live set of `mask`, with its taps on."""
         assert self._capture_again is not None, "vLLM's own capture comes first"
         runtime, all_descs = self._runtime, self.manager._capture_descs
-        step_mask = runtime.switch.mask
+        step_mask = runtime.parts.switch.mask
         runtime.silence()  # warm-up passes find an empty plan; the plan of a step in progress is written afterwards
         self.restore()
         self._swap_in(mask, [swap for mode in descs_by_mode for swap in self._swaps[mode.name]])
         self.manager._capture_descs = descs_by_mode
-        runtime.switch.turn(mask)
+        runtime.parts.switch.turn(mask)
         try:
             self._capture_again()
         finally:
-            runtime.switch.turn(step_mask)
+            runtime.parts.switch.turn(step_mask)
             self.manager._capture_descs = all_descs
             self.restore()
 

@@ -48,7 +48,7 @@ def patch_sample_tokens(runner: Any, runtime: WorkerRuntime) -> None:
     @functools.wraps(sample_tokens)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         output = sample_tokens(*args, **kwargs)
-        runtime.sender.note_sampled(_sampled(output))
+        runtime.steps.note_sampled(_sampled(output))
         return output
 
     runner.sample_tokens = wrapper

@@ -127,7 +127,7 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
         worker.weir_graphs = graphs.report
     elif one_set:
         warmup.wait()
-        runtime.switch.pin()  # runner V1 has one set of graphs, with live taps
+        runtime.parts.switch.pin()  # runner V1 has one set of graphs, with live taps
     _patch_execute_model(runner, runtime)
     _patch_dummy_run(runner, runtime)
     if runtime.model_info.traits.speculative:
@@ -143,9 +143,10 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
     if whole is not None:
         whole.keeps = runtime.sends
         _patch_lens_ranks(worker, whole, parallel.pipeline_parallel_size)
-    worker.weir_load_sae, worker.weir_unload_sae = runtime.saes.load, runtime.saes.unload
-    kept = runtime.kept_rows
-    worker.weir_keep_rows, worker.weir_apply_to_rows, worker.weir_drop_rows = kept.begin, kept.apply, kept.end
+    worker.weir_load_sae, worker.weir_unload_sae = runtime.parts.saes.load, runtime.parts.saes.unload
+    kept, settle = runtime.parts.kept_rows, runtime.parts.notifier.settle
+    worker.weir_keep_rows, worker.weir_drop_rows = kept.begin, kept.end
+    worker.weir_apply_to_rows = functools.partial(kept.apply, settle)
 
 
 def _warm(
@@ -163,7 +164,7 @@ def _warm(
     """
     try:
         wanted = runtime.taps_needed([(wire, length) for wire, length in requests])
-        pinned = runtime.host.pin(-(-host_bytes // runtime.host.row_bytes))
+        pinned = runtime.parts.host.pin(-(-host_bytes // runtime.parts.host.row_bytes))
     except WeirError as e:
         return {"error": e.message, "field": e.field}
     done = {} if graphs is None else graphs.warm(wanted, most)
@@ -200,17 +201,17 @@ def _patch_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
             if (engine_request := engine_request_of(r)) is not None
         ]
         calling = {request[0] for request in new if request[1].calls}
-        runtime.functions.params = {
-            r.req_id: _params(r) for r in scheduler_output.scheduled_new_reqs if r.req_id in calling
-        }
-        runtime.notifier.waiting = vars(scheduler_output).get(WAITING, 0)
+        runtime.parts.functions.note_params(
+            {r.req_id: _params(r) for r in scheduler_output.scheduled_new_reqs if r.req_id in calling}
+        )
+        runtime.parts.notifier.note_waiting(vars(scheduler_output).get(WAITING, 0))
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids  # from V1; V2 reports them as new requests
         if reloaded := vars(scheduler_output).get(RELOADED):
             resumed = resumed.union(reloaded)
         runtime.requests.follow(new, scheduler_output.finished_req_ids, resumed, _known_tokens(scheduler_output))
         runtime.begin_step(*_starts(scheduler_output))
         output = execute_model(scheduler_output, *args, **kwargs)
-        runtime.sender.end_step()
+        runtime.steps.end_step()
         return output
 
     runner.execute_model = wrapper
@@ -350,7 +351,7 @@ def _v1_inputs(runner: Any) -> Callable[[WorkerRuntime], None]:
             batch = runner.input_batch
             n = batch.num_reqs
             computed = batch.num_computed_tokens_cpu[:n]
-            runtime.writer.plan_step(
+            runtime.steps.plan_step(
                 batch.req_ids[:n],
                 num_scheduled_tokens[:n],
                 computed,
@@ -379,7 +380,7 @@ def _v2_inputs(runner: Any) -> Callable[[WorkerRuntime], None]:
             desc = kwargs["batch_desc"] if "batch_desc" in kwargs else args[batch_desc_index]
             graph = desc.cg_mode.name != "NONE"
             drafts = batch.num_draft_tokens_per_req
-            runtime.writer.plan_step(
+            runtime.steps.plan_step(
                 batch.req_ids,
                 batch.num_scheduled_tokens[:n],
                 computed,

@@ -48,9 +48,6 @@ class WorkerFunctions:
         anew: whether a position may be computed anew with another token, as after a draft that is rejected.
         parameters: gives the model's weights; None: there is no model.
         unpickle: whether functions may come as pickles of the caller's process.
-
-    Attributes:
-        params: see `HookContext`, by request, of those that join in the coming step.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class WorkerFunctions:
         unpickle: bool = False,
     ) -> None:
         self._device, self._in_graphs, self._parameters, self._unpickle = device, in_graphs, parameters, unpickle
-        self.params: Mapping[str, Mapping[str, Any]] = {}
+        self._params: Mapping[str, Mapping[str, Any]] = {}
         self._held: dict[str, tuple[str, dict[str, OwnFunction]]] = {}
         """Request -> its reader's endpoint, and its functions by key."""
         self._results = HookResults(device, tells, anew)
@@ -72,6 +69,10 @@ class WorkerFunctions:
         self._failed: dict[str, set[str]] = {}
         """Request -> keys of its functions that have failed."""
 
+    def note_params(self, params: Mapping[str, Mapping[str, Any]]) -> None:
+        """Note the `HookContext.params` of the requests that join in the coming step."""
+        self._params = params
+
     def __len__(self) -> int:
         return len(self._held)
 
@@ -79,7 +80,7 @@ class WorkerFunctions:
         """Find the functions of a request; raise WeirError if one cannot be had."""
         if calls:
             _, before = self._held.get(request_id, ("", {}))  # of one that joins again after a preemption
-            params = MappingProxyType(dict(self.params.get(request_id, {})))
+            params = MappingProxyType(dict(self._params.get(request_id, {})))
             functions = {key: before.get(key) or self._load(one, params) for key, one in calls.items()}
             self._held[request_id] = endpoint, functions
             for key in calls.keys() - before.keys():

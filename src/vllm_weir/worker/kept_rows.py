@@ -37,8 +37,6 @@ class KeptRows:
         d_model: values of a row of the ring.
         dtype: of the stream.
         device: where functions compute.
-        settle: waits, so many seconds, until rows under way have been handed to `receive`; returns
-            whether they have.
     """
 
     def __init__(
@@ -48,9 +46,8 @@ class KeptRows:
         d_model: int,
         dtype: torch.dtype,
         device: torch.device,
-        settle: Callable[[float], bool],
     ) -> None:
-        self._columns, self._shapes, self._settle = columns, shapes, settle
+        self._columns, self._shapes = columns, shapes
         self._d_model, self._dtype, self._device = d_model, dtype, device
         self._collections: dict[str, RowCollection] = {}
         self._opened: dict[int, messages.SequenceOpened] = {}
@@ -87,11 +84,19 @@ class KeptRows:
         return {"sites": [list(site) for site in own]}
 
     def apply(
-        self, key: str, site: Sequence[Any], names: Sequence[str], function: str, arguments: Sequence[Any]
+        self,
+        settle: Callable[[float], bool],
+        key: str,
+        site: Sequence[Any],
+        names: Sequence[str],
+        function: str,
+        arguments: Sequence[Any],
     ) -> dict[str, Any]:
         """Call a function with the rows of a collection at one site.
 
         Args:
+            settle: waits, so many seconds, until rows under way have been handed to `receive`;
+                returns whether they have.
             key: of the collection.
             site: [hook, layer].
             names: of the prompts, in the order of the rows.
@@ -105,7 +110,7 @@ class KeptRows:
         collection = self._collections.get(key)
         if collection is None or Site(*site) not in collection.sites:
             return {}
-        if not self._settle(ARRIVAL_TIMEOUT):
+        if not settle(ARRIVAL_TIMEOUT):
             return {"error": f"rows did not arrive within {ARRIVAL_TIMEOUT:.0f} s", "field": "llm"}
         try:
             rows = collection.at(Site(*site), names)

@@ -13,52 +13,19 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.taps import tap_of
-from vllm_weir.worker.functions import WorkerFunctions
-from vllm_weir.worker.kept_rows import KeptRows
-from vllm_weir.worker.planning.active_taps import ActiveTaps
-from vllm_weir.worker.planning.planner import Planner
-from vllm_weir.worker.request_failures import NO_MEMORY, RequestFailures
-from vllm_weir.worker.saes import WorkerSAEs
-from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.parts import Parts
+from vllm_weir.worker.request_failures import NO_MEMORY
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys
-from vllm_weir.worker.steering.vector_fetch import VectorFetcher
-from vllm_weir.worker.tap.install import ModulePath
-from vllm_weir.worker.tap.op import TapSwitch
-from vllm_weir.worker.transfer.buffer_server import BufferServer
-from vllm_weir.worker.transfer.request_codecs import RequestCodecs
 
 logger = logging.getLogger(__name__)
 NOTHING: Mapping[str, int] = {}
 
 
 class LiveRequests:
-    """Takes in the requests that capture or are steered, and lets them go.
+    """Takes in the requests that capture or are steered, and lets them go."""
 
-    Args:
-        switch: knows whether the taps are in the only set of CUDA graphs.
-        module_path: notices that a tapped module was replaced.
-    """
-
-    def __init__(
-        self,
-        planner: Planner,
-        active_taps: ActiveTaps,
-        table: ProgramTable,
-        taps: Sequence[int],
-        vectors: VectorFetcher,
-        codecs: RequestCodecs,
-        saes: WorkerSAEs,
-        functions: WorkerFunctions,
-        kept_rows: KeptRows,
-        buffer_server: BufferServer,
-        switch: TapSwitch,
-        module_path: ModulePath,
-        failures: RequestFailures,
-    ) -> None:
-        self._planner, self._active_taps, self._table, self._taps = planner, active_taps, table, frozenset(taps)
-        self._vectors, self._codecs, self._saes, self._functions = vectors, codecs, saes, functions
-        self._kept_rows, self._buffer_server = kept_rows, buffer_server
-        self._switch, self._module_path, self._failures = switch, module_path, failures
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     def follow(
         self,
@@ -77,20 +44,20 @@ class LiveRequests:
             known: request -> its tokens, of requests that go on after a preemption, having left or not.
         """
         for request_id in finished:
-            self._active_taps.leave(request_id)
+            self._parts.active_taps.leave(request_id)
             self._release(request_id)
         for request_id, tokens in known.items():
-            self._planner.forget_from(request_id, tokens)
-        self._planner.resume(resumed)
+            self._parts.planner.forget_from(request_id, tokens)
+        self._parts.planner.resume(resumed)
         joining = [(spec, *request) for request in new if (spec := self._read(*request)) is not None]
-        replaced = self._module_path.replaced() if joining else ""
+        replaced = self._parts.module_path.replaced() if joining else ""
         for _, _, engine_request, *_ in joining:
             if engine_request.vectors:
-                self._vectors.add_inline(engine_request.reader_endpoint, engine_request.vectors)
+                self._parts.vectors.add_inline(engine_request.reader_endpoint, engine_request.vectors)
         self._prefetch_vectors((engine_request.reader_endpoint, spec) for spec, _, engine_request, *_ in joining)
         for spec, request_id, engine_request, prompt_len, prompt_ids, cached in joining:
-            self._planner.remove(request_id)  # a resumed request joins again
-            self._active_taps.join(request_id, spec, prompt_len)
+            self._parts.planner.remove(request_id)  # a resumed request joins again
+            self._parts.active_taps.join(request_id, spec, prompt_len)
             try:
                 if reason := engine_request.refusal:
                     raise WeirError(reason)
@@ -110,8 +77,8 @@ class LiveRequests:
                     keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, salt, first)
                 why = NO_MEMORY if isinstance(e, torch.OutOfMemoryError) else e
                 reason = f"the worker could not serve the request: {why}"
-                self._failures.fail(engine_request.reader_endpoint, request_id, reason, keys, cached)
-        self._vectors.clear()
+                self._parts.failures.fail(engine_request.reader_endpoint, request_id, reason, keys, cached)
+        self._parts.vectors.clear()
 
     def _read(
         self, request_id: str, engine_request: EngineRequest, _len: int, _ids: Sequence[int] | None, cached: int
@@ -123,28 +90,28 @@ class LiveRequests:
             logger.exception("Weir cannot read what request %s asks", request_id)
             self._release(request_id)
             reason = f"the worker could not read the request: {e}"
-            self._failures.fail(engine_request.reader_endpoint, request_id, reason, None, cached)
+            self._parts.failures.fail(engine_request.reader_endpoint, request_id, reason, None, cached)
             return None
 
     def _release(self, request_id: str) -> None:
         """Release what a request holds, all or some of what it asked for."""
-        self._planner.remove(request_id)
-        self._codecs.release(request_id)
-        self._saes.release(request_id)
-        self._functions.release(request_id)
+        self._parts.planner.remove(request_id)
+        self._parts.codecs.release(request_id)
+        self._parts.saes.release(request_id)
+        self._parts.functions.release(request_id)
 
     def _prefetch_vectors(self, joining: Iterable[tuple[str, EngineSpec]]) -> None:
         """Fetch all missing vectors of requests (endpoint, spec) that join in one step."""
         wanted: dict[str, list[str]] = {}
         for endpoint, spec in joining:
-            if self._planner.columns and (absent := self._codecs.absent_vectors(spec.captures.postprocess)):
+            if self._parts.planner.columns and (absent := self._parts.codecs.absent_vectors(spec.captures.postprocess)):
                 wanted.setdefault(endpoint, []).extend(absent)
-            used = [i.vectors for i in spec.moves if self._table.is_local(i)]
-            used += [probe.vectors for probe in spec.probes if tap_of(probe.site) in self._taps]
+            used = [i.vectors for i in spec.moves if self._parts.table.is_local(i)]
+            used += [probe.vectors for probe in spec.probes if tap_of(probe.site) in self._parts.taps]
             for vectors in used:
-                if missing := self._table.missing_vectors(vectors):
+                if missing := self._parts.table.missing_vectors(vectors):
                     wanted.setdefault(endpoint, []).extend(missing)
-        self._vectors.prefetch(wanted)
+        self._parts.vectors.prefetch(wanted)
 
     def _join(
         self,
@@ -155,14 +122,14 @@ class LiveRequests:
         prompt_ids: Sequence[int] | None,
     ) -> None:
         endpoint, postprocess = engine_request.reader_endpoint, spec.captures.postprocess
-        if spec.captures.site_requests and self._planner.columns:
+        if spec.captures.site_requests and self._parts.planner.columns:
             keeper = ""
             if postprocess is not None and postprocess.kept:
-                keeper = self._kept_rows.endpoint(postprocess.kept)
+                keeper = self._parts.kept_rows.endpoint(postprocess.kept)
             else:
-                self._buffer_server.maps(endpoint)
-            codec, read_out_codec = self._codecs.hold(request_id, postprocess, endpoint)
-            self._planner.add_capture(
+                self._parts.buffer_server.maps(endpoint)
+            codec, read_out_codec = self._parts.codecs.hold(request_id, postprocess, endpoint)
+            self._parts.planner.add_capture(
                 request_id,
                 endpoint,
                 spec.captures,
@@ -175,8 +142,8 @@ class LiveRequests:
             )
         self._hold_called(request_id, spec, engine_request)
         if spec.moves or spec.probes:
-            fetch = functools.partial(self._vectors.fetch, endpoint)
-            self._planner.add_steering(
+            fetch = functools.partial(self._parts.vectors.fetch, endpoint)
+            self._parts.planner.add_steering(
                 request_id,
                 endpoint,
                 spec.moves,
@@ -191,19 +158,19 @@ class LiveRequests:
 
     def _hold_called(self, request_id: str, spec: EngineSpec, engine_request: EngineRequest) -> None:
         """Hold what is called for a request in taps; raise WeirError if that cannot be done."""
-        if (spec.encoders or spec.functions) and self._switch.pinned:
+        if (spec.encoders or spec.functions) and self._parts.switch.pinned:
             raise WeirError(
                 "this engine replays every step from one set of CUDA graphs, in which no row can be encoded whole or "
                 "given to a function, as this request needs; start the engine with enforce_eager",
                 "interventions",
             )
-        if spec.early_columns and self._switch.pinned:
+        if spec.early_columns and self._parts.switch.pinned:
             raise WeirError(
                 "this engine replays every step from one set of CUDA graphs, in which no gate acts at the tap that its "
                 "probe reads, as one of this request does; start the engine with enforce_eager, or gate a later hook "
                 "point",
                 "interventions",
             )
-        self._functions.hold(request_id, engine_request.reader_endpoint, engine_request.calls)
+        self._parts.functions.hold(request_id, engine_request.reader_endpoint, engine_request.calls)
         for key in spec.encoders:
-            self._saes.hold(request_id, key)
+            self._parts.saes.hold(request_id, key)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_weir import messages
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_spec import EngineSpec
@@ -25,6 +24,7 @@ from vllm_weir.worker.lenses import Lenses, Unembedding
 from vllm_weir.worker.live_requests import LiveRequests
 from vllm_weir.worker.model_info import ModelInfo
 from vllm_weir.worker.parameters import Parameters
+from vllm_weir.worker.parts import Parts
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
@@ -38,8 +38,7 @@ from vllm_weir.worker.scoring.scorer import Scorer
 from vllm_weir.worker.scoring.sync_controller import SyncController, WorkerInfo
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.steering.vector_fetch import VectorFetcher
-from vllm_weir.worker.step_sender import StepSender
-from vllm_weir.worker.step_writer import StepWriter
+from vllm_weir.worker.steps import Steps
 from vllm_weir.worker.tap.calls import TapCalls
 from vllm_weir.worker.tap.device_tables import PlanWriter, TableWriter
 from vllm_weir.worker.tap.install import ModulePath, place
@@ -73,12 +72,9 @@ class WorkerRuntime:
         controllers: sync controllers by name, not opened yet.
 
     Attributes:
-        taps: numbers of this worker's taps.
+        parts: everything that works here.
         requests: is told which requests join and leave.
-        writer: is told the batch of each step.
-        sender: is told that a forward pass was issued, and that its tokens are sampled.
-        saes: the sparse autoencoders on the device.
-        kept_rows: rows that stay here.
+        steps: is told the batch of each step, that its forward pass was issued, and that its tokens are sampled.
         sends: whether rows leave this worker.
         all_live: whether at least as many live requests capture or are steered as the coming step
             has; alike on all ranks.
@@ -95,51 +91,26 @@ class WorkerRuntime:
         parameters: Parameters | None = None,
     ) -> None:
         self.model_info, self.sites, self._settings = model_info, sites, settings
-        self._unembedding = unembedding or Unembedding()
+        unembedding = unembedding or Unembedding()
+        self._no_lens = unembedding.refused
         anchors = chosen(sites, settings)
         routed = None if settings.hooks is not None and "router_logits" not in settings.hooks else sites.routers.blocks
         self.taps = tuple(anchors) if routed is None else _with_tap(tuple(anchors), tap_of(routed.site))
-        d_model, device = model_info.d_model, model_info.device
         self.layout = RowLayout.of(
-            sites.shapes, sites.shards, d_model, sites.num_layers, model_info.rank, model_info.ranks
+            sites.shapes, sites.shards, model_info.d_model, sites.num_layers, model_info.rank, model_info.ranks
         )
         sent_taps = self._taps_to_send()
         self.sends = bool(sent_taps)
-        self._make_buffers(self.sends)
-        sizes = settings.table_sizes(d_model)
-        self._sites_of = {tap_of(site): site for site in sites.anchors if site.hook != "resid_pre" or not site.layer}
-        self.in_graphs = MappedTaps(self._sites_of, model_info.max_tokens, device)
-        self._make_planner(frozenset(tap * STAGES + stage for tap in sent_taps for stage in range(STAGES)))
-
-        self._table_writer = TableWriter(self.table, device)
-        self.tensors = self._tap_tensors(sizes.cells)
-        worker = WorkerInfo(device, sizes.gates, model_info.rank, model_info.ranks, d_model, model_info.dtype)
-        for name, controller in controllers.items():
-            _open(name, controller, worker)
-        self._scorer = Scorer(self.probes, self.tensors, sizes, controllers)
-        self._plan_writer = PlanWriter(self.tensors.plan)
-        self.switch = TapSwitch(self.tensors)
-        self.switch.score, self.switch.mapped = self._scorer.launch, self.in_graphs.held
-        self._place_taps(model, anchors)
-        if routed is not None:
-            rows = RoutedRows(routed, self.switch, model_info.max_tokens, model_info.dtype, model_info.device)
-            sites.routers.install(rows)
-
-        self.saes = WorkerSAEs(device, settings.sae_bytes)
-        self.functions = WorkerFunctions(
-            device,
-            self.in_graphs,
-            model_info.rank == 0,
-            model_info.traits.speculative,
+        self.parts = make_parts(
+            model, model_info, settings, sites, anchors, self.taps, self.layout, sent_taps, unembedding, controllers,
             parameters,
-            settings.functions == "cloudpickle",
-        )
-        self._active_taps = ActiveTaps(self.in_graphs.number_of)
+        )  # fmt: skip
+        if routed is not None:
+            rows = RoutedRows(routed, self.parts.switch, model_info.max_tokens, model_info.dtype, model_info.device)
+            sites.routers.install(rows)
+        self.requests = LiveRequests(self.parts)
+        self.steps = Steps(self.parts, model_info.runner, model_info.traits.speculative)
         self.all_live = False
-        failures = RequestFailures(self.planner, self.notifier, model_info.traits.uncertainty)
-        codecs = Codecs(d_model, device, model_info.dtype)
-        self.requests = self._make_requests(codecs, ModulePath(model, anchors.values()), failures)
-        self._make_steps(codecs, failures, self.sends)
 
     def _taps_to_send(self) -> Sequence[int]:
         """Return the taps whose rows this worker sends.
@@ -154,144 +125,6 @@ class WorkerRuntime:
         own = self.layout.spread - self.layout.silent
         return sorted((*whole, *own.intersection(self.taps)))
 
-    def _make_buffers(self, sends: bool) -> None:
-        """Make the ring, the host buffer, and what tells readers of the rows there."""
-        model_info, settings = self.model_info, self._settings
-        d_model, dtype, device = model_info.d_model, model_info.dtype, model_info.device
-        row_size = (d_model, dtype.itemsize)
-        self._max_step_rows = min(settings.ring_rows(*row_size), settings.step_rows(*row_size)) if sends else 0
-        self.ring = Ring(settings.ring_rows(*row_size) if sends else 1, d_model, dtype, device)
-        host_rows = settings.host_rows(*row_size) if sends else 1
-        self.host = HostBuffer(host_rows, d_model * dtype.itemsize, device.type == "cuda" and sends)
-        self.arena = Arena(self.host.rows)
-        self.name = secrets.token_hex(8)
-        self.buffer_server = BufferServer(self.host, self.arena, self.name)
-        rows, uncertainty = self.host.view(d_model, dtype), model_info.traits.uncertainty
-        self.notifier = Notifier(rows, self.arena, self.buffer_server, self.name, model_info.engine, uncertainty)
-
-    def _make_planner(self, columns: frozenset[int]) -> None:
-        """Make the planner with its tables, for a worker that sends these columns."""
-        model_info, sites, settings = self.model_info, self.sites, self._settings
-        d_model, traits, layout = model_info.d_model, model_info.traits, self.layout
-        sizes = settings.table_sizes(d_model)
-        num_model_taps, width = num_taps(sites.num_layers), num_columns(sites.num_layers)
-        self.table = ProgramTable(
-            sizes, num_model_taps, self.taps, d_model, layout.widths, layout.shards, self.in_graphs.place_of
-        )
-        self.probes = ProbeTable(sizes, self.table, 1 + traits.draft_tokens)
-        self.row_seqs = RowSequences(self.arena, settings.timeout if settings.overflow == "wait" else None)
-        self.row_seqs.grant, self.row_seqs.reader_columns = self._grant, layout.reader_columns
-        self.kept_rows = KeptRows(
-            columns, sites.shapes, d_model, model_info.dtype, model_info.device, self.notifier.settle
-        )
-        self.notifier.keep = self.kept_rows.receive
-        self.planner = Planner(
-            columns, width, MAX_SITE_SETS, self.table, self.row_seqs, layout.ring_rows, self.probes, traits
-        )
-        self.planner.steering_planner.reports = self.planner.score_planner.reports = model_info.rank == 0
-        self.planner.capture_planner.row_bytes = self.host.row_bytes
-
-    def _tap_tensors(self, cells: int) -> TapTensors:
-        max_tokens, device = self.model_info.max_tokens, self.model_info.device
-        width = num_columns(self.sites.num_layers)
-        return TapTensors(
-            plan=torch.full((max_tokens, 4), -1, dtype=torch.int32, device=device),
-            ranks=torch.full((MAX_SITE_SETS, width), -1, dtype=torch.int32, device=device),
-            ring=self.ring.buffer,
-            cells=torch.zeros(max_tokens, cells, dtype=torch.float32, device=device),
-            **self._table_writer.tensors,
-        )
-
-    def _place_taps(self, model: torch.nn.Module, anchors: Mapping[int, Anchor]) -> None:
-        shapes = self.sites.shapes
-        head_sizes = {tap_of(site): shape[-1] for site, shape in shapes.items() if site.hook == "z"}
-        for tap, anchor in anchors.items():
-            place(model, anchor, tap, self.switch, head_sizes.get(tap))
-
-    def _make_requests(self, codecs: Codecs, module_path: ModulePath, failures: RequestFailures) -> LiveRequests:
-        d_model, device, sites = self.model_info.d_model, self.model_info.device, self.sites
-        vectors = VectorFetcher()
-        directions = Directions(vectors, device, codecs, d_model)
-        lenses = Lenses(self._unembedding, sites.num_layers, d_model, device)
-        read_outs = ReadOuts(
-            codecs, self.saes.hold, sites.shapes, d_model, device, lenses, self.model_info.dtype.itemsize
-        )
-        return LiveRequests(
-            self.planner,
-            self._active_taps,
-            self.table,
-            self.taps,
-            vectors,
-            RequestCodecs(directions, codecs, read_outs),
-            self.saes,
-            self.functions,
-            self.kept_rows,
-            self.buffer_server,
-            self.switch,
-            module_path,
-            failures,
-        )
-
-    def _make_steps(self, codecs: Codecs, failures: RequestFailures, sends: bool) -> None:
-        """Make what begins and ends each step."""
-        reducer = TapReducer(self.ring.buffer)
-        self.step_rows = StepRows(self.ring, *self._copies(codecs, sends), reducer, codecs)
-        self.sender = StepSender(
-            self.switch,
-            self._plan_writer,
-            self._scorer,
-            self.planner,
-            self.row_seqs,
-            self.arena,
-            self.step_rows,
-            reducer,
-            self.notifier,
-            failures,
-            self.model_info.traits.speculative,
-            self.functions,
-            self.table,
-        )
-        self.writer = StepWriter(
-            self.planner,
-            self.step_rows,
-            self._table_writer,
-            self._plan_writer,
-            self.tensors,
-            self.switch,
-            TapCalls(
-                self.table,
-                self.switch.numbers,
-                self.saes.find,
-                self.functions,
-                self._sites_of,
-                failures.fail_called,
-                self.model_info.device,
-                self.switch.score_early,
-            ),
-            self.in_graphs,
-            self._scorer,
-            reducer,
-            failures,
-            self.sender,
-            self.model_info.runner,
-        )
-
-    def _copies(self, codecs: Codecs, sends: bool) -> tuple[CpuCopyOut | CudaCopyOut, StreamedCopy | None]:
-        """Return what copies rows out of the ring after a step, and what does so while it runs."""
-        if self.model_info.device.type != "cuda":
-            return CpuCopyOut(self.ring, self.host), None
-        copy_out = CudaCopyOut(self.ring, self.host)
-        if not sends:
-            return copy_out, None
-        from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
-
-        return copy_out, StreamedCopy(self.ring, copy_out, self.tensors.ranks, self.switch.numbers, codecs)
-
-    def _grant(self, endpoint: str, start: int, rows: int) -> None:
-        self.host.prepare(start, rows)
-        if not endpoint.startswith(messages.KEPT):
-            self.buffer_server.grant(endpoint, start)
-
     @property
     def boundary_taps(self) -> int:
         """Mask of the taps on the stream between blocks, which serve most requests."""
@@ -299,40 +132,45 @@ class WorkerRuntime:
 
     def begin_step(self, *groups: tuple[Sequence[str], Sequence[int]]) -> None:
         """Turn on the taps that the coming step needs, alike on all ranks; groups as in `ActiveTaps.taps_in`."""
-        self.switch.turn(self._active_taps.taps_in(*groups))
-        self.all_live = len(self._active_taps) >= sum(len(request_ids) for request_ids, _ in groups)
+        self.parts.switch.turn(self.parts.active_taps.taps_in(*groups))
+        self.all_live = len(self.parts.active_taps) >= sum(len(request_ids) for request_ids, _ in groups)
 
     def taps_needed(self, requests: Sequence[tuple[bytes, int]]) -> list[tuple[int, bool]]:
         """Return the masks of taps of steps with such requests, see `ActiveTaps.needed_by`.
 
         `requests` are (`EngineSpec.wire`, tokens of the prompt).
         """
-        return self._active_taps.needed_by((EngineSpec.from_wire(wire), length) for wire, length in requests)
+        return self.parts.active_taps.needed_by((EngineSpec.from_wire(wire), length) for wire, length in requests)
 
     def close(self) -> None:
         """Send what is under way, then end threads, sockets and pinned memory."""
-        self.sender.note_sampled()
-        self.notifier.close()
-        self.buffer_server.close()
-        self.host.close()
+        self.steps.note_sampled()
+        self.parts.notifier.close()
+        self.parts.buffer_server.close()
+        self.parts.host.close()
 
     def silence(self) -> None:
         """Let nothing be recorded or changed in the coming forward pass, which is a dummy."""
-        self.sender.step = None
-        self.switch.turn(0)
-        self._plan_writer.silence()
-        self._scorer.silence()
+        self.steps.forget()
+        self.parts.switch.turn(0)
+        self.parts.plan_writer.silence()
+        self.parts.scorer.silence()
 
     def report(self) -> dict[str, Any]:
-        no_lens = self._unembedding.refused
-        return worker_report(self.model_info, self.sites, self._settings, self.taps, self._max_step_rows, no_lens)
+        step_rows = _max_step_rows(self.model_info, self._settings) if self.sends else 0
+        return worker_report(self.model_info, self.sites, self._settings, self.taps, step_rows, self._no_lens)
 
     def usage(self) -> dict[str, int]:
         """Return how much is in use; `host_rows` counts also what readers still hold."""
-        live = self.planner.capturing.keys() | self.planner.steered.keys()
-        tables = self.table.usage() | self.probes.usage()
-        memory = {"host_rows": self.arena.used, "sae_bytes": self.saes.nbytes, "kept_bytes": self.kept_rows.nbytes}
-        return {"requests": len(live), "functions": len(self.functions), **memory, **tables}
+        parts = self.parts
+        live = parts.planner.capturing.keys() | parts.planner.steered.keys()
+        tables = parts.table.usage() | parts.probes.usage()
+        memory = {
+            "host_rows": parts.arena.used,
+            "sae_bytes": parts.saes.nbytes,
+            "kept_bytes": parts.kept_rows.nbytes,
+        }
+        return {"requests": len(live), "functions": len(parts.functions), **memory, **tables}
 
 
 def _with_tap(taps: tuple[int, ...], tap: int) -> tuple[int, ...]:
@@ -348,3 +186,118 @@ def _open(name: str, controller: SyncController, worker: WorkerInfo) -> None:
         raise WeirError(
             f"the controller cannot be opened: {type(e).__name__}: {e}", f"settings.controllers.{name}"
         ) from e
+
+
+def _max_step_rows(model_info: ModelInfo, settings: Settings) -> int:
+    """Return how many rows one step may capture."""
+    row_size = model_info.d_model, model_info.dtype.itemsize
+    return min(settings.ring_rows(*row_size), settings.step_rows(*row_size))
+
+
+def make_parts(
+    model: torch.nn.Module,
+    model_info: ModelInfo,
+    settings: Settings,
+    sites: SiteMap,
+    anchors: Mapping[int, Anchor],
+    taps: tuple[int, ...],
+    layout: RowLayout,
+    sent_taps: Sequence[int],
+    unembedding: Unembedding,
+    controllers: Mapping[str, SyncController],
+    parameters: Parameters | None,
+) -> Parts:
+    """Make a worker's parts, each after those that it needs, and put the taps at `anchors` into the model."""
+    d_model, dtype, device, traits = model_info.d_model, model_info.dtype, model_info.device, model_info.traits
+    sizes, row_size, sends = settings.table_sizes(d_model), (d_model, dtype.itemsize), bool(sent_taps)
+    columns = frozenset(tap * STAGES + stage for tap in sent_taps for stage in range(STAGES))
+    sites_of = {tap_of(site): site for site in sites.anchors if site.hook != "resid_pre" or not site.layer}
+
+    ring = Ring(settings.ring_rows(*row_size) if sends else 1, d_model, dtype, device)
+    host_rows = settings.host_rows(*row_size) if sends else 1
+    host = HostBuffer(host_rows, d_model * dtype.itemsize, device.type == "cuda" and sends)
+    arena, name = Arena(host.rows), secrets.token_hex(8)
+    buffer_server = BufferServer(host, arena, name)
+    kept_rows = KeptRows(columns, sites.shapes, d_model, dtype, device)
+    notifier = Notifier(
+        host.view(d_model, dtype), arena, buffer_server, name, kept_rows.receive, model_info.engine, traits.uncertainty
+    )
+
+    in_graphs = MappedTaps(sites_of, model_info.max_tokens, device)
+    table = ProgramTable(
+        sizes, num_taps(sites.num_layers), taps, d_model, layout.widths, layout.shards, in_graphs.place_of
+    )
+    probes = ProbeTable(sizes, table, 1 + traits.draft_tokens)
+    patience = settings.timeout if settings.overflow == "wait" else None
+    row_seqs = RowSequences(arena, patience, traits.draft_tokens, buffer_server.grant, layout.reader_columns)
+    width = num_columns(sites.num_layers)
+    planner = Planner(
+        columns, width, MAX_SITE_SETS, table, row_seqs, layout.ring_rows, probes, traits, model_info.rank == 0,
+        host.row_bytes,
+    )  # fmt: skip
+    failures = RequestFailures(planner, notifier, traits.uncertainty)
+
+    table_writer = TableWriter(table, device)
+    tensors = TapTensors(
+        plan=torch.full((model_info.max_tokens, 4), -1, dtype=torch.int32, device=device),
+        ranks=torch.full((MAX_SITE_SETS, width), -1, dtype=torch.int32, device=device),
+        ring=ring.buffer,
+        cells=torch.zeros(model_info.max_tokens, sizes.cells, dtype=torch.float32, device=device),
+        **table_writer.tensors,
+    )
+    worker = WorkerInfo(device, sizes.gates, model_info.rank, model_info.ranks, d_model, dtype)
+    for key, controller in controllers.items():
+        _open(key, controller, worker)
+    scorer = Scorer(probes, tensors, sizes, controllers)
+    switch = TapSwitch(tensors, scorer.launch, in_graphs.held)
+    head_sizes = {tap_of(site): shape[-1] for site, shape in sites.shapes.items() if site.hook == "z"}
+    for tap, anchor in anchors.items():
+        place(model, anchor, tap, switch, head_sizes.get(tap))
+
+    saes = WorkerSAEs(device, settings.sae_bytes)
+    functions = WorkerFunctions(
+        device, in_graphs, model_info.rank == 0, traits.speculative, parameters, settings.functions == "cloudpickle"
+    )
+    compressions, vectors = Codecs(d_model, device, dtype), VectorFetcher()
+    lenses = Lenses(unembedding, sites.num_layers, d_model, device)
+    read_outs = ReadOuts(compressions, saes.hold, sites.shapes, d_model, device, lenses, dtype.itemsize)
+    reducer = TapReducer(ring.buffer)
+    copy_out: CpuCopyOut | CudaCopyOut = CpuCopyOut(ring, host)
+    streamed_copy: StreamedCopy | None = None
+    if device.type == "cuda":
+        copy_out = CudaCopyOut(ring, host)
+        if sends:
+            from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
+
+            streamed_copy = StreamedCopy(ring, copy_out, tensors.ranks, switch.numbers, compressions)
+    calls = TapCalls(
+        table, switch.numbers, saes.find, functions, sites_of, failures.fail_called, device, switch.score_early
+    )
+    return Parts(
+        taps=frozenset(taps),
+        host=host,
+        arena=arena,
+        buffer_server=buffer_server,
+        notifier=notifier,
+        kept_rows=kept_rows,
+        table=table,
+        probes=probes,
+        table_writer=table_writer,
+        row_seqs=row_seqs,
+        planner=planner,
+        plan_writer=PlanWriter(tensors.plan),
+        failures=failures,
+        tensors=tensors,
+        switch=switch,
+        active_taps=ActiveTaps(in_graphs.number_of),
+        scorer=scorer,
+        saes=saes,
+        functions=functions,
+        in_graphs=in_graphs,
+        calls=calls,
+        vectors=vectors,
+        codecs=RequestCodecs(Directions(vectors, device, compressions, d_model), compressions, read_outs),
+        reducer=reducer,
+        step_rows=StepRows(ring, copy_out, streamed_copy, reducer, compressions),
+        module_path=ModulePath(model, anchors.values()),
+    )

@@ -9,14 +9,14 @@ from vllm_weir.guard.import_hook import when_imported
 
 
 def _slow(module: ModuleType) -> None:
-    plan_step = module.StepWriter.plan_step
+    plan_step = module.Steps.plan_step
 
     @functools.wraps(plan_step)
     def slower(*args, **kwargs):
         time.sleep(float(os.environ["WEIR_TEST_SLOWER"]) / 1e3)
         return plan_step(*args, **kwargs)
 
-    module.StepWriter.plan_step = slower
+    module.Steps.plan_step = slower
 
 
-when_imported("vllm_weir.worker.step_writer", _slow)
+when_imported("vllm_weir.worker.steps", _slow)

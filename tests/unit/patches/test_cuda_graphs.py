@@ -87,7 +87,7 @@ class FakeManager:
 
     def capture(self, model, has_lora=False):
         assert model == "model"
-        live = self.runtime.switch.live
+        live = self.runtime.parts.switch.live
         for mode, descs in self._capture_descs.items():
             for desc in descs:
                 for piece in self.pieces if mode is Mode.PIECEWISE else ():
@@ -119,6 +119,7 @@ class Engine:
 
     def __init__(self, lazy=True, agreed=lambda done: done, fail_live=None):
         self.switch = TapSwitch(tensors())
+        self.parts = SimpleNamespace(switch=self.switch)
         self.boundary_taps, self.taps, self.all_live = ALL, tuple(range(70)), True
         pieces = [SimpleNamespace(concrete_cudagraph_entries={}) for _ in range(3)]
         self.manager = FakeManager(self, pieces)
@@ -396,7 +397,9 @@ def test_an_engine_on_runner_v1_before_it_forbids_no_capture(monkeypatch):
     with pytest.raises(RuntimeError, match="inappropriate"):
         runner.capture_model()
     runner.execute_model = runner.shutdown = lambda: None
-    patch_runner(runner, SimpleNamespace(switch=SimpleNamespace(pin=lambda: None)), config, eager=False)
+    patch_runner(
+        runner, SimpleNamespace(parts=SimpleNamespace(switch=SimpleNamespace(pin=lambda: None))), config, eager=False
+    )
     runner.capture_model()
     assert not monitor.cudagraph_capturing_enabled
 
@@ -487,15 +490,15 @@ def test_a_step_needs_the_taps_of_everyone_in_it():
 
 
 def test_a_step_is_known_to_be_shared_with_requests_that_asked_for_nothing():
-    runtime = SimpleNamespace(switch=TapSwitch(tensors()), _active_taps=ActiveTaps())
-    runtime._active_taps.join("a", wire("all"), 5)
-    runtime._active_taps.join("b", wire("prompt"), 5)
+    runtime = SimpleNamespace(parts=SimpleNamespace(switch=TapSwitch(tensors()), active_taps=ActiveTaps()))
+    runtime.parts.active_taps.join("a", wire("all"), 5)
+    runtime.parts.active_taps.join("b", wire("prompt"), 5)
     new, going_on = (["a"], [0]), (["b"], [5])
     WorkerRuntime.begin_step(runtime, new, going_on)
-    assert runtime.all_live and runtime.switch.mask == mask(("resid_post", 0))
+    assert runtime.all_live and runtime.parts.switch.mask == mask(("resid_post", 0))
     WorkerRuntime.begin_step(runtime, new, (["b", "plain"], [5, 9]))
     assert not runtime.all_live
-    runtime._active_taps.leave("b")
+    runtime.parts.active_taps.leave("b")
     WorkerRuntime.begin_step(runtime, new, ([], []))
     assert runtime.all_live
 

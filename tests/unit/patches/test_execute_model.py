@@ -60,11 +60,11 @@ def test_who_joins_leaves_and_resumes_is_told_before_the_taps_are_turned_on(monk
     assert runner.execute_model(output) is calls.execute.return_value
     new, finished, resumed, known = runtime.requests.follow.call_args.args
     assert [(name, *rest) for name, _, *rest in new] == [("steered", 3, None, 2)]
-    assert runtime.functions.params == {"steered": {"n": 1, "extra_args": {"own": 1}}}
+    runtime.parts.functions.note_params.assert_called_once_with({"steered": {"n": 1, "extra_args": {"own": 1}}})
     assert finished == {"gone"} and set(resumed) == {"back", "again"} and known == {"back": 5, "steered": 4}
     assert runtime.begin_step.call_args.args == ((["old"], [7]), (["steered", "plain"], [2, 0]))
     names = [name for name, *_ in calls.mock_calls]
-    order = ["runtime.requests.follow", "runtime.begin_step", "execute", "runtime.sender.end_step"]
+    order = ["runtime.requests.follow", "runtime.begin_step", "execute", "runtime.steps.end_step"]
     assert [name for name in names if name in order] == order
 
 

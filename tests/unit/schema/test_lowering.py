@@ -51,9 +51,9 @@ def move_of(item: weir.Add) -> tuple[ResolvedIntervention | None, dict]:
 class Bench:
     """A planner, its tables, and a stream to run the taps on."""
 
-    def __init__(self, vectors: int = 256, programs: int = 256, nodes: int = 2048) -> None:
+    def __init__(self, vectors: int = 256, programs: int = 256, nodes: int = 2048, *, reports: bool = True) -> None:
         self.table = ProgramTable(TableSizes(vectors, programs, nodes), TAPS, range(TAPS), D)
-        self.planner = Planner(frozenset(range(TAPS * STAGES)), TAPS * STAGES, 8, self.table)
+        self.planner = Planner(frozenset(range(TAPS * STAGES)), TAPS * STAGES, 8, self.table, reports=reports)
 
     def join(self, name: str, items, prompt_len: int, prompt_ids=None) -> None:
         self.enter(name, admitted(*items), prompt_len, prompt_ids)
@@ -316,8 +316,7 @@ def test_a_pipeline_stage_vouches_for_its_own_moves_only():
 
 def test_a_rank_that_vouches_for_nothing_steers_all_the_same():
     """In the step that is planned by itself, in the first one with everybody's, and in its repetitions."""
-    told, silent = Bench(), Bench()
-    silent.planner.steering_planner.reports = False
+    told, silent = Bench(), Bench(reports=False)
     for bench in (told, silent):
         bench.join("r", [weir.Add(torch.ones(D), 0)], 3)
     for count, at in ((3, 0), (1, 3), (1, 4), (1, 5)):

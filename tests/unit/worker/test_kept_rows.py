@@ -29,7 +29,8 @@ class Worker:
     def __init__(self, dtype=torch.bfloat16, shapes=None, sites=SITES, settles=True):
         columns = {column_of(site, False) for site in sites}
         self.dtype = dtype
-        self.kept = KeptRows(columns, shapes or {}, D, dtype, torch.device("cpu"), lambda seconds: settles)
+        self.kept = KeptRows(columns, shapes or {}, D, dtype, torch.device("cpu"))
+        self.settle = lambda seconds: settles
         self.endpoint = ""
 
     def begin(self, key="k", sites=SITES, prompts=PROMPTS):
@@ -65,7 +66,7 @@ def fitted(worker, site, names, method="diff"):
 
 
 def apply(worker, site, names, task):
-    return worker.kept.apply("k", list(site), names, FIT, [task.to_wire()])
+    return worker.kept.apply(worker.settle, "k", list(site), names, FIT, [task.to_wire()])
 
 
 @pytest.mark.parametrize("kind", ["rows", "fold"])

@@ -60,25 +60,25 @@ def no_memory(*_args, **_kwargs):
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     bench = Bench()
-    monkeypatch.setattr(bench.runtime.buffer_server, "maps", lambda endpoint: True)
+    monkeypatch.setattr(bench.runtime.parts.buffer_server, "maps", lambda endpoint: True)
     sae = SAE.from_tensors("standard", SITE, **weights("standard", 1, D, 12))
     transfer.write(sae, tmp_path / "sae.safetensors")
-    bench.runtime.saes.load(KEY, str(tmp_path / "sae.safetensors"))
+    bench.runtime.parts.saes.load(KEY, str(tmp_path / "sae.safetensors"))
     yield bench
     bench.close()
 
 
 def held(bench):
     """What is held on the device, once the autoencoder is unloaded."""
-    bench.runtime.saes.unload(KEY)
-    codecs = bench.runtime.requests._codecs._compressions._codecs
+    bench.runtime.parts.saes.unload(KEY)
+    codecs = bench.runtime.parts.codecs._compressions._codecs
     return {name: n for name, n in bench.runtime.usage().items() if n} | dict(codecs)
 
 
 @pytest.mark.parametrize("what", POSTPROCESSES)
 def test_a_request_for_which_the_device_has_no_memory(bench, monkeypatch, what):
     """It alone fails, at once nothing of it is held, and it may leave and come again."""
-    requests, planner = bench.runtime.requests, bench.runtime.planner
+    requests, planner = bench.runtime.requests, bench.runtime.parts.planner
     bench.join("a", asking(POSTPROCESSES[what]), IDS)
     new = list(bench._new)
     with monkeypatch.context() as full:
@@ -94,10 +94,10 @@ def test_a_request_for_which_the_device_has_no_memory(bench, monkeypatch, what):
     assert "the device has no memory left" in reason and "gpu_memory_utilization" in reason
     assert "CUDA" not in reason
     bench.runtime.begin_step((["a"], [0]))
-    assert bench.runtime.switch.live, "as on the ranks that could serve it"
-    saes = dict(bench.runtime.saes)
+    assert bench.runtime.parts.switch.live, "as on the ranks that could serve it"
+    saes = dict(bench.runtime.parts.saes)
     assert held(bench) == {}
-    bench.runtime.saes._saes.update(saes)
+    bench.runtime.parts.saes._saes.update(saes)
 
     bench._new.clear()
     bench.join("b", Draw(0).request(), IDS)
@@ -107,7 +107,7 @@ def test_a_request_for_which_the_device_has_no_memory(bench, monkeypatch, what):
 
     requests.follow([], ["a", "b"])
     bench.runtime.begin_step(([], []))
-    assert not bench.runtime.switch.live
+    assert not bench.runtime.parts.switch.live
     requests.follow(new, [])
     assert bench.got["a"].failures == [reason] and planner.capturing.keys() == planner.steered.keys() == {"a"}
     requests.follow([], ["a"])
@@ -121,7 +121,7 @@ def test_a_request_that_fails_after_a_part_of_it_has_joined(bench, monkeypatch):
     def refuse(*_args):
         raise ValueError("no such vector")
 
-    monkeypatch.setattr(bench.runtime.planner, "add_steering", refuse)
+    monkeypatch.setattr(bench.runtime.parts.planner, "add_steering", refuse)
     bench.join("a", asking(POSTPROCESSES["read-outs"]), IDS)
     bench.runtime.requests.follow(bench._new, [])
     (reason,) = bench.got["a"].failures
@@ -164,7 +164,7 @@ def test_a_step_for_which_the_device_has_no_memory_fails_its_requests(bench, mon
     move = ResolvedIntervention("resid_post", (1,), Positions.parse("all"), 0, (instruction,))
     asked, rows = Asked((move,), (), (), {DIGEST: VECTOR}), torch.zeros(len(IDS), D)
     bench.join("a", asked, IDS)
-    moves = bench.runtime.writer._scorer._table.moves
+    moves = bench.runtime.parts.scorer._table.moves
     if where == "scoring.scorer":
         moves.append(np.arange(1))
     with monkeypatch.context() as full:

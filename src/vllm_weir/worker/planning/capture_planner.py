@@ -64,15 +64,20 @@ class CapturePlanner:
     Args:
         d_model: width of a row in ring and arena.
         ring_rows: column -> rows of the ring that one of its rows takes; left out where that is 1.
-
-    Attributes:
         row_bytes: bytes of a row in ring and arena.
     """
 
-    def __init__(self, site_sets: SiteSets, row_seqs: RowSequences, d_model: int, ring_rows: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        site_sets: SiteSets,
+        row_seqs: RowSequences,
+        d_model: int,
+        ring_rows: Mapping[int, int],
+        row_bytes: int = 4,
+    ) -> None:
         self._site_sets, self._row_seqs, self._d_model = site_sets, row_seqs, d_model
         self._ring_rows = ring_rows
-        self.row_bytes = 4
+        self._row_bytes = row_bytes
 
     def places(self, columns: Iterable[int]) -> tuple[int, ...]:
         """Return these columns, ascending, each as often as one of its rows takes rows of the ring."""
@@ -222,16 +227,16 @@ class CapturePlanner:
             if postprocess.compression is not None:
                 record_bytes = postprocess.compression.record_bytes(self._d_model)
                 size = record_bytes * len(columns)
-                cell = ResultCell("packed", record_bytes, size, request.codec, self.row_bytes)
+                cell = ResultCell("packed", record_bytes, size, request.codec, self._row_bytes)
             elif postprocess.directions:
                 values = len(postprocess.directions)
-                cell = ResultCell("scores", values, 4 * values * len(columns), request.codec, self.row_bytes)
+                cell = ResultCell("scores", values, 4 * values * len(columns), request.codec, self._row_bytes)
             elif postprocess.read_outs:
                 assert request.read_out_codec is not None
-                kind, row_bytes = ("rows_read", self.row_bytes) if postprocess.with_rows else ("read_outs", 0)
+                kind, row_bytes = ("rows_read", self._row_bytes) if postprocess.with_rows else ("read_outs", 0)
                 record_bytes = RecordLayout.of(postprocess.read_outs, row_bytes).record_bytes
                 size, codec = record_bytes * len(columns), request.read_out_codec(columns)
-                cell = ResultCell(kind, record_bytes, size, codec, self.row_bytes)
+                cell = ResultCell(kind, record_bytes, size, codec, self._row_bytes)
             elif postprocess.folds:
                 in_prompt, rows = 0, rows - in_prompt
         return self._row_seqs.open(request.request_id, request.endpoint, columns, in_prompt, max(rows, 1), cell)
@@ -277,7 +282,7 @@ class CapturePlanner:
             row_seqs.close(reduction)  # all of it is computed again after a preemption
             request.reduction = None
         columns = request.columns[0]
-        cell = ResultCell("fold", self._d_model, cell_rows(len(columns), self._d_model, self.row_bytes))
+        cell = ResultCell("fold", self._d_model, cell_rows(len(columns), self._d_model, self._row_bytes))
         request.reduction = row_seqs.open(request.request_id, request.endpoint, columns, 1, 1, cell)
         request.reduced_rows = 0
         return request.reduction, 0

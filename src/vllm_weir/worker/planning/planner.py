@@ -58,14 +58,15 @@ class Planner:
         row_seqs: where rows go; None for an unbounded arena of its own.
         ring_rows: column -> rows of the ring that one of its rows takes; left out where that is 1.
         probes: where probes and gates are held; None if no request has any.
+        reports: whether this worker reports what was steered and scored; one per tensor-parallel
+            group does.
+        row_bytes: bytes of a row in ring and arena.
 
     Attributes:
         capturing, steered: the live requests that capture or are steered, by id.
         site_sets: the rank table.
         capture_planner, steering_planner, score_planner: plan one request each.
         steady_state: what goes on without change.
-        drafted: the last planned step, if drafts have to be verified before its readers are told of
-            it.
     """
 
     def __init__(
@@ -78,19 +79,22 @@ class Planner:
         ring_rows: Mapping[int, int] = MappingProxyType({}),
         probes: ProbeTable | None = None,
         traits: EngineTraits = PLAIN_ENGINE,
+        reports: bool = True,
+        row_bytes: int = 4,
     ) -> None:
         self.columns, self._traits = columns, traits
-        self.row_seqs = row_seqs or RowSequences(Arena(1 << 50))
-        self.row_seqs.rewind = traits.draft_tokens
+        self.row_seqs = row_seqs or RowSequences(Arena(1 << 50), rewind=traits.draft_tokens)
         self.site_sets = SiteSets(max_site_sets, num_columns)
-        self.capture_planner = CapturePlanner(self.site_sets, self.row_seqs, table.vectors.shape[1], ring_rows)
-        self.score_planner = ScorePlanner(probes or ProbeTable(NO_PROBES, table), table, self.row_seqs)
-        self.steering_planner = SteeringPlanner(table, self.row_seqs, self.score_planner)
+        self.capture_planner = CapturePlanner(
+            self.site_sets, self.row_seqs, table.vectors.shape[1], ring_rows, row_bytes
+        )
+        self.score_planner = ScorePlanner(probes or ProbeTable(NO_PROBES, table), table, self.row_seqs, reports)
+        self.steering_planner = SteeringPlanner(table, self.row_seqs, self.score_planner, reports)
         self.capturing: dict[str, CapturingRequest] = {}
         self.steered: dict[str, SteeredRequest] = {}
         self.steady_state = SteadyState()
         self._steady_planner = SteadyPlanner(self.steady_state, self.row_seqs, self.score_planner)
-        self.drafted: DraftedStep | None = None
+        self._drafted: DraftedStep | None = None
         self._restarted: list[str] = []
         """Requests that have joined, or go on after a preemption, since the last step."""
         self._repeated: RepeatedSteps | None = None
@@ -216,7 +220,7 @@ class Planner:
         Lists are by request, in batch order: its tokens in this step, the position of the first of them,
         and how many, the last ones, are drafts; None if none are.
         """
-        self.drafted = None
+        self._drafted = None
         if not self.capturing and not self.steered:
             return None
         counts, computed = np.asarray(num_tokens, np.int64), np.asarray(num_computed, np.int64)
@@ -249,10 +253,15 @@ class Planner:
             self._repeated = RepeatedSteps(request_ids, computed, plan, self.row_seqs, row_seqs[row_seqs >= 0])
         return plan
 
+    def take_drafted(self) -> DraftedStep | None:
+        """Return the last planned step, and forget it, if drafts decide on what its readers are told."""
+        drafted, self._drafted = self._drafted, None
+        return drafted
+
     def _note_drafts(
         self, builder: PlanBuilder, request_ids: Sequence[str], slots: np.ndarray, batch: np.ndarray
     ) -> None:
-        """Set `drafted`; `batch` is int64 [n, 4]: first token, tokens, drafts and position of each request."""
+        """Set `_drafted`; `batch` is int64 [n, 4]: first token, tokens, drafts and position of each request."""
         restarted, self._restarted = self._restarted, []
         followed = slots.nonzero()[0]
         if not len(followed) or not (self._traits.drafts_ahead or batch[followed, 2].any()):
@@ -260,7 +269,7 @@ class Planner:
         endpoints = list(self.steady_state.endpoints)
         arrival_tokens, steered_tokens = builder.drafted(endpoints)
         first_tokens, counts, drafts, starts = batch[followed].T
-        self.drafted = DraftedStep(
+        self._drafted = DraftedStep(
             request_ids=[request_ids[k] for k in followed.tolist()],
             first_tokens=first_tokens,
             counts=counts,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
@@ -90,24 +91,29 @@ class RowSequences:
     Args:
         arena: where extents are allocated.
         patience: seconds to wait for room before failing; None to drop rows instead.
+        rewind: how many positions may be computed again because drafts were rejected. Their rows
+            get new ranks; the rows of rejected drafts are never announced.
+        grant: called with the endpoint, start and rows of every new piece of the arena.
+        reader_columns: column -> what it is called in messages, where that differs.
 
     Attributes:
         layout_updates: endpoint -> what its reader must be told with the next step's rows.
-        reader_columns: column -> what it is called in messages, where that differs.
-        grant: called with the endpoint, start and rows of every new piece of the arena.
         epoch: grows whenever a method changes the arrays; see `defer_advance`.
-        rewind: how many positions may be computed again because drafts were rejected. Their rows
-            get new ranks; the rows of rejected drafts are never announced.
     """
 
-    def __init__(self, arena: Arena, patience: float | None = 0.0) -> None:
-        self.arena = arena
-        self.patience = patience
+    def __init__(
+        self,
+        arena: Arena,
+        patience: float | None = 0.0,
+        rewind: int = 0,
+        grant: Callable[[str, int, int], None] = lambda endpoint, start, rows: None,
+        reader_columns: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        self.arena, self.patience, self.rewind = arena, patience, rewind
+        self._grant, self._reader_columns = grant, reader_columns
         self.live: dict[int, RowSequence] = {}
-        self.reader_columns: Mapping[int, int] = {}
         self.layout_updates: dict[str, messages.LayoutUpdate] = {}
-        self.grant: Callable[[str, int, int], None] = lambda endpoint, start, rows: None
-        self.epoch = self.rewind = 0
+        self.epoch = 0
         self._deferred: tuple[np.ndarray, int] | None = None
         self._numbers = itertools.count()
         self._free: list[int] = []
@@ -168,7 +174,8 @@ class RowSequences:
         self.rank_size[index], self.ring_rows[index], self.codec[index] = rank_size, len(columns), codec
         self.units_per_row[index] = units_per_row
         self.last_position[index] = -1
-        named = [self.reader_columns.get(column, column) for column in columns] if self.reader_columns else columns
+        names = self._reader_columns
+        named = [names.get(column, column) for column in columns] if names else columns
         opened = messages.SequenceOpened(row_seq.number, request_id, list(named))
         if cell is not None:
             opened.kind, opened.values, opened.width = cell.kind, cell.values, cell.size
@@ -255,7 +262,7 @@ class RowSequences:
             return False
         start, arena_rows, capacity = allocated
         try:
-            self.grant(row_seq.endpoint, start, arena_rows)
+            self._grant(row_seq.endpoint, start, arena_rows)
         except WeirError:
             for _ in ("worker", "reader"):
                 self.arena.release(start)

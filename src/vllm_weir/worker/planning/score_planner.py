@@ -49,13 +49,12 @@ class ScoredRequest:
 class ScorePlanner:
     """Plans what the probes of requests read.
 
-    Attributes:
+    Args:
         reports: whether this worker reports scores; one per tensor-parallel group does.
     """
 
-    def __init__(self, probes: ProbeTable, table: ProgramTable, row_seqs: RowSequences) -> None:
-        self.table, self._row_seqs = probes, row_seqs
-        self.reports = True
+    def __init__(self, probes: ProbeTable, table: ProgramTable, row_seqs: RowSequences, reports: bool = True) -> None:
+        self.table, self._row_seqs, self._reports = probes, row_seqs, reports
         self._programs = table
         self._series_numbers = itertools.count()
         self._recipes: IdentityCache[Scoring, ScoringRecipe] = IdentityCache(
@@ -136,7 +135,7 @@ class ScorePlanner:
 
     def series(self, request: ScoredRequest) -> int:
         """Return the number under which the reader knows a request's scores, -1 if they are not reported."""
-        if request.series < 0 and self.reports:
+        if request.series < 0 and self._reports:
             request.series = next(self._series_numbers)
             opened = messages.SeriesOpened(request.series, request.request_id, request.recipe.layout.reported)
             self._row_seqs.layout_update_for(request.endpoint).series.append(opened)

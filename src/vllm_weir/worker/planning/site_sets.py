@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from vllm_weir.errors import WeirError
@@ -12,14 +14,13 @@ class SiteSets:
 
     Attributes:
         ranks: int32 [capacity, num_columns], a column's place in a site set, or -1.
-        changed: whether `ranks` has changed since this was last set to False.
         columns_of: site set -> its columns, ascending; one whose rows take several rows of the ring
             is repeated that often.
     """
 
     def __init__(self, capacity: int, num_columns: int) -> None:
         self.ranks = np.full((capacity, num_columns), -1, np.int32)
-        self.changed = False
+        self._changed = False
         self.columns_of: dict[int, tuple[int, ...]] = {}
         self._number_of: dict[tuple[tuple[int, ...], bool], int] = {}
         self._key_of: dict[int, tuple[tuple[int, ...], bool]] = {}
@@ -30,6 +31,12 @@ class SiteSets:
     def used(self) -> int:
         """Rows of `ranks`, from the first on, that hold all site sets in use."""
         return max(self._users, default=-1) + 1
+
+    def write_changes(self, write: Callable[[np.ndarray], object]) -> None:
+        """Call `write` with the rows of `ranks` in use, int32 [n, num_columns], unless it was and none has changed."""
+        if self._changed:
+            write(self.ranks[: self.used].copy())
+            self._changed = False
 
     def __len__(self) -> int:
         return len(self._users)
@@ -59,7 +66,7 @@ class SiteSets:
             self.columns_of[number] = columns
             self.ranks[number] = -1
             self.ranks[number, list(reversed(columns))] = np.arange(len(columns) - 1, -1, -1)
-            self.changed = True
+            self._changed = True
         self._users[number] = self._users.get(number, 0) + 1
         return number
 

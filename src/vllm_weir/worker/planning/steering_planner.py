@@ -122,14 +122,16 @@ class SteeredRequest:
 class SteeringPlanner:
     """Plans what steered requests change.
 
-    Attributes:
+    Args:
         reports: whether this worker reports what was steered; one per tensor-parallel group does.
+
+    Attributes:
         unsteered_kv: blocks in the prefix cache that were not steered as their keys say.
     """
 
-    def __init__(self, table: ProgramTable, row_seqs: RowSequences, scores: ScorePlanner) -> None:
+    def __init__(self, table: ProgramTable, row_seqs: RowSequences, scores: ScorePlanner, reports: bool = True) -> None:
         self.table, self._row_seqs, self.scores = table, row_seqs, scores
-        self.reports = True
+        self._reports = reports
         self.unsteered_kv = UnsteeredKV()
         self._group_numbers = itertools.count()
         self._recipes: IdentityCache[tuple[ResolvedIntervention, ...], SteeringRecipe] = IdentityCache(
@@ -302,7 +304,7 @@ class SteeringPlanner:
 
     def _group(self, request: SteeredRequest, code: int) -> int:
         """Return the number of the reported interventions at positions with `code`, or -1."""
-        if not self.reports:
+        if not self._reports:
             return -1
         reported = request.recipe.active(code)
         if len(request.recipe.reported) < len(request.recipe.interventions):

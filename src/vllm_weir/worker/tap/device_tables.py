@@ -41,8 +41,7 @@ class PlanWriter:
             self._last = _WrittenPlan(plan)
         elif start == self._last.start or not plan.rows:
             return  # the device has this plan
-        self._last.start = start
-        self._put(len(plan.slots), self._last.shifted(start))
+        self._put(len(plan.slots), self._last.starting_at(start))
         if plan.programs_by_token:
             self._last = None  # the look-ups change the plan on the device
             for lookup in plan.programs_by_token:
@@ -110,8 +109,9 @@ class _WrittenPlan:
         arrays = (self._slots, self._site_sets, self._programs, self._spans)
         return all(a is b for a, b in zip(arrays, (plan.slots, plan.site_sets, plan.programs, plan.spans), strict=True))
 
-    def shifted(self, start: int) -> np.ndarray:
-        """Return the plan, int32 [tokens, 4], with slots counted from ring row `start` on."""
+    def starting_at(self, start: int) -> np.ndarray:
+        """Return the plan, int32 [tokens, 4], for rows that begin at ring row `start`, and note that they do."""
+        self.start = start
         content = self._content.copy()
         content[:, 0] += self._captured * np.int32(start)
         return content

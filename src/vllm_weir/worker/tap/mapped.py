@@ -77,6 +77,23 @@ class _Function:
         self.values: dict[Place, dict[str, torch.Tensor]] = {}
         """Place -> name -> [max tokens, ...], float32; graphs write there."""
 
+    def release(self, key: str) -> bool:
+        """Drop a user of the args under a key; return whether that was the last one, and they are forgotten."""
+        unused = self.slots.release(key)
+        if unused:
+            self.slots.forget(key)
+        if not self.slots.in_use:
+            self.failed = ""  # the next request may have better luck, with memory say
+        return unused
+
+    def call(self, site: Site, positions: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> Given | None:
+        """Call it with rows [tokens, width] and the slots of their args; return None if it fails, and note why."""
+        try:
+            return self.mapped(site, positions, rows, {name: table[slots] for name, table in self.args.items()})
+        except WeirError as e:
+            self.failed = e.message
+            return None
+
 
 class MappedTaps:
     """Calls compiled functions at taps, in steps that may be CUDA graphs.
@@ -132,11 +149,8 @@ class MappedTaps:
         """Let go of the args of a request."""
         for key in self._keys_of.pop(request_id, ()):
             function = self._functions[self._held[key].function]
-            if function.slots.release(key):
-                function.slots.forget(key)
+            if function.release(key):
                 del self._held[key]
-            if not function.slots.in_use:
-                function.failed = ""  # the next request may have better luck, with memory say
 
     def place_of(self, key: str) -> tuple[int, int]:
         """Return the slot of a key's args and the number of its function; (0, -1) if the host calls it."""
@@ -206,22 +220,14 @@ class MappedTaps:
                 continue
             chosen = (numbers == place.function) & (after == place.after_post)
             slots = torch.where(chosen, floats[at, 1], 0.0).long()
-            given = self._call(function, place, rows, slots)
+            site = site_of(self._sites[place.tap], place.after_post)
+            given = function.call(site, self._positions[: len(rows)], rows, slots)
             if given is None:
                 continue
             if given.rows is not None:
                 new = torch.where(chosen[:, None], given.rows.float(), new)
             self._keep(function, place, given, chosen)
         held[:, k] = new
-
-    def _call(self, function: _Function, place: Place, rows: torch.Tensor, slots: torch.Tensor) -> Given | None:
-        args = {name: table[slots] for name, table in function.args.items()}
-        try:
-            site = site_of(self._sites[place.tap], place.after_post)
-            return function.mapped(site, self._positions[: len(rows)], rows, args)
-        except WeirError as e:
-            function.failed = e.message
-            return None
 
     def _keep(self, function: _Function, place: Place, given: Given, chosen: torch.Tensor) -> None:
         """Write the values of a call to where the host reads them after the step."""

@@ -98,7 +98,12 @@ class TapSwitch:
         "tables", "tensors",
     )  # fmt: skip
 
-    def __init__(self, tensors: TapTensors) -> None:
+    def __init__(
+        self,
+        tensors: TapTensors,
+        score: Callable[[int, int], None] | None = None,
+        mapped: Callable[..., torch.Tensor | None] | None = None,
+    ) -> None:
         self.tensors = tensors
         self.tables = tuple(getattr(tensors, entry.name) for entry in fields(tensors))
         self.mask, self.pinned = 0, False
@@ -106,8 +111,7 @@ class TapSwitch:
         self.columns: dict[int, tuple[int, int]] = {}
         self.head_sizes: dict[int, int] = {}
         self.launch: Callable[..., None] | None = None
-        self.score: Callable[[int, int], None] | None = None
-        self.mapped: Callable[..., torch.Tensor | None] | None = None
+        self.score, self.mapped = score, mapped
         self._kept: list[torch.Tensor] = []
 
     def enrol(
@@ -141,6 +145,10 @@ class TapSwitch:
     def pin(self) -> None:
         """Let all taps act for good."""
         self.mask, self.pinned = EVERYTHING, True
+
+    def launch_by(self, launch: Callable[..., None] | None) -> None:
+        """Let the taps call `launch` in place of their kernel from now on; None for the kernel."""
+        self.launch = launch
 
     def wants(self, tap: int) -> bool:
         """Return whether a tap acts; ``SCORES + tap`` stands for its probes."""

@@ -92,10 +92,6 @@ class Notifier:
     Args:
         rows: the host buffer, [rows, d_model].
         buffer_server: knows which readers map the buffer.
-
-    Attributes:
-        waiting: requests of the engine that wait for table space, which readers are told along with
-            rows.
         keep: stands for the readers in this process (`messages.KEPT`): called with the endpoint, the
             changes of its layout, its arrivals, the rows' bytes, and its failed requests.
     """
@@ -106,12 +102,13 @@ class Notifier:
         arena: Arena,
         buffer_server: BufferServer,
         worker: str,
+        keep: Keep,
         engine: int = 0,
         uncertainty: int = 0,
     ) -> None:
-        self._engine, self.waiting = engine, 0
+        self._engine, self._waiting = engine, 0
         self._ledger = DraftLedger(uncertainty)
-        self.keep: Keep | None = None
+        self._keep = keep
         self._rows, self._arena, self._buffer_server, self._worker = rows, arena, buffer_server, worker
         self._bytes = rows.view(-1).view(torch.uint8)
         self._dtype = str(rows.dtype).removeprefix("torch.")
@@ -123,6 +120,10 @@ class Notifier:
         self._sockets: dict[str, zmq.Socket] = {}
         self._thread = threading.Thread(target=self._run, name="weir-notifier", daemon=True)
         self._thread.start()
+
+    def note_waiting(self, waiting: int) -> None:
+        """Note how many requests of the engine wait for table space, which readers are told along with rows."""
+        self._waiting = waiting
 
     def send(self, notice: StepNotice) -> None:
         """Tell the readers once the rows have arrived."""
@@ -191,10 +192,9 @@ class Notifier:
 
     def _hand_over(self, endpoint: str, notice: StepNotice, layout_updates: messages.LayoutUpdate, broken: str) -> None:
         """Give a reader in this process its part of a notice."""
-        assert self.keep is not None, "whoever has such readers sets it"
         arrivals = _NO_ARRIVALS if broken else notice.arrivals.get(endpoint, _NO_ARRIVALS)
         failures = notice.failures.get(endpoint, {}) | ({"": broken} if broken else {})
-        self.keep(endpoint, layout_updates, arrivals, self._fetch(layout_updates, arrivals), failures)
+        self._keep(endpoint, layout_updates, arrivals, self._fetch(layout_updates, arrivals), failures)
 
     def _announce(
         self,
@@ -251,7 +251,7 @@ class Notifier:
             spill=spill,
             broken=broken,
             engine=self._engine,
-            waiting=self.waiting,
+            waiting=self._waiting,
         )
 
     def _fetch(self, layout_updates: messages.LayoutUpdate, arrivals: np.ndarray) -> bytes:

@@ -252,7 +252,7 @@ def test_every_token_is_steered_by_its_true_position(ahead, chosen, data):
             for position, code in zip(positions.tolist(), codes, strict=True)
         ]
         assert device[:count, 2].tolist() == expected
-        notice = StepNotice(no_wait, steered={} if plan is None else plan.steered, drafted=bench.planner.drafted)
+        notice = StepNotice(no_wait, steered={} if plan is None else plan.steered, drafted=bench.planner.take_drafted())
         notice.sampled = lambda accepted=accepted: {"a": accepted + 1}
         notice.drop_rejected(ledger)
         for _, first, number, stride in np.concatenate([*notice.steered.values(), np.empty(0, STEERED)]).tolist():

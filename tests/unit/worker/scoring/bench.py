@@ -167,8 +167,10 @@ class Bench:
         )
         info = ModelInfo(D, dtype, torch.device("cpu"), TOKENS)
         self.runtime = WorkerRuntime(self.model, info, Settings.load(sizes), sites, None, controllers or {})
-        self.runtime.notifier.send = self._told
-        self.runtime.notifier.fail = lambda _endpoint, request_id, reason: self.got[request_id].failures.append(reason)
+        self.runtime.parts.notifier.send = self._told
+        self.runtime.parts.notifier.fail = lambda _endpoint, request_id, reason: self.got[request_id].failures.append(
+            reason
+        )
         self.got: dict[str, Got] = {}
         self._series: dict[int, tuple[str, int]] = {}
         self._new: list = []
@@ -191,10 +193,10 @@ class Bench:
         self._new, self._finished = [], []
         self.runtime.begin_step((names, starts))
         ids = torch.tensor([token_ids[n][s + k] for n, s, c in zip(names, starts, counts) for k in range(c)])
-        self.runtime.writer.plan_step(names, counts, starts, ids)
+        self.runtime.steps.plan_step(names, counts, starts, ids)
         with torch.inference_mode():
             out = self.model(torch.cat([batch[n][1] for n in names]))
-        self.runtime.sender.end_step()
+        self.runtime.steps.end_step()
         for name, start, rows in zip(names, starts, out.split(counts)):
             self.got[name].rows |= {start + k: row for k, row in enumerate(rows)}
         return out

@@ -185,7 +185,7 @@ def test_steps_that_repeat_are_planned_once(bench, monkeypatch):
     for k in range(3):
         bench.step({name: (k, rows[name][k : k + 1]) for name in names}, ids)
     monkeypatch.setattr(PlanBuilder, "__init__", None)
-    monkeypatch.setattr(bench.runtime._scorer._run_writer, "_memory", None)
+    monkeypatch.setattr(bench.runtime.parts.scorer._run_writer, "_memory", None)
     for k in range(3, 6):
         bench.step({name: (k, rows[name][k : k + 1]) for name in names}, ids)
     monkeypatch.undo()
@@ -211,7 +211,7 @@ def test_states_move_together_when_room_is_in_pieces():
     """And the requests that moved go on as if nothing had happened."""
     draw = Draw(7)
     bench = Bench()
-    table = bench.runtime.probes
+    table = bench.runtime.parts.probes
     table._extents = Arena(40)
     window = dict(smoothing=MEAN, parameter=8.0)  # 1 + 1 + 8 numbers
     asked = {name: Asked((), (linear(draw, "p", 1, **window),), (), draw.vectors) for name in "abcd"}
@@ -254,7 +254,7 @@ def test_a_probe_whose_vectors_move_in_their_table_goes_on():
     bench.step({"m": (0, rows[:2])}, ids)
     bench.leave("a")
     bench.step({"m": (2, rows[2:3])}, ids)
-    slots = bench.runtime.table._vector_slots
+    slots = bench.runtime.parts.table._vector_slots
     stood = slots.slot_of[out]
     slots.forget(before.probes[0].rows[0])
     slots._move_together()

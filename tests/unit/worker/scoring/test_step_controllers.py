@@ -58,7 +58,7 @@ def benches():
 
 
 def controller(bench):
-    return bench.runtime._scorer.controllers._controllers["ema"]
+    return bench.runtime.parts.scorer.controllers._controllers["ema"]
 
 
 def asked_of(draw, outputs=1, positions="all", layer=1):

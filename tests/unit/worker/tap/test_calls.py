@@ -23,7 +23,7 @@ def bench(tmp_path, request):
     """With the autoencoder loaded; `request.param`: its dtype."""
     transfer.write(SAE, tmp_path / "sae.safetensors")
     made = Bench(getattr(request, "param", torch.float32))
-    made.runtime.saes.load(KEY, str(tmp_path / "sae.safetensors"))
+    made.runtime.parts.saes.load(KEY, str(tmp_path / "sae.safetensors"))
     yield made
     made.close()
 
@@ -92,7 +92,7 @@ def test_an_autoencoder_that_is_gone(bench):
     bench.join("a", asking(4), IDS)
     batch = rows_of()
     bench.step({"a": (0, batch[:3])}, {"a": IDS})
-    bench.runtime.saes.unload(KEY)
+    bench.runtime.parts.saes.unload(KEY)
     bench.join("a", asking(4), IDS)
     bench.join("b", asking(4), IDS)
     bench.step({"a": (0, batch), "b": (0, batch)}, {"a": IDS, "b": IDS})
@@ -100,11 +100,11 @@ def test_an_autoencoder_that_is_gone(bench):
     assert "unloaded while the request waited" in reason
     check(bench, "a", batch, [4])
     bench.runtime.requests.follow([], ["a", "b"])
-    assert bench.runtime.usage()["sae_bytes"] == 0 and not bench.runtime.table.called
+    assert bench.runtime.usage()["sae_bytes"] == 0 and not bench.runtime.parts.table.called
 
 
 def test_an_engine_whose_only_graphs_have_the_taps(bench):
-    bench.runtime.switch.pin()
+    bench.runtime.parts.switch.pin()
     bench.join("a", asking(4), IDS)
     bench.step({"a": (0, rows_of())}, {"a": IDS})
     (reason,) = bench.got["a"].failures

@@ -40,8 +40,8 @@ class Worker:
         self.dtype, self.words, self.device, self.width, self.launch = dtype, 4 // dtype.itemsize, device, width, launch
         columns = frozenset(range(TAPS * STAGES))
         table = ProgramTable(TableSizes(4, 4, 4), TAPS, range(TAPS), width)
-        self.planner = Planner(columns, TAPS * STAGES, 64, table, RowSequences(Arena(4000)))
-        self.planner.capture_planner.row_bytes = width * dtype.itemsize
+        row_seqs, row_bytes = RowSequences(Arena(4000)), width * dtype.itemsize
+        self.planner = Planner(columns, TAPS * STAGES, 64, table, row_seqs, row_bytes=row_bytes)
         self.ring = torch.full((3000, width), float("nan"), dtype=dtype, device=device)
         self.folder = TapReducer(self.ring)
         self.host = torch.zeros(4000, width, dtype=dtype)

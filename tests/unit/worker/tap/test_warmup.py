@@ -122,14 +122,14 @@ def test_kernels_are_compiled_for_what_workers_have(dtype):
     for hidden, other, number, *tables in made:
         assert hidden.dtype == dtype and (other is None or other.dtype == dtype) and number.dtype == torch.int32
         for table, entry in zip(tables, fields(TapTensors), strict=True):
-            assert table.dtype == getattr(runtime.tensors, entry.name).dtype, entry.name
+            assert table.dtype == getattr(runtime.parts.tensors, entry.name).dtype, entry.name
     assert [other is None for _, other, *_ in made] == [True, False]
 
 
 def test_the_score_kernel_is_compiled_for_what_workers_have():
     runtime = runtime_of(torch.float32)
     runtime.close()
-    theirs = runtime._scorer.tensors
+    theirs = runtime.parts.scorer.tensors
     made = score_stand_in(64, theirs.cells.shape[1], torch.device("cpu"))
     for entry in fields(made):
         one, other = getattr(made, entry.name), getattr(theirs, entry.name)

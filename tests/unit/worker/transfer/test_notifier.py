@@ -41,7 +41,7 @@ class Reader:
         self.reply = str(messages.ReaderEndpoint(f"ipc://{folder}/rows", "", "", "t"))
         self.rows = torch.arange(80.0).view(20, D)
         self.arena, self.link = Arena(20), FakeLink(near)
-        self.drain = Notifier(self.rows, self.arena, self.link, "w")
+        self.drain = Notifier(self.rows, self.arena, self.link, "w", lambda *part: self.keep(*part))
 
     def hear(self):
         frames = self.socket.recv_multipart()
@@ -110,7 +110,7 @@ def test_an_address_that_nobody_can_read_stops_nothing(reader):
 def test_a_reader_in_the_process_is_handed_its_rows_and_holds_nothing(reader):
     """It gets bytes, and the failures that others are told; `settle` waits for all of it."""
     got = []
-    reader.drain.keep = lambda *part: got.append(part)
+    reader.keep = lambda *part: got.append(part)
     outside, reader.reply = reader.reply, messages.KEPT + "key"
     start = reader.arena.allocate(4)
     reader.drain.send(reader.parcel(**opening(start), retired=[messages.ExtentRetired(1, 0, 2, start)]))
@@ -127,7 +127,7 @@ def test_a_reader_in_the_process_is_handed_its_rows_and_holds_nothing(reader):
     def broken(*_):
         raise RuntimeError("no room")
 
-    reader.drain.keep = broken
+    reader.keep = broken
     reader.drain.fail(reader.reply, "r", "because")
     reader.drain.fail(outside, "s", "then")
     assert reader.hear()[0].failures == {"s": "then"}

@@ -46,9 +46,7 @@ CPU = torch.device("cpu")
 def planner_of(arena_rows):
     taps = num_taps(LAYERS)
     table = ProgramTable(TableSizes(4, 4, 4), taps, range(taps), D)
-    planner = Planner(COLUMNS, taps * STAGES, 64, table, RowSequences(Arena(arena_rows)))
-    planner.capture_planner.row_bytes = ROW
-    return planner
+    return Planner(COLUMNS, taps * STAGES, 64, table, RowSequences(Arena(arena_rows)), row_bytes=ROW)
 
 
 def row_of(token, column, part=0):

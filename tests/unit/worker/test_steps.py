@@ -9,7 +9,7 @@ import pytest
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.taps import GROUPS
-from vllm_weir.worker.step_writer import StepWriter
+from vllm_weir.worker.steps import Steps
 
 
 @pytest.mark.parametrize("reduces", [False, True])
@@ -19,9 +19,9 @@ def test_a_plan_fits_the_taps_of_its_step(mask, why, reduces):
         rows=3, runs=(), programs=np.full(2, -1), spans=np.array([2, -1] if reduces else [0, 0], np.int32)
     )
     switch = SimpleNamespace(live=mask != 0, wants=lambda bit: bool(mask >> bit & 1))
-    writer = SimpleNamespace(_planner=SimpleNamespace(plan=lambda *_: plan), _switch=switch)
+    steps = SimpleNamespace(_parts=SimpleNamespace(planner=SimpleNamespace(plan=lambda *_: plan), switch=switch))
     if not why or (why == "cannot reduce" and not reduces):
-        assert StepWriter._plan(writer, ["a"], [2], [0], None) is plan
+        assert Steps._plan(steps, ["a"], [2], [0], None) is plan
     else:
         with pytest.raises(WeirError, match=why):
-            StepWriter._plan(writer, ["a"], [2], [0], None)
+            Steps._plan(steps, ["a"], [2], [0], None)
