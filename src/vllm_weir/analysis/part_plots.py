@@ -15,9 +15,13 @@ from vllm_weir.analysis.plot_style import (
     colours,
     finish,
     finished,
+    label_axis,
     label_bar,
     label_tokens,
     new_figure,
+    number_table,
+    row_names,
+    token_map,
 )
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.fields import right_words
@@ -107,20 +111,15 @@ def plot_top_neurons(
     k = plain(k)
     if not is_int(k) or k < 1:
         raise WeirError("k is how many neurons to plot, at least 1", "k")
-    names = _row_names(tokens, len(values))
+    names = row_names(tokens, len(values))
     neurons = np.argsort(-np.abs(values).max(0), kind="stable")[:k]
     numbers = values[:, neurons].T
-    size = (max(4.6, min(15.0, 2.6 + 0.27 * len(names))), 1.5 + 0.2 * max(4, len(neurons)))
-    figure, axis = new_figure(size)
-    image = axis.imshow(numbers, aspect="auto", interpolation="nearest", **colours(numbers))
-    label_tokens(axis.xaxis, names)
+    figure, axis = token_map(numbers, names, hook, 0.2)
     axis.set_yticks(range(len(neurons)), [str(n) for n in neurons], fontsize=7.5)
-    axis.set_ylabel("neuron", color=INK, fontsize=8.5)
-    label_bar(figure.colorbar(image, ax=axis, pad=0.015, aspect=30), hook)
+    label_axis(axis.yaxis, "neuron")
     title = title or f"{hook}: the {len(neurons)} strongest neurons, by token"
     finish(axis, title)
-    table = [["neuron", *names], *([str(n), *(f"{v:.4g}" for v in row)] for n, row in zip(neurons, numbers))]
-    return finished(figure, path, title, table)
+    return finished(figure, path, title, number_table("neuron", names, neurons, numbers))
 
 
 def _values(
@@ -151,15 +150,7 @@ def _position_names(tokens: Sequence[str] | None, keys: int, at: list[int]) -> l
         raise WeirError(f"rows are at positions 0..{keys - 1}, which have a key each", "positions")
     if tokens is not None and len(tokens) < keys:
         raise WeirError(f"there are {keys} keys but {len(tokens)} tokens; give those from position 0 on", "tokens")
-    return _row_names(None if tokens is None else tokens[:keys], keys)
-
-
-def _row_names(tokens: Sequence[str] | None, n: int) -> list[str]:
-    if tokens is None:
-        return [str(i) for i in range(n)]
-    if len(tokens) != n:
-        raise WeirError(f"there are {n} rows but {len(tokens)} tokens; give one token a row", "tokens")
-    return [str(t).replace("\n", "\\n").replace("Ġ", " ").replace("▁", " ").strip() or "␣" for t in tokens]
+    return row_names(None if tokens is None else tokens[:keys], keys)
 
 
 def _head_names(heads: Sequence[int] | None, n: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import io
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,57 @@ def colours(numbers: np.ndarray, metric: str = "") -> dict[str, Any]:
     scale = Scale.of(numbers, metric)
     ends = {"norm": LogNorm(scale.low, scale.high)} if scale.log else {"vmin": scale.low, "vmax": scale.high}
     return {"cmap": scale.name, **ends}
+
+
+def token_map(numbers: np.ndarray, tokens: list[str], label: str, height: float, **options: Any) -> tuple[Any, Any]:
+    """Return a figure of numbers [rows, tokens] as a heat map, and its axes, whose rows are not labelled yet.
+
+    Rows are `height` inches; `label` says what the numbers are, `options` are further ones of imshow.
+    """
+    figure, axis = new_figure((map_width(len(tokens)), 1.5 + height * max(4, len(numbers))))
+    draw_map(figure, axis, numbers, tokens, label, **options)
+    return figure, axis
+
+
+def map_width(columns: int) -> float:
+    return max(4.6, min(15.0, 2.6 + 0.27 * columns))
+
+
+def draw_map(figure: Any, axis: Any, numbers: np.ndarray, columns: list[str], label: str, **options: Any) -> None:
+    """Draw numbers [rows, columns] as a heat map with its colour bar."""
+    image = axis.imshow(numbers, aspect="auto", interpolation="nearest", **colours(numbers), **options)
+    label_tokens(axis.xaxis, columns)
+    label_bar(figure.colorbar(image, ax=axis, pad=0.015, aspect=30), label)
+
+
+def style_lines(axis: Any, low: float, high: float) -> None:
+    """Set the scale of a plot of lines whose values lie between these, and draw lines to read them by."""
+    if low > 0 and high / low > 30:
+        axis.set_yscale("log")
+        plain_log(axis.yaxis)
+    elif low < 0 < high:
+        axis.axhline(0, color=FAINT, linewidth=0.8)
+    axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axis.set_axisbelow(True)
+
+
+def label_axis(axis: Any, text: str) -> None:
+    axis.set_label_text(text, color=INK, fontsize=8.5)
+
+
+def number_table(corner: str, columns: Sequence[str], rows: Iterable[Any], numbers: np.ndarray) -> list[list[str]]:
+    """Return numbers [rows, columns] as texts, below a head and beside the rows' names."""
+    lines = zip(rows, numbers, strict=True)
+    return [[corner, *columns], *([str(name), *(f"{value:.4g}" for value in line)] for name, line in lines)]
+
+
+def row_names(tokens: Sequence[str] | None, count: int) -> list[str]:
+    """Return a text for each row: its token's, if there are tokens, with what has no width made visible."""
+    if tokens is None:
+        return [str(i) for i in range(count)]
+    if len(tokens) != count:
+        raise WeirError(f"there are {count} rows but {len(tokens)} tokens; give one token a row", "tokens")
+    return [str(t).replace("\n", "\\n").replace("Ġ", " ").replace("▁", " ").strip() or "␣" for t in tokens]
 
 
 def label_tokens(axis: Any, names: list[str]) -> None:

@@ -12,15 +12,18 @@ from vllm_weir.analysis.metrics import METRICS, SimilarityMetric, as_array, rows
 from vllm_weir.analysis.plot_style import (
     BLUE,
     FAINT,
-    INK,
     colours,
     finish,
     finished,
+    label_axis,
     label_bar,
     label_layers,
     label_tokens,
     new_figure,
-    plain_log,
+    number_table,
+    row_names,
+    style_lines,
+    token_map,
 )
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.fields import right_words
@@ -56,20 +59,17 @@ def plot_heat_map(
             not fit the rows, or the file cannot be written.
     """
     layers = by_layer(activations, hook)
-    names = _tokens(tokens, layers)
+    names = row_names(tokens, len(next(iter(layers.values()))))
     numbers = np.stack([(value or _norms)(rows) for rows in layers.values()])
     if numbers.shape != (len(layers), len(names)):
         raise WeirError(f"`value` must return one number a row; the result has shape {list(numbers.shape)}", "value")
-    width = min(15.0, 2.6 + 0.27 * len(names))
-    figure, axis = new_figure((max(4.6, width), 1.5 + 0.24 * max(4, len(layers))))
-    image = axis.imshow(numbers, aspect="auto", origin="lower", interpolation="nearest", **colours(numbers))
-    label_tokens(axis.xaxis, names)
+    figure, axis = token_map(numbers, names, label, 0.24, origin="lower")
     label_layers(axis.yaxis, list(layers))
-    axis.set_ylabel("layer", color=INK, fontsize=8.5)
-    label_bar(figure.colorbar(image, ax=axis, pad=0.015, aspect=30), label)
+    label_axis(axis.yaxis, "layer")
     finish(axis, title or f"{normalise_hook(hook)}: {label}, by layer and token")
-    table = [["layer", *names], *([str(n), *(f"{v:.4g}" for v in row)] for n, row in zip(layers, numbers))]
-    return finished(figure, path, title or f"{label}, by layer and token", table)
+    return finished(
+        figure, path, title or f"{label}, by layer and token", number_table("layer", names, layers, numbers)
+    )
 
 
 @right_words
@@ -85,36 +85,18 @@ def plot_norms(
     quantiles = np.array([np.quantile(layer_norms, [0, 0.25, 0.5, 0.75, 1]) for layer_norms in norms])
     figure, axis = new_figure((6.4, 3.6))
     layer_numbers = list(layers)
-    axis.fill_between(
-        layer_numbers,
-        quantiles[:, 0],
-        quantiles[:, 4],
-        color=BLUE,
-        alpha=0.12,
-        linewidth=0,
-        label="smallest to largest",
-    )
-    axis.fill_between(
-        layer_numbers, quantiles[:, 1], quantiles[:, 3], color=BLUE, alpha=0.28, linewidth=0, label="middle half"
-    )
+    for low, high, alpha, label in ((0, 4, 0.12, "smallest to largest"), (1, 3, 0.28, "middle half")):
+        ends = quantiles[:, low], quantiles[:, high]
+        axis.fill_between(layer_numbers, *ends, color=BLUE, alpha=alpha, linewidth=0, label=label)
     axis.plot(layer_numbers, quantiles[:, 2], color=BLUE, marker="o", markersize=3.5, linewidth=1.6, label="median")
-    if quantiles[:, 0].min() > 0 and quantiles.max() / quantiles[:, 0].min() > 30:
-        axis.set_yscale("log")
-        plain_log(axis.yaxis)
+    style_lines(axis, quantiles.min(), quantiles.max())
     axis.set_xticks(layer_numbers[:: max(1, -(-len(layer_numbers) // 16))])
-    axis.set_xlabel("layer", color=INK, fontsize=8.5)
-    axis.set_ylabel("norm of a row", color=INK, fontsize=8.5)
-    axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    axis.set_axisbelow(True)
+    label_axis(axis.xaxis, "layer")
+    label_axis(axis.yaxis, "norm of a row")
     axis.legend(frameon=False, fontsize=8, loc="best")
     finish(axis, title or f"{normalise_hook(hook)}: norm by layer ({len(norms[0]):,} rows a layer)")
-    head = ["layer", "smallest", "lower quartile", "median", "upper quartile", "largest"]
-    return finished(
-        figure,
-        path,
-        title or "norm by layer",
-        [head, *([str(n), *(f"{v:.4g}" for v in q)] for n, q in zip(layer_numbers, quantiles))],
-    )
+    columns = ["smallest", "lower quartile", "median", "upper quartile", "largest"]
+    return finished(figure, path, title or "norm by layer", number_table("layer", columns, layers, quantiles))
 
 
 @right_words
@@ -146,7 +128,7 @@ def plot_similarity(
     layer = plain(layer)
     if layer is not None and layer not in layers:
         raise WeirError(f"there is no layer {layer}; the layers are {list(layers)}", "layer")
-    names = _tokens(tokens, layers)
+    names = row_names(tokens, len(next(iter(layers.values()))))
     if layer is not None:
         numbers = similarity_matrix(layers[layer], metric=metric)
     else:
@@ -157,15 +139,15 @@ def plot_similarity(
     figure, axis = new_figure((max(4.4, size) + 0.9, max(4.2, size)))
     image = axis.imshow(numbers, interpolation="nearest", **colours(numbers, metric))
     for side in (axis.xaxis, axis.yaxis):
-        label_tokens(side, names) if layer is not None else label_layers(side, list(layers))
-    if layer is None:
-        axis.set_xlabel("layer", color=INK, fontsize=8.5)
-        axis.set_ylabel("layer", color=INK, fontsize=8.5)
+        if layer is None:
+            label_layers(side, list(layers))
+            label_axis(side, "layer")
+        else:
+            label_tokens(side, names)
     label_bar(figure.colorbar(image, ax=axis, pad=0.02, shrink=0.85), "-distance" if metric == "l2" else metric)
     compared = f"tokens in layer {layer}" if layer is not None else "layers, mean over tokens"
     finish(axis, title or f"{normalise_hook(hook)}: {metric} of {compared}")
-    table = [["", *names], *([n, *(f"{v:.4g}" for v in row)] for n, row in zip(names, numbers))]
-    return finished(figure, path, title or f"{metric} of {compared}", table)
+    return finished(figure, path, title or f"{metric} of {compared}", number_table("", names, names, numbers))
 
 
 @right_words
@@ -196,7 +178,7 @@ def plot_timeline(
     """
     rows_by_layer = by_layer(activations, hook)
     chosen = _choose_layers(layers, list(rows_by_layer))
-    names = _tokens(tokens, rows_by_layer)
+    names = row_names(tokens, len(next(iter(rows_by_layer.values()))))
     lines = {layer: np.asarray((value or _norms)(rows_by_layer[layer])) for layer in chosen}
     for line in lines.values():
         if line.shape != (len(names),):
@@ -207,23 +189,16 @@ def plot_timeline(
     shades = colormaps["viridis"](np.linspace(0.08, 0.86, len(chosen)))
     for layer, colour in zip(chosen, shades):
         axis.plot(lines[layer], color=colour, linewidth=1.6, marker="o", markersize=2.8, label=f"layer {layer}")
-    numbers = np.concatenate(list(lines.values()))
-    if numbers.min() > 0 and numbers.max() / numbers.min() > 30:
-        axis.set_yscale("log")
-        plain_log(axis.yaxis)
-    elif numbers.min() < 0 < numbers.max():
-        axis.axhline(0, color=FAINT, linewidth=0.8)
+    numbers = np.stack(list(lines.values()), 1)  # [tokens, layers]
+    style_lines(axis, numbers.min(), numbers.max())
     if prompt_tokens is not None and 0 < prompt_tokens < len(names):
         _mark_generation(axis, prompt_tokens - 0.5)
     axis.set_xlim(-0.6, len(names) - 0.4)
-    axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    axis.set_axisbelow(True)
     label_tokens(axis.xaxis, names)
-    axis.set_ylabel(label, color=INK, fontsize=8.5)
+    label_axis(axis.yaxis, label)
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     finish(axis, title or f"{normalise_hook(hook)}: {label}, token by token")
-    table = [["token", *(f"layer {layer}" for layer in chosen)]]
-    table += [[name, *(f"{lines[layer][i]:.4g}" for layer in chosen)] for i, name in enumerate(names)]
+    table = number_table("token", [f"layer {layer}" for layer in chosen], names, numbers)
     return finished(figure, path, title or f"{label}, token by token", table)
 
 
@@ -272,12 +247,3 @@ def by_layer(activations: Any, hook: HookPoint = "resid_post") -> dict[int, np.n
 
 def _norms(rows: np.ndarray) -> np.ndarray:
     return np.linalg.norm(rows, axis=-1)
-
-
-def _tokens(tokens: Sequence[str] | None, layers: dict[int, np.ndarray]) -> list[str]:
-    n = len(next(iter(layers.values())))
-    if tokens is None:
-        return [str(i) for i in range(n)]
-    if len(tokens) != n:
-        raise WeirError(f"there are {n} rows but {len(tokens)} tokens; give one token a row", "tokens")
-    return [str(t).replace("\n", "\\n").replace("Ġ", " ").replace("▁", " ").strip() or "␣" for t in tokens]

@@ -17,12 +17,13 @@ from vllm_weir.analysis.plot_style import (
     INK,
     check_matplotlib,
     check_suffix,
-    colours,
+    draw_map,
     finish,
     finished,
-    label_bar,
-    label_tokens,
+    label_axis,
+    map_width,
     new_figure,
+    number_table,
     page,
     save,
 )
@@ -55,8 +56,7 @@ class HeatMapTable(NamedTuple):
     @property
     def cells(self) -> list[list[str]]:
         """The same as texts, the first row being the head."""
-        lines = zip(self.rows, self.numbers, strict=True)
-        return [[self.what, *self.columns], *([row, *(f"{v:.4g}" for v in values)] for row, values in lines)]
+        return number_table(self.what, self.columns, self.rows, self.numbers)
 
 
 def grid_tables(grid: Grid, columns: Sequence[str], about: str = "", hook: str | None = None) -> list[HeatMapTable]:
@@ -108,16 +108,14 @@ def _table(part: Any, columns: Sequence[str], title: str) -> HeatMapTable:
 
 def _draw(tables: Sequence[HeatMapTable], label: str) -> Any:
     """Return a figure with a heat map for each hook point; `label` says what the numbers are."""
-    width = max(max(4.6, min(15.0, 2.6 + 0.27 * len(one.columns))) for one in tables)
+    width = max(map_width(len(one.columns)) for one in tables)
     heights = [1.5 + min(40.0, 0.24 * max(4, len(one.rows))) for one in tables]
     figure, axes = new_figure((width, sum(heights)), len(tables), squeeze=False, height_ratios=heights)
     for axis, (title, numbers, rows, columns, what) in zip(axes[:, 0], tables, strict=True):
-        image = axis.imshow(numbers, aspect="auto", origin="lower", interpolation="nearest", **colours(numbers))
-        label_tokens(axis.xaxis, columns)
+        draw_map(figure, axis, numbers, columns, label, origin="lower")
         step = max(1, -(-len(rows) // MAX_ROW_LABELS))
         axis.yaxis.set_ticks(list(range(0, len(rows), step)), rows[::step], fontsize=7.5)
-        axis.set_ylabel(what, color=INK, fontsize=8.5)
-        label_bar(figure.colorbar(image, ax=axis, pad=0.015, aspect=30), label)
+        label_axis(axis.yaxis, what)
         finish(axis, title)
     return figure
 
@@ -148,8 +146,8 @@ def draw_auc(areas: Mapping[int, float], best: int, title: str, path: str | Path
         ha="center", fontsize=8, color=INK,
     )  # fmt: skip
     axis.set_ylim(min(0.45, *areas.values()) - 0.02, 1.03)
-    axis.set_xlabel("block", color=INK, fontsize=8.5)
-    axis.set_ylabel("AUC, held out", color=INK, fontsize=8.5)
+    label_axis(axis.xaxis, "block")
+    label_axis(axis.yaxis, "AUC, held out")
     axis.xaxis.get_major_locator().set_params(integer=True)
     finish(axis, title)
     return finished(figure, path, title, [["block", "AUC"], *([str(n), f"{area:.4f}"] for n, area in areas.items())])
