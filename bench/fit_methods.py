@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_weir.fitting.collection import FitTask
-from vllm_weir.fitting.layer import fit_layer
+from vllm_weir.fitting.layer import FitTask, fit_layer
 from vllm_weir.fitting.methods import METHODS, MethodOptions
 
 LAYERS = 32

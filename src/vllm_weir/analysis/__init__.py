@@ -2,8 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from vllm_weir.analysis.files import load_activation_file, load_activation_manifest
-from vllm_weir.analysis.loader import ActivationLoader, load_sequence_activations, quick_load
+from vllm_weir.analysis.loader import (
+    ActivationLoader,
+    load_activation_file,
+    load_activation_manifest,
+    load_sequence_activations,
+    quick_load,
+)
 from vllm_weir.analysis.metrics import (
     compare_tokens,
     compute_layer_statistics,

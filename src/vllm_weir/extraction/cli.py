@@ -27,7 +27,7 @@ from vllm_weir.util.shipped import HELP
 
 if TYPE_CHECKING:
     from vllm_weir.extraction.run import Summary
-    from vllm_weir.sae.named_path import NamedPath
+    from vllm_weir.sae.config import NamedPath
 
 MAX_SHOWN = 5
 """Skipped records whose reasons are printed; skipped.jsonl has all."""
@@ -117,7 +117,7 @@ def extract(
 
 def _named_path(text: str | None) -> NamedPath | None:
     """Parse the option ``--sae``, in which a path alone is not enough."""
-    from vllm_weir.sae.named_path import NamedPath
+    from vllm_weir.sae.config import NamedPath
 
     return None if text is None else NamedPath.parse(text, "sae")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.sae.autoencoder import SAE
-from vllm_weir.sae.digest import digest_of
-from vllm_weir.sae.named_path import NamedPath
+from vllm_weir.sae.config import NamedPath
 from vllm_weir.sae.saelens import to_cfg
+from vllm_weir.sae.transfer import digest_of
 from vllm_weir.schema.features import Features
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.features.dataset import FeatureInfo

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from vllm_weir.util.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from vllm_weir.sae.activations import FeatureResponse
     from vllm_weir.sae.autoencoder import SAE
     from vllm_weir.sae.config import SAEConfig
-    from vllm_weir.sae.response import FeatureResponse
 
 __all__ = ["SAE", "FeatureResponse", "SAEConfig"]
 

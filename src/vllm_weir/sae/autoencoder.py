@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.sae import activations, cross_layer, files
+from vllm_weir.sae.activations import FeatureResponse, decoder_direction, feature_response
 from vllm_weir.sae.config import SAEConfig
-from vllm_weir.sae.response import FeatureResponse, decoder_direction, feature_response
 from vllm_weir.sae.saelens import Given
 from vllm_weir.sae.tensors import as_tensor, check_tensors, parse_dtype
 from vllm_weir.schema.fields import set_fields

@@ -17,7 +17,7 @@ from vllm_weir.frontend.admission.sae_registry import LoadedSAE, SharedSAE
 from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE
-from vllm_weir.sae.named_path import NamedPath
+from vllm_weir.sae.config import NamedPath
 from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.server.errors import StateNotSaved

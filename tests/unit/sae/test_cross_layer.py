@@ -16,7 +16,7 @@ from vllm_weir.frontend.admission.sae_registry import LoadedSAE
 from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import without_decoder
 from vllm_weir.sae.cross_layer import block_key, split_key
-from vllm_weir.sae.digest import digest_of
+from vllm_weir.sae.transfer import digest_of
 from vllm_weir.worker.saes import WorkerSAEs
 
 L, D, N = 4, 8, 24

@@ -27,7 +27,7 @@ from tests.support.sae_reference import (
 from tests.unit.refusals import refused
 from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.sae import transfer
-from vllm_weir.sae.digest import digest_of
+from vllm_weir.sae.transfer import digest_of
 
 EXACT = 1e-5
 

@@ -9,8 +9,7 @@ import torch
 from vllm_weir import messages
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.fit.engine import FIT
-from vllm_weir.fitting.collection import FitTask
-from vllm_weir.fitting.layer import LayerFit, fit_layer
+from vllm_weir.fitting.layer import FitTask, LayerFit, fit_layer
 from vllm_weir.fitting.methods import METHODS, MethodOptions
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.taps import column_of

@@ -14,7 +14,7 @@ from vllm_weir.analysis.feature_report.page import ContextToken, FeatureContext,
 from vllm_weir.analysis.feature_report.statistics import FeatureTotals, Peak, details_of, totals_of
 from vllm_weir.errors import StoreError, WeirError, brief
 from vllm_weir.sae.autoencoder import SAE
-from vllm_weir.sae.digest import digest_of
+from vllm_weir.sae.transfer import digest_of
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.storage.features.dataset import FeatureDataset, FeatureInfo, load_features
 from vllm_weir.storage.features.parts import RecordFeatures

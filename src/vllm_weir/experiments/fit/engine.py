@@ -13,8 +13,7 @@ import torch
 from vllm_weir import api
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.adapter import Adapter
-from vllm_weir.fitting.collection import FitTask, fit_on_worker, fit_rows
-from vllm_weir.fitting.layer import LayerFit
+from vllm_weir.fitting.layer import FitTask, LayerFit, fit_on_worker, fit_rows
 from vllm_weir.frontend.engine import Engine, EngineCapabilities, worker_id
 from vllm_weir.results.row_collection import RowCollection
 from vllm_weir.schema.capture import Capture

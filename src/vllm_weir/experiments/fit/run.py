@@ -16,8 +16,7 @@ from vllm_weir.experiments.directions import Directions
 from vllm_weir.experiments.fit.engine import FitEngine
 from vllm_weir.experiments.metrics import bind_metric, check_engine
 from vllm_weir.experiments.prompts import encode, parse_prompts
-from vllm_weir.fitting.collection import FitTask
-from vllm_weir.fitting.layer import Direction, Folds, LayerFit
+from vllm_weir.fitting.layer import Direction, FitTask, Folds, LayerFit
 from vllm_weir.fitting.methods import Method, MethodName, method_of
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.fields import parse_flag, right_words

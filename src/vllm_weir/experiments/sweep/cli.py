@@ -62,7 +62,7 @@ def sweep(
     with exit_on_error():
         from vllm_weir.experiments.adapter import options_under
         from vllm_weir.experiments.metrics import logit_diff
-        from vllm_weir.experiments.sweep.prepare import check_arguments
+        from vllm_weir.experiments.sweep.run import check_arguments
         from vllm_weir.experiments.sweep.run import sweep as run
 
         _check_files(out, plot)

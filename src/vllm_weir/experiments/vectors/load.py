@@ -11,8 +11,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.experiments.directions import Directions
 from vllm_weir.experiments.vectors import reft
 from vllm_weir.experiments.vectors.codec import Found, Given, described
-from vllm_weir.experiments.vectors.named import from_names, from_rows
-from vllm_weir.experiments.vectors.torch_files import CONVENTION, read_torch
+from vllm_weir.experiments.vectors.named import CONVENTION, from_names, from_rows, read_torch
 from vllm_weir.schema.gguf import read_gguf
 from vllm_weir.schema.vector_files import METADATA, is_safetensors, kind_of, read_safetensors, read_vectors
 from vllm_weir.util.foreign_files import damage_refused, npy_array, npz_arrays, open_archive, read_regular

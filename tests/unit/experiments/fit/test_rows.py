@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.refusals import refused
 from vllm_weir.experiments.fit.engine import DROP, KEEP, CallerRows, WorkerRows
-from vllm_weir.fitting.collection import FitTask
+from vllm_weir.fitting.layer import FitTask
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site
 
