@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.scalars import plain
@@ -109,7 +110,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GridFile:
-    """The format of one kind of result.
+    """The format of one kind of result: a dataclass of grids, of which one is stored, and of JSON data.
 
     Attributes:
         kind: what the file holds, such as ``"sweep"``.
@@ -121,12 +122,16 @@ class GridFile:
     array: str
     version: int = 1
 
-    def write(self, path: str | PathLike, grid: Grid, about: Mapping[str, Any]) -> Path:
-        """Write a grid and JSON data to a file, whatever the path's suffix; raise WeirError if it cannot be written."""
-        path = Path(path)
+    def write(self, path: str | PathLike, result: Any) -> Path:
+        """Write a result to a file, whatever the path's suffix; raise WeirError if it cannot be written."""
+        path, grid = Path(path), getattr(result, self.array)
+        about = {name: value for name, value in vars(result).items() if not isinstance(value, Grid)}
         axes = {name: list(labels) for name, labels in grid.axes.items()}
         header = {"format": self._format, "version": self.version, "axes": axes}
-        arrays: dict[str, Any] = {self.array: grid.array, "about": np.array(json.dumps({**header, **about}))}
+        arrays: dict[str, Any] = {
+            self.array: grid.array,
+            "about": np.array(json.dumps({**header, **about}, default=vars)),
+        }
         try:
             with atomic_write(path) as file:
                 np.savez(file, **arrays)
@@ -134,8 +139,11 @@ class GridFile:
             raise WeirError(f"cannot write {path}: {getattr(e, 'strerror', None) or e}", "path") from None
         return path
 
-    def read(self, path: str | PathLike, build: Callable[[Grid, dict[str, Any]], T]) -> T:
-        """Return what `build` makes of a file that `write` has written; raise WeirError if it is anything else."""
+    def read(self, path: str | PathLike, kind: type[T], **grids: Callable[[Grid], Grid]) -> T:
+        """Return the result in a file that `write` has written; raise WeirError if it is anything else.
+
+        `grids` are made of the one that is stored. What earlier versions did not write is as by default.
+        """
         with damage_refused(f"cannot read {path}", "path"):
             with open_regular(path) as file:
                 arrays, _ = npz_arrays(file)
@@ -143,7 +151,9 @@ class GridFile:
             if (about["format"], about["version"]) != (self._format, self.version):
                 raise ValueError(f"no {self.kind}, or one of another version of Weir")
             grid = Grid(arrays[self.array], {name: tuple(labels) for name, labels in about["axes"].items()})
-            return build(grid, about)
+            types = {name: hint for name, hint in get_type_hints(kind).items() if hint is not Grid}
+            known = {name: TypeAdapter(types[name]).validate_python(about[name]) for name in types if name in about}
+            return kind(**{self.array: grid}, **{name: make(grid) for name, make in grids.items()}, **known)
 
     @property
     def _format(self) -> str:

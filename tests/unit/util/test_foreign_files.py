@@ -10,6 +10,7 @@ import struct
 import threading
 import tracemalloc
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ from vllm_weir.util import foreign_files
 A, B = np.float32([0.5, -1.0, 2.0]), np.float32([1.0, 0.25, -4.0])
 TERA = 1 << 40
 GRID = GridFile("sweep", "grid")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    grid: Grid
+    more: int = 1
 
 
 def saved(content: Any) -> bytes:
@@ -125,7 +132,7 @@ def test_an_archive_is_bounded_before_it_is_unpacked(tmp_path: Path, monkeypatch
     monkeypatch.setattr(foreign_files, "MOST_UNPACKED", 1 << 16)
     zeros = np.zeros(1 << 16, np.float32)
     monkeypatch.setattr(np.lib.format, "read_array", lambda *_, **__: pytest.fail("it was unpacked"))
-    GRID.write(tmp_path / "grid", Grid(A, {"a": (0, 1, 2)}), {})
+    GRID.write(tmp_path / "grid", Numbers(Grid(A, {"a": (0, 1, 2)})))
     (tmp_path / "v").write_bytes(npz(layer_1=zeros))
     with refused("file", "it unpacks to 262272 bytes, more than the limit"):
         load_vector(tmp_path / "v")
@@ -134,7 +141,7 @@ def test_an_archive_is_bounded_before_it_is_unpacked(tmp_path: Path, monkeypatch
         weir.SAE.load(tmp_path, site=("resid_post", 1))
     (tmp_path / "grid").write_bytes(npz(grid=zeros))
     with refused("path", "unpacks to"):
-        GRID.read(tmp_path / "grid", lambda *_: None)
+        GRID.read(tmp_path / "grid", Numbers)
 
 
 @pytest.mark.parametrize("limit", ["MAX_NAMES", "_MAX_LIST"])
@@ -241,7 +248,7 @@ def test_only_regular_files_are_read(tmp_path: Path, make: Any) -> None:
         lambda: weir.SAE.load(tmp_path / "a"),
         lambda: weir.SAE.load(tmp_path / "b"),
         lambda: weir.SAE.load(tmp_path / "params.npz", site=("resid_post", 1)),
-        lambda: GRID.read(tmp_path / "params.npz", lambda *_: None),
+        lambda: GRID.read(tmp_path / "params.npz", Numbers),
         lambda: open_lens(tmp_path / "params.npz"),
         lambda: open_lens(tmp_path),
     ]
@@ -300,12 +307,12 @@ def test_damage_is_refused_by_name(tmp_path_factory: pytest.TempPathFactory, edi
 @given(edits=EDITS)
 def test_damage_of_grids_and_autoencoders(tmp_path_factory: pytest.TempPathFactory, edits: Any) -> None:
     folder = tmp_path_factory.getbasetemp()
-    GRID.write(folder / "grid", Grid(A, {"a": (0, 1, 2)}), {"more": 1})
+    GRID.write(folder / "grid", Numbers(Grid(A, {"a": (0, 1, 2)})))
     (folder / "grid").write_bytes(edited((folder / "grid").read_bytes(), edits))
     write_npz(folder, weights("jumprelu"))
     (folder / "params.npz").write_bytes(edited((folder / "params.npz").read_bytes(), edits))
     for read in (
-        lambda: GRID.read(folder / "grid", lambda grid, about: (grid, about["more"])),
+        lambda: GRID.read(folder / "grid", Numbers),
         lambda: weir.SAE.load(folder / "params.npz", site=("resid_post", 1)),
     ):
         with contextlib.suppress(WeirError):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
 import torch
@@ -149,15 +149,7 @@ class Attribution:
         Raises:
             WeirError: if it cannot be written.
         """
-        about = {
-            "top": [_to_json(effect) for effect in self.top],
-            "verified": [_to_json(effect) for effect in self.verified], "verified_by": self.verified_by,
-            "baseline": list(self.baseline),
-            "engine_baseline": None if self.engine_baseline is None else list(self.engine_baseline),
-            "twin_error": self.twin_error, "mode": self.mode, "metric": self.metric, "tokens": list(self.tokens),
-            "method": self.method, "steps": self.steps,
-        }  # fmt: skip
-        return FILE.write(path, self.grid, about)
+        return FILE.write(path, self)
 
     @classmethod
     def load(cls, path: str | PathLike) -> Attribution:
@@ -166,34 +158,13 @@ class Attribution:
         Raises:
             WeirError: if the file cannot be read, or is anything else.
         """
-
-        def build(grid: Grid, about: dict[str, Any]) -> Attribution:
-            engine = about["engine_baseline"]
-            return cls(
-                grid,
-                tuple(EstimatedEffect(**_from_json(data)) for data in about["top"]),
-                tuple(VerifiedEffect(**_from_json(data)) for data in about["verified"]),
-                about["verified_by"], Baseline(*about["baseline"]), None if engine is None else Baseline(*engine),
-                about["twin_error"], about["mode"], about["metric"], tuple(about["tokens"]),
-                about.get("method", "gradient"), about.get("steps", 1),
-            )  # fmt: skip
-
-        return FILE.read(path, build)
+        return FILE.read(path, cls)
 
     def __repr__(self) -> str:
         shape = ", ".join(f"{name}: {len(labels)}" for name, labels in self.grid.axes.items())
         clean, corrupt = self.baseline
         verified = f"{len(self.verified)} verified by the {self.verified_by}"
         return f"Attribution({self.mode}, {shape}, clean {clean:.4g}, corrupt {corrupt:.4g}, {verified})"
-
-
-def _to_json(effect: EstimatedEffect) -> dict[str, Any]:
-    return {**effect.__dict__, "site": list(effect.site)}
-
-
-def _from_json(data: dict[str, Any]) -> dict[str, Any]:
-    hook, layer = data["site"]
-    return {**data, "site": Site(hook, layer)}
 
 
 def effects_of(places: Sequence[tuple[PatchedPlace, float]], tokens: Sequence[str]) -> tuple[EstimatedEffect, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -136,11 +136,7 @@ class Sweep:
         Raises:
             WeirError: if it cannot be written.
         """
-        about = {
-            "baseline": list(self.baseline), "noise_floor": self.noise_floor, "mode": self.mode,
-            "metric": self.metric, "to": self.to, "position_labels": list(self.position_labels),
-        }  # fmt: skip
-        return FILE.write(path, self.by_pair, about)
+        return FILE.write(path, self)
 
     @classmethod
     def load(cls, path: str | PathLike) -> Sweep:
@@ -149,17 +145,13 @@ class Sweep:
         Raises:
             WeirError: if the file cannot be read, or is anything else.
         """
-
-        def build(by_pair: Grid, about: dict[str, Any]) -> Sweep:
-            return cls(
-                Grid(by_pair.array.mean(0), {k: v for k, v in by_pair.axes.items() if k != "pair"}), by_pair,
-                Baseline(*about["baseline"]), about["noise_floor"], about["mode"], about["metric"], about["to"],
-                tuple(about["position_labels"]),
-            )  # fmt: skip
-
-        return FILE.read(path, build)
+        return FILE.read(path, cls, grid=_mean_of_pairs)
 
     def __repr__(self) -> str:
         shape = ", ".join(f"{name}: {len(labels)}" for name, labels in self.grid.axes.items())
         clean, corrupt = self.baseline
         return f"Sweep({self.mode}, {shape}, clean {clean:.4g}, corrupt {corrupt:.4g}, noise {self.noise_floor:.2g})"
+
+
+def _mean_of_pairs(by_pair: Grid) -> Grid:
+    return Grid(by_pair.array.mean(0), {name: labels for name, labels in by_pair.axes.items() if name != "pair"})
