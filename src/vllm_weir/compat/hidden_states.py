@@ -32,13 +32,7 @@ def site_of(layer_id: int) -> Site:
 
 
 def read_hidden_states(store: ObjectStore, names: dict[str, int], layer_ids: Sequence[int] | None) -> Index:
-    """Read the index of such files.
-
-    Args:
-        store: Store of the files.
-        names: The files, and their sizes in bytes.
-        layer_ids: As given to vLLM, in that order.
-    """
+    """Read the index of such files."""
     if layer_ids is None:
         raise WeirError(
             f"{store.url} holds hidden states of vLLM's extract_hidden_states, which do not say their layers; pass "

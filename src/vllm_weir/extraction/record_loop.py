@@ -47,9 +47,6 @@ class PromptReader:
         skip: Skip invalid records and count them, instead of raising.
         known_skipped: Records that an earlier run skipped, and why.
         reaches: Returns whether a prompt of this many tokens can give a row.
-
-    Raises:
-        WeirError: If `max_length` is more than the engine takes.
     """
 
     def __init__(

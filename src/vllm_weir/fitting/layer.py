@@ -132,15 +132,7 @@ class LayerFit:
 def fit_layer(
     positive: torch.Tensor, negative: torch.Tensor, method: Method, folds: Folds, options: MethodOptions
 ) -> LayerFit:
-    """Fit a block, on the device of its rows.
-
-    Args:
-        positive: float64 [n, d].
-        negative: float64 [k, d].
-        method: how.
-        folds: of the rows.
-        options: of the method.
-    """
+    """Fit a block to rows float64 [n, d] and [k, d], on their device."""
     if not (positive.isfinite().all() and negative.isfinite().all()):
         raise WeirError("rows hold NaN or infinite values; leave the block out", "layers")
     first, second = (_subsets(side, folds.number).to(positive.device) for side in (folds.positive, folds.negative))

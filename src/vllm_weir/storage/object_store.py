@@ -36,9 +36,6 @@ class ObjectStore:
         local: Whether the files are local.
         root: Path of the folder as `fs` understands it.
         has_folders: False for object stores, which have none.
-
-    Raises:
-        WeirError: If an argument is wrong, or fsspec or a package of the protocol is missing.
     """
 
     def __init__(

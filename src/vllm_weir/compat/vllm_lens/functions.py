@@ -36,11 +36,7 @@ class LensContext:
 
 
 class LensFunction:
-    """A function of one request.
-
-    Args:
-        function: of (ctx, rows), which returns new rows or None.
-    """
+    """A function of one request."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function, self._context = function, LensContext()

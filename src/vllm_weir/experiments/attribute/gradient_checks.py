@@ -22,12 +22,7 @@ BOUND = 1e-4
 
 @contextlib.contextmanager
 def check_complete(tree: ModuleTree, live: Mapping[Site, torch.Tensor]) -> Iterator[None]:
-    """Refuse modules that are given the memory of a recorded tensor, but neither that tensor nor a view of it.
-
-    Args:
-        tree: the model.
-        live: site -> its tensor, filled while the model runs.
-    """
+    """Refuse modules that are given the memory of a recorded tensor, but neither that tensor nor a view of it."""
 
     def before(_module: Any, args: tuple) -> None:
         given = args[0] if args else None

@@ -50,16 +50,7 @@ class PromptPair:
     def encode(
         cls, clean: Any, corrupt: Any, mode: Any, tokenizer: Any, vocab_size: int, longest: int | None = None
     ) -> PromptPair:
-        """Encode two prompts, texts or token ids.
-
-        Args:
-            clean: as for `attribute`.
-            corrupt: likewise.
-            mode: likewise.
-            tokenizer: of the model; None if there is none.
-            vocab_size: tokens of the model.
-            longest: tokens of a prompt that the engine takes; None if there is no engine.
-        """
+        """Encode two prompts, texts or token ids."""
         mode = parse_mode(mode)
         fields = ("clean", "corrupt")
         given = [parse_prompt(prompt, field) for prompt, field in zip((clean, corrupt), fields, strict=True)]

@@ -233,11 +233,7 @@ any other dtype."""
 
 
 class EngineRuns:
-    """Runs of a ``vllm.LLM`` that Weir serves, under an adapter if one is given.
-
-    Raises:
-        WeirError: naming `field`, for any other object.
-    """
+    """Runs of a ``vllm.LLM`` that Weir serves, under an adapter if one is given."""
 
     def __init__(self, llm: Any, field: str = "llm", adapter: Adapter | None = None) -> None:
         if not hasattr(llm, "llm_engine"):  # an LLMEngine and an AsyncLLM have no `generate` that takes a batch

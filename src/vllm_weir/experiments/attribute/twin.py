@@ -60,9 +60,6 @@ class Twin:
         num_layers: blocks.
         width: of the stream.
         name: of its class.
-
-    Raises:
-        WeirError: if it is not in float32, or its blocks and their stream are not found.
     """
 
     def __init__(self, network: Any) -> None:

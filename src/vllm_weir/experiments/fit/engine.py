@@ -30,14 +30,6 @@ Report = Callable[[int], None]
 class FitEngine:
     """An engine and the hook point that is read.
 
-    Args:
-        llm: ``vllm.LLM``, or Weir's drop-in class.
-        hook: hook point.
-        layers: ``"all"``, a block, or several.
-        positions: selector; rows of several positions are averaged on the device.
-        adapter: under which all prompts run; None for none.
-        heads: ``"all"`` or some, each of which is fitted; None for whole rows.
-
     Attributes:
         hook: its normal name.
         layers: the blocks.
@@ -49,9 +41,6 @@ class FitEngine:
         pools: whether the engine pools.
         model: vLLM's ``ModelConfig``.
         tokenizer: the model's, or None.
-
-    Raises:
-        WeirError: naming the field, if the engine cannot give these rows.
     """
 
     def __init__(self, llm: Any, hook: str, layers: Any, positions: Any, adapter: Adapter | None, heads: Any) -> None:
@@ -165,21 +154,7 @@ FIT = f"{fit_on_worker.__module__}:{fit_on_worker.__name__}"
 
 
 class WorkerRows:
-    """Rows that stay on the workers, which fit them; directions, scores' areas and means come back.
-
-    Attributes:
-        place: where they are, in a word.
-        capture: what a request for a prompt's rows asks.
-
-    Args:
-        call: `Engine.call_workers`.
-        capture: of one hook point.
-        sites: that it captures.
-        prompts: how many there will be.
-
-    Raises:
-        WeirError: if the workers lack room for them.
-    """
+    """Rows that stay on the workers, which fit them; directions, scores' areas and means come back."""
 
     place = "workers"
 
@@ -219,10 +194,6 @@ class CallerRows:
     """Rows that come to this process, for requests and hook points that the workers cannot fit alone.
 
     Its methods and attributes are those of `WorkerRows`.
-
-    Args:
-        capture: of one hook point.
-        sites: that it captures.
     """
 
     place = "caller"

@@ -38,14 +38,6 @@ class CellRunner:
     a path it is two, the second of which follows as soon as the first is done.
 
     The key of a request is the function that takes its output.
-
-    Args:
-        engine: that runs them.
-        plan: what to compute.
-        metric: of an output.
-        store: where numbers go.
-        report: called with how many numbers are there, whenever one has come.
-        options: further ones of `Engine.stream`.
     """
 
     def __init__(
@@ -189,12 +181,6 @@ class RequestTemplate:
 
     They carry the `RequestSpec` itself, where `weir.params` writes it as JSON data for any process,
     which admission has to parse again.
-
-    Args:
-        params: ``SamplingParams``, which may carry Weir's keys; they stay as they are.
-
-    Raises:
-        WeirError: if what they ask of Weir is malformed.
     """
 
     def __init__(self, params: Any) -> None:
@@ -211,11 +197,7 @@ class RequestTemplate:
 
 
 class RunRows:
-    """The captured rows of a run.
-
-    Args:
-        activations: its `Activations`.
-    """
+    """The captured rows of a run."""
 
     def __init__(self, activations: Any) -> None:
         self._rows: dict[Site, np.ndarray] = {site: activations.numpy(*site) for site in activations.sites}

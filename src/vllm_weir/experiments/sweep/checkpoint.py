@@ -105,9 +105,6 @@ class Checkpoint:
 
     Attributes:
         values: numbers computed so far, by key.
-
-    Raises:
-        WeirError: as `decode`, or if the file cannot be written or another process has it open.
     """
 
     def __init__(self, path: str | os.PathLike, plan: str, keys: int) -> None:

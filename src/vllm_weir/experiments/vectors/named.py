@@ -39,14 +39,7 @@ _NUMPY = re.compile(r"arr_(\d{1,9})", re.ASCII)
 
 
 def from_names(arrays: Mapping[str, Any], given: Given, source: str, field: str = "file") -> Found:
-    """Return the directions of arrays by name.
-
-    Args:
-        arrays: by name: one array, [d] or [n, d], or several of [d] whose names say their blocks.
-        given: what the caller says.
-        source: the file's format, for the convention and errors.
-        field: named by errors, followed by the array's name.
-    """
+    """Return the directions of one array, [d] or [n, d], or of several of [d] whose names say their blocks."""
     if not arrays:
         raise WeirError("there is no vector in it", field)
     places = {name: place_of(name, given, f"{field}.{brief(name)}") for name in arrays}
