@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import zlib
+from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,70 +45,6 @@ class InputFile:
     blank: bool = False
 
 
-class _LineCounter:
-    """Counts the lines that `text_lines` yields, of a file whose bytes it is fed in order."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.lines, self.records, self.offset = name, 0, 0, 0
-        self.head, self.marks = b"", [(0, 1)]
-        self.decompressor = zlib.decompressobj(31) if name.endswith(".gz") else None
-        self.in_line, self.is_blank = False, True
-
-    def feed(self, block: bytes) -> None:
-        if self.decompressor is not None:
-            block = self._decompressed(block)
-        if not self.offset:  # the first bytes may be a byte-order mark
-            self.head += block
-            if len(self.head) < len(BOM_UTF8):
-                return
-            block = self.head.removeprefix(BOM_UTF8)
-            self.offset = len(self.head) - len(block)
-        self._count(block)
-
-    def _count(self, block: bytes) -> None:
-        line_start = 0
-        while (end := block.find(b"\n", line_start)) >= 0:
-            self._add(block[line_start:end])
-            self._end_line()
-            line_start = end + 1
-            if self.records == MARK_LINES * len(self.marks):
-                self.marks.append((self.offset + line_start, self.lines + 1))
-        self._add(block[line_start:])
-        self.offset += len(block)
-
-    def _add(self, text: bytes) -> None:
-        """Take a part of a line."""
-        if text:
-            self.in_line, self.is_blank = True, self.is_blank and text.isspace()
-
-    def _end_line(self) -> None:
-        self.lines, self.records = self.lines + 1, self.records + (not self.is_blank)
-        self.in_line, self.is_blank = False, True
-
-    def _decompressed(self, block: bytes) -> bytes:
-        assert self.decompressor is not None
-        text = b""
-        try:
-            while block:
-                text += self.decompressor.decompress(block)
-                block = self.decompressor.unused_data
-                if self.decompressor.eof and block:  # a file may have several members
-                    self.decompressor = zlib.decompressobj(31)
-        except zlib.error as e:
-            raise OSError(f"not gzip data: {e}") from None
-        return text
-
-    def part(self, store: ObjectStore, column: str) -> InputFile:
-        if not self.offset:
-            self._count(self.head)
-        if self.decompressor is not None and not self.decompressor.eof and self.offset:
-            raise OSError("the gzip data ends too early")
-        if self.in_line:
-            self._end_line()
-        marks = () if self.decompressor is not None else tuple(self.marks)
-        return InputFile(self.name, self.records, marks, blank=self.records < self.lines)
-
-
 class Lines:
     """Plain text with one text a line.
 
@@ -114,8 +54,22 @@ class Lines:
 
     unit = "line"
 
-    def counter(self, name: str) -> _LineCounter:
-        return _LineCounter(name)
+    def count_lines(self, stream: IO[bytes], name: str) -> InputFile:
+        """Count the lines that `text_lines` yields of a file's bytes."""
+        is_gzip = name.endswith(".gz")
+        marks, records, lines, place = [(0, 1)], 0, 0, 0
+        try:
+            for line in gzip.GzipFile(fileobj=stream) if is_gzip else stream:
+                lines, place = lines + 1, place + len(line)
+                text = line.removeprefix(BOM_UTF8) if lines == 1 else line
+                records += bool(text) and not text.isspace()
+                if records == MARK_LINES * len(marks):
+                    marks.append((place, lines + 1))
+        except EOFError:
+            raise EOFError("the gzip data ends too early") from None
+        except zlib.error as e:
+            raise OSError(f"not gzip data: {e}") from None
+        return InputFile(name, records, () if is_gzip else tuple(marks), blank=records < lines)
 
     def read(
         self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str
@@ -160,19 +114,6 @@ class JsonLines(Lines):
         return ValueError(f"no column {column!r}; it has {have}")
 
 
-@dataclass
-class _FileCounter:
-    """Counts the records of a file by opening it, not from the bytes that it is fed."""
-
-    name: str
-    count: Any
-
-    def feed(self, block: bytes) -> None: ...
-
-    def part(self, store: ObjectStore, column: str) -> InputFile:
-        return InputFile(self.name, self.count(store, self.name, column))
-
-
 def _text_column(names: list[str], column: str) -> str:
     """Return `column`, or else the column of chats; raise WeirError if there is neither."""
     if column in names:
@@ -182,66 +123,64 @@ def _text_column(names: list[str], column: str) -> str:
     raise WeirError(f"there is no column {column!r}; there are {', '.join(names[:20]) or 'none'}", "column")
 
 
-class Parquet:
+Pieces = tuple[list[str], Iterable[tuple[int, Callable[[int], Iterable[pa.Array]]]]]
+"""Names of a file's columns, and of each piece of it how many rows it has and what reads one of the columns."""
+
+
+class Tables(ABC):
+    """Files of columns, whose rows are read piece by piece."""
+
+    unit = "row"
+
+    @abstractmethod
+    def _pieces(self, store: ObjectStore, name: str) -> AbstractContextManager[Pieces]:
+        """Open a file."""
+
+    def count(self, store: ObjectStore, name: str, column: str) -> int:
+        with self._pieces(store, name) as (names, pieces):
+            _text_column(names, column)
+            return sum(rows for rows, _ in pieces)
+
+    def read(
+        self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the numbers, from 1, and values of rows `start` to `stop` - 1."""
+        with self._pieces(store, part.name) as (names, pieces):
+            index = names.index(_text_column(names, column))
+            first = 0
+            for rows, read_column in pieces:
+                if first >= stop:
+                    return
+                if first + rows > start:
+                    at = first
+                    for array in read_column(index):
+                        yield from _values(array, at, start, stop)
+                        at += len(array)
+                first += rows
+
+
+class Parquet(Tables):
     """Parquet, read by row groups, and like manifests without Arrow's threads."""
 
-    unit = "row"
-
-    def counter(self, name: str) -> _FileCounter:
-        return _FileCounter(name, self._count)
-
-    def _count(self, store: ObjectStore, name: str, column: str) -> int:
+    @contextlib.contextmanager
+    def _pieces(self, store: ObjectStore, name: str) -> Iterator[Pieces]:
         with store.open(name) as stream:
             file = pq.ParquetFile(stream, pre_buffer=False)
-            _text_column(file.schema_arrow.names, column)
-            return file.metadata.num_rows
+            names = file.schema_arrow.names
 
-    def read(
-        self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield the numbers, from 1, and values of rows `start` to `stop` - 1."""
-        with store.open(part.name) as stream:
-            file = pq.ParquetFile(stream, pre_buffer=False)
-            name = _text_column(file.schema_arrow.names, column)
-            group_start = 0
-            for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if group_start < stop and group_start + rows > start:
-                    batch_start = group_start
-                    for batch in file.iter_batches(1024, row_groups=[group], columns=[name], use_threads=False):
-                        yield from _values(batch.column(0), batch_start, start, stop)
-                        batch_start += len(batch)
-                group_start += rows
+            def read_column(group: int, index: int) -> Iterator[pa.Array]:
+                chosen = {"row_groups": [group], "columns": [names[index]]}
+                return (batch.column(0) for batch in file.iter_batches(1024, use_threads=False, **chosen))
+
+            groups = range(file.num_row_groups)
+            yield names, ((file.metadata.row_group(k).num_rows, partial(read_column, k)) for k in groups)
 
 
-class Arrow:
+class Arrow(Tables):
     """Arrow IPC streams, as HF `datasets` saves them, and files."""
 
-    unit = "row"
-
-    def counter(self, name: str) -> _FileCounter:
-        return _FileCounter(name, self._count)
-
-    def _count(self, store: ObjectStore, name: str, column: str) -> int:
-        with self._batches(store, name) as (schema, batches):
-            _text_column(schema.names, column)
-            return sum(batch.num_rows for batch in batches)
-
-    def read(
-        self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield the numbers, from 1, and values of rows `start` to `stop` - 1."""
-        with self._batches(store, part.name) as (schema, batches):
-            column_index = schema.names.index(_text_column(schema.names, column))
-            batch_start = 0
-            for batch in batches:
-                if batch_start >= stop:
-                    return
-                yield from _values(batch.column(column_index), batch_start, start, stop)
-                batch_start += batch.num_rows
-
     @contextlib.contextmanager
-    def _batches(self, store: ObjectStore, name: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
+    def _pieces(self, store: ObjectStore, name: str) -> Iterator[Pieces]:
         opened = pa.memory_map(store.path(name)) if store.local else store.open(name)
         with opened as stream:
             options = pa.ipc.IpcReadOptions(use_threads=False)
@@ -249,10 +188,15 @@ class Arrow:
             stream.seek(0)
             if magic == b"ARROW1":
                 file = pa.ipc.open_file(stream, options=options)
-                yield file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
+                schema, batches = file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
             else:
-                reader = pa.ipc.open_stream(stream, options=options)
-                yield reader.schema, iter(reader)
+                batches = pa.ipc.open_stream(stream, options=options)
+                schema = batches.schema
+            yield schema.names, ((batch.num_rows, partial(_column, batch)) for batch in batches)
+
+
+def _column(batch: pa.RecordBatch, index: int) -> list[pa.Array]:
+    return [batch.column(index)]
 
 
 def _values(array: pa.Array, first: int, start: int, stop: int) -> Iterator[tuple[int, Any]]:
@@ -261,7 +205,7 @@ def _values(array: pa.Array, first: int, start: int, stop: int) -> Iterator[tupl
     yield from enumerate(array.slice(low, high - low).to_pylist() if low < high else [], first + low + 1)
 
 
-READERS: dict[str, Lines | Parquet | Arrow] = {
+READERS: dict[str, Lines | Tables] = {
     "jsonl": JsonLines(),
     "txt": Lines(),
     "parquet": Parquet(),

@@ -7,6 +7,7 @@ resumed run that it reads the same texts.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import posixpath
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.readers import READERS, InputFile, kind_of
+from vllm_weir.extraction.readers import READERS, InputFile, Lines, Tables, kind_of
 from vllm_weir.storage.local_files import split_url, store_errors
 from vllm_weir.storage.object_store import ObjectStore
 
@@ -125,23 +126,44 @@ def open_source(
     return TextSource(store, kind, tuple(parts), column, digest.hexdigest())
 
 
+class _Digested(io.RawIOBase):
+    """A file whose bytes are added to a digest as they are read."""
+
+    def __init__(self, stream: Any, digest: Any) -> None:
+        self._stream, self._digest, self.size = stream, digest, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        self._digest.update(data)
+        self.size += len(data)
+        return len(data)
+
+
 def _scan(store: ObjectStore, name: str, kind: str, digest: Any, column: str) -> InputFile:
     """Add a file to the digest, and count its records."""
     file = store.describe(name)
     reader = READERS[kind]
     with store_errors("read", file):
-        counter = reader.counter(name)
-        size = 0
-        with store.open(name) as stream:
-            while block := stream.read(BLOCK):
-                digest.update(block)
-                counter.feed(block)
-                size += len(block)
-        digest.update(json.dumps([posixpath.basename(name), size]).encode())
         try:
-            part = counter.part(store, column)
+            with store.open(name) as opened:
+                digested = _Digested(opened, digest)
+                stream = io.BufferedReader(digested, BLOCK)
+                part = reader.count_lines(stream, name) if isinstance(reader, Lines) else None
+                while stream.read(BLOCK):
+                    pass
+        except EOFError as e:
+            raise WeirError(f"cannot read {file}: {e}", "source") from e
+        digest.update(json.dumps([posixpath.basename(name), digested.size]).encode())
+        try:
+            if isinstance(reader, Tables):
+                part = InputFile(name, reader.count(store, name, column))
         except (pa.ArrowException, EOFError, OSError) as e:
             raise WeirError(f"cannot read {file}: {str(e)[:200]}", "source") from e
+        assert part is not None
         if part.blank:  # earlier versions numbered records otherwise
             digest.update(b"without blank lines")
         return part

@@ -174,10 +174,7 @@ def parse_engine_options(arguments: list[str]) -> dict[str, Any]:
 
 
 def _load_options(layer_ids: str, hidden_size: int | None, storage_options: str) -> dict[str, Any]:
-    try:
-        ids = [int(n) for n in layer_ids.split(",")] if layer_ids else None
-    except ValueError:
-        raise WeirError(f"expected ints with commas, got {layer_ids[:40]!r}", "layer_ids") from None
+    ids = parse_ints(layer_ids or None, "ints", "layer_ids")
     options = parse_json(storage_options, "storage_options")
     return {"layer_ids": ids, "hidden_size": hidden_size, "storage_options": options}
 

@@ -10,34 +10,36 @@ Floats = list[float] | Annotated[list[list[float]], Field(min_length=1, max_leng
 """[d], or [1, d]; d is the width of a whole row of the hook point, so a row of heads is flat."""
 
 
-class VectorBytes(BaseModel):
-    """Little-endian numbers; dtype float32, float16, bfloat16 or float64."""
+class Strict(BaseModel):
+    """A body that names nothing else."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class VectorBytes(Strict):
+    """Little-endian numbers; dtype float32, float16, bfloat16 or float64."""
+
     b64: str
     dtype: str
     shape: list[int]
 
 
-class VectorRef(BaseModel):
+class VectorRef(Strict):
     """A vector's name or digest."""
 
-    model_config = ConfigDict(extra="forbid")
     ref: str
 
 
-class Scaled(BaseModel):
+class Scaled(Strict):
     """A vector times a number."""
 
-    model_config = ConfigDict(extra="forbid")
     vector: Floats | VectorBytes | VectorRef
     scale: float = 1.0
 
 
-class Bound(BaseModel):
+class Bound(Strict):
     """A clamp along a direction: to `value`, or into [`min`, `max`]."""
 
-    model_config = ConfigDict(extra="forbid")
     vector: Floats | VectorBytes | VectorRef
     value: float | None = None
     min: float | None = None
@@ -45,10 +47,9 @@ class Bound(BaseModel):
     strength: float = 1.0
 
 
-class PackedVectors(BaseModel):
+class PackedVectors(Strict):
     """Rows of several blocks in one base64 string."""
 
-    model_config = ConfigDict(extra="forbid")
     dtype: Literal["float32", "float16", "bfloat16", "float64"]
     shape: Annotated[list[int], Field(description="[rows, d_model], or of the width of the hook point's rows")]
     layer_indices: list[int]
@@ -56,10 +57,9 @@ class PackedVectors(BaseModel):
     scales: list[float] | None = None
 
 
-class PackedBounds(BaseModel):
+class PackedBounds(Strict):
     """Clamps of several blocks in one base64 string; null for no bound."""
 
-    model_config = ConfigDict(extra="forbid")
     dtype: Literal["float32", "float16", "bfloat16", "float64"]
     shape: list[int]
     layer_indices: list[int]
