@@ -29,7 +29,7 @@ def _install() -> None:
     try:
         from vllm_weir.config.env import disabled
         from vllm_weir.patches.registry import install
-        from vllm_weir.util.parent_death import end_with_parent
+        from vllm_weir.util.start_llm import end_with_parent
 
         end_with_parent()
         install(active=not disabled())

@@ -30,7 +30,7 @@ ALONE = (
     "vllm_weir.patches.registry",
     "vllm_weir.server.endpoint_plugin",
     "vllm_weir.cli.doctor",
-    "vllm_weir.util.parent_death",
+    "vllm_weir.util.start_llm",
 )
 
 

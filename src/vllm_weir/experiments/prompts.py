@@ -9,9 +9,8 @@ from typing import Any
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.scalars import is_int, plain
-from vllm_weir.util.chat_text import chat_text
 from vllm_weir.util.text_lines import read_json_lines, read_lines
-from vllm_weir.util.unknown_token import warn_of_unknown
+from vllm_weir.util.token_texts import chat_text, warn_of_unknown
 
 Prompt = str | list[dict[str, Any]] | list[int]
 """A text, a chat (a list of messages), or token ids."""

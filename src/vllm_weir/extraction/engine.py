@@ -23,9 +23,8 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.row_shapes import row_width
 from vllm_weir.storage.batch import Batch
 from vllm_weir.storage.features.parts import RecordFeatures
-from vllm_weir.util.chat_text import chat_text
 from vllm_weir.util.start_llm import start_llm
-from vllm_weir.util.unknown_token import warn_of_unknown
+from vllm_weir.util.token_texts import chat_text, warn_of_unknown
 
 PIECE_BYTES = 2 << 30
 """Bytes of rows that the engine computes at a time, while at most as many are being written."""

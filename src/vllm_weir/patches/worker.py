@@ -24,7 +24,7 @@ from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.keys import WIRE_KEY
 from vllm_weir.schema.read_outs import LENS
-from vllm_weir.util.frozen_heap import frozen_heap
+from vllm_weir.util.memory import frozen_heap
 from vllm_weir.worker.model_info import ModelInfo
 from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.tap.warmup import TapWarmup

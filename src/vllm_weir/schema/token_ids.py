@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.scalars import is_int, plain
-from vllm_weir.util.unknown_token import unknown_id
+from vllm_weir.util.token_texts import unknown_id
 
 
 def token_id(value: Any, tokenizer: Any, field_name: str) -> int:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from vllm_weir.errors import WeirError
-from vllm_weir.util.progress import told
+from vllm_weir.util.start_llm import told
 
 if TYPE_CHECKING:
     from vllm_weir.storage.dataset import ActivationDataset

@@ -1,7 +1,8 @@
-"""`TokenTexts`: the text that each token adds to a sequence. `SequenceTexts`: those of one sequence, by position."""
+"""Tokens as text: what each token adds to a sequence, the token for unknown words, a chat as a prompt."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,3 +90,51 @@ class SequenceTexts:
         if ids and min(ids) >= 0 and positions[-1] - positions[0] == len(ids) - 1:
             return self.texts.pieces(ids)
         return ["" if one < 0 else self.texts.single(one) for one in ids]
+
+
+def unknown_id(tokenizer: Any) -> int | None:
+    """Return the id of a tokenizer's unknown token; None if it has none.
+
+    Byte-level tokenizers know every text, and name a token as unknown that they also begin or end
+    prompts with.
+    """
+    name = getattr(tokenizer, "unk_token", None)
+    if name is None:  # not declared, and used all the same
+        name = getattr(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), "unk_token", None)
+    if not name or name in {getattr(tokenizer, f"{kind}_token", None) for kind in ("bos", "eos", "cls", "sep")}:
+        return None
+    return tokenizer.convert_tokens_to_ids(name)
+
+
+def warn_of_unknown(tokenizer: Any, texts: Sequence[str], encoded: Sequence[Sequence[int]]) -> bool:
+    """Warn, once, if tokens of texts hold the unknown token where the text does not; return whether they do."""
+    unknown = unknown_id(tokenizer)
+    if unknown is None:
+        return False
+    name = tokenizer.convert_ids_to_tokens(unknown)
+    found = [text for text, tokens in zip(texts, encoded, strict=True) if unknown in tokens and name not in text]
+    if found:
+        warnings.warn(
+            f"{len(found)} of {len(texts)} texts hold words that the tokenizer does not know and replaces by "
+            f"{name!r} ({unknown}), first in {found[0][:60]!r}: the model reads the same token for all such words",
+            stacklevel=3,
+        )
+    return bool(found)
+
+
+def chat_text(tokenizer: Any, messages: Sequence[Any], field: str = "") -> str:
+    """Return the text that a tokenizer's chat template makes of messages, special tokens included.
+
+    It ends where the assistant's answer begins, unless the last message is the assistant's.
+
+    Raises:
+        WeirError: naming `field`, if the template refuses them.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=messages[-1]["role"] != "assistant"
+        )
+    except (TemplateError, ValueError, TypeError, KeyError) as e:
+        raise WeirError(f"the chat template refuses it: {str(e)[:160]}", field) from None

@@ -20,7 +20,7 @@ from vllm_weir.results.row_collection import RowCollection
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.row_shapes import RowShape, row_width
 from vllm_weir.schema.taps import column_of
-from vllm_weir.util.available_memory import available_bytes
+from vllm_weir.util.memory import available_bytes
 
 MEMORY_SHARE = 0.5
 """Of the machine's free memory that a collection may take; other workers may be on it."""

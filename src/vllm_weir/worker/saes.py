@@ -12,7 +12,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE, without_decoder
 from vllm_weir.sae.cross_layer import split_key
-from vllm_weir.util.available_memory import available_bytes
+from vllm_weir.util.memory import available_bytes
 
 SPARE = 256 << 20
 """Bytes of the device that are left free where no setting says how many autoencoders may take."""

@@ -20,7 +20,7 @@ from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.storage.cli import progress_bar
-from vllm_weir.util import progress, start_llm
+from vllm_weir.util import start_llm
 from vllm_weir.util.shipped import model_path
 
 GROUP: Any = typer.main.get_command(app)
@@ -167,7 +167,7 @@ def test_the_doctor_s_verdict_comes_first(capsys):
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_progress_is_told_where_there_is_no_terminal(quiet, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "EVERY", 0.01)
+    monkeypatch.setattr(start_llm, "EVERY", 0.01)
     said = ""
     with progress_bar(quiet) as bar:
         task = bar.add_task("starting the engine", total=None, rate="")

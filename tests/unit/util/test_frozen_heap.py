@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from vllm_weir.util.frozen_heap import frozen_heap
+from vllm_weir.util.memory import frozen_heap
 
 
 @pytest.fixture

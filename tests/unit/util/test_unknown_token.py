@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import vllm_weir as weir
-from vllm_weir.util.unknown_token import unknown_id
+from vllm_weir.util.token_texts import unknown_id
 
 
 def tokenizer(**given):

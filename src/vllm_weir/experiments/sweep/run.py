@@ -26,7 +26,7 @@ from vllm_weir.schema.fields import right_words
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, HookPoint, Site, layers_of, normalise_hook, refuse_read_only
 from vllm_weir.schema.row_parts import RowPart
 from vllm_weir.storage.cli import progress_bar
-from vllm_weir.util.frozen_heap import frozen_heap
+from vllm_weir.util.memory import frozen_heap
 
 REPORT_SECONDS = 0.1
 """Between two updates of the bar: each takes a tenth of a cell's time."""
