@@ -17,8 +17,10 @@ from tests.conformance.zoo import ZOO
 from tests.conformance.zoo.build import build
 from tests.conformance.zoo.loader import LOAD_FORMAT
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
+from tests.engine.serving import API_KEY, COMPLETIONS, WEIR, choices, events, post, running
 from tests.support.engines import async_llm, close_all, get_llm
 from tests.support.machine import engine_processes, needs
+from vllm_weir.client.response_fields import array_of
 
 pytestmark = pytest.mark.engine
 THOROUGH = pytest.mark.thorough
@@ -169,6 +171,44 @@ def test_streams_have_it_at_their_end(root):
             engine.shutdown(0)
 
     asyncio.run(run())
+
+
+@needs(engine_processes)
+def test_over_http(root, tmp_path):
+    """vLLM's own field of a choice, streamed or not, on each route, and what the client makes of it."""
+    llm = get_llm(directory(root, "mixtral"), block_size=32)
+    text, common = "Tom went to the", {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    params = weir.params(sampling(6), routing=weir.Routing(weights=True))
+    (out,) = llm.generate([text], params, use_tqdm=False)
+    wanted, weights = out.outputs[0].routed_experts, out.outputs[0].routing_weights
+    close_all()
+    body = {"prompt": text, "weir": {"v": 1, "routing": {"weights": True}}, **common}
+    model, more = (
+        str(directory(root, "mixtral")),
+        ("--enable-scale-out", "--chat-template", "{{ messages[0].content }}"),
+    )
+    with running(tmp_path / "log", WEIR, *more, model=model, forked=True) as http:
+        (choice,) = post(http, COMPLETIONS, **body)["choices"]
+        assert np.array_equal(array_of(choice["routed_experts"]), wanted)
+        assert np.array_equal(array_of(choice["weir"]["routing_weights"]), weights)
+        *parts, last = choices(events(http, COMPLETIONS, **body))
+        assert np.array_equal(array_of(last["routed_experts"]), wanted) and "routed_experts" not in last["weir"]
+        assert not any(part.get("routed_experts") for part in parts)
+        extras = {"extra_args": {"weir": {"v": 1, "routing": True}}}
+        generate = {"token_ids": out.prompt_token_ids, "sampling_params": common | extras}
+        answer = http.post("/inference/v1/generate", json=generate)
+        assert answer.status_code == 200, answer.text
+        assert np.array_equal(array_of(answer.json()["choices"][0]["routed_experts"]), wanted)
+        extras["extra_args"]["weir"] = body["weir"]
+        refused = http.post("/inference/v1/generate", json=generate | {"sampling_params": common | extras})
+        assert refused.status_code == 400 and "routing.weights" in refused.text
+        client = weir.Client(str(http.base_url), api_key=API_KEY)
+        done = client.generate(text, routing=weir.Routing(weights=True), **common)
+        assert np.array_equal(done.routed_experts, wanted) and np.array_equal(done.routing_weights, weights)
+        *_, chunk = client.stream(text, routing=True, **common)
+        assert np.array_equal(chunk.result.routed_experts, wanted) and chunk.result.routing_weights is None
+        chat = client.chat([{"role": "user", "content": text}], routing=True, **common)
+        assert chat.routed_experts.shape == (len(chat.prompt_token_ids) + 5, 3, 2)
 
 
 def test_models_without_experts_refuse_it(root):

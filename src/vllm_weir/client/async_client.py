@@ -97,6 +97,7 @@ class AsyncClient:
         dose: bool = MEASURE_DOSE,
         hooks: Any = (),
         tag: str = "",
+        routing: Any = None,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -122,7 +123,8 @@ class AsyncClient:
             hooks: Functions that the server has loaded, each a `Use` (or its name, or its wire
                 form); what they give comes as ``values`` and ``saved``. A client sends no code.
             tag: A text that comes back as ``completion.receipt.tag``, as for `weir.params`.
-            tag: A text that comes back as ``completion.receipt.tag``, as for `weir.params`.
+            routing: Whether the experts that routers choose come back as ``completion.routed_experts``, as for
+                `weir.params`.
             inline_bytes: Activations up to this size come within the response; larger ones are
                 fetched after it.
             save_to: A directory. Activations are streamed into files there (``choice.path``) and
@@ -137,7 +139,7 @@ class AsyncClient:
         """
         asked = NOTHING.asking(
             capture=capture, interventions=interventions, modules=modules, features=features, lens=lens, probes=probes,
-            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag,
+            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag, routing=routing,
         )  # fmt: skip
         call = GenerationCall.create(asked, inline_bytes, save_to, fields | {"max_tokens": max_tokens})
         return await self._generate_all(prompt, prompt_batch(prompt), call, concurrency, progress)
@@ -157,6 +159,7 @@ class AsyncClient:
         dose: bool = MEASURE_DOSE,
         hooks: Any = (),
         tag: str = "",
+        routing: Any = None,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -166,7 +169,7 @@ class AsyncClient:
         """Answer a conversation (``/v1/chat/completions``) or a list of them, like `generate`."""
         asked = NOTHING.asking(
             capture=capture, interventions=interventions, modules=modules, features=features, lens=lens, probes=probes,
-            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag,
+            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag, routing=routing,
         )  # fmt: skip
         call = GenerationCall.create(asked, inline_bytes, save_to, fields | {"max_tokens": max_tokens})
         return await self._generate_all(messages, chat_batch(messages), call, concurrency, progress)
@@ -186,6 +189,7 @@ class AsyncClient:
         dose: bool = MEASURE_DOSE,
         hooks: Any = (),
         tag: str = "",
+        routing: Any = None,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         **fields: Any,
@@ -197,7 +201,7 @@ class AsyncClient:
         """
         asked = NOTHING.asking(
             capture=capture, interventions=interventions, modules=modules, features=features, lens=lens, probes=probes,
-            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag,
+            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag, routing=routing,
         )  # fmt: skip
         call = GenerationCall.create(asked, inline_bytes, save_to, fields | {"max_tokens": max_tokens})
         route_and_prompt(prompt)  # a wrong prompt is refused here, not by the first iteration

@@ -100,6 +100,7 @@ class Client:
         dose: bool = MEASURE_DOSE,
         hooks: Any = (),
         tag: str = "",
+        routing: Any = None,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -125,7 +126,8 @@ class Client:
             hooks: Functions that the server has loaded, each a `Use` (or its name, or its wire
                 form); what they give comes as ``values`` and ``saved``. A client sends no code.
             tag: A text that comes back as ``completion.receipt.tag``, as for `weir.params`.
-            tag: A text that comes back as ``completion.receipt.tag``, as for `weir.params`.
+            routing: Whether the experts that routers choose come back as ``completion.routed_experts``, as for
+                `weir.params`.
             inline_bytes: Activations up to this size come within the response; larger ones are
                 fetched after it.
             save_to: A directory. Activations are streamed into files there (``choice.path``) and
@@ -140,7 +142,7 @@ class Client:
         """
         asked = NOTHING.asking(
             capture=capture, interventions=interventions, modules=modules, features=features, lens=lens, probes=probes,
-            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag,
+            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag, routing=routing,
         )  # fmt: skip
         call = GenerationCall.create(asked, inline_bytes, save_to, fields | {"max_tokens": max_tokens})
         return self._generate_all(prompt, prompt_batch(prompt), call, concurrency, progress)
@@ -160,6 +162,7 @@ class Client:
         dose: bool = MEASURE_DOSE,
         hooks: Any = (),
         tag: str = "",
+        routing: Any = None,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -169,7 +172,7 @@ class Client:
         """Answer a conversation (``/v1/chat/completions``) or a list of them, like `generate`."""
         asked = NOTHING.asking(
             capture=capture, interventions=interventions, modules=modules, features=features, lens=lens, probes=probes,
-            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag,
+            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag, routing=routing,
         )  # fmt: skip
         call = GenerationCall.create(asked, inline_bytes, save_to, fields | {"max_tokens": max_tokens})
         return self._generate_all(messages, chat_batch(messages), call, concurrency, progress)
@@ -189,6 +192,7 @@ class Client:
         dose: bool = MEASURE_DOSE,
         hooks: Any = (),
         tag: str = "",
+        routing: Any = None,
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         **fields: Any,
@@ -200,7 +204,7 @@ class Client:
         """
         asked = NOTHING.asking(
             capture=capture, interventions=interventions, modules=modules, features=features, lens=lens, probes=probes,
-            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag,
+            stop_when=stop_when, dose=dose, hooks=hooks, tag=tag, routing=routing,
         )  # fmt: skip
         call = GenerationCall.create(asked, inline_bytes, save_to, fields | {"max_tokens": max_tokens})
         route_and_prompt(prompt)  # a wrong prompt is refused here, not by the first iteration

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import io
 import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -147,6 +149,17 @@ def _numbers(values: Any) -> Any:
     if isinstance(values, list):
         return [_numbers(v) for v in values]
     return math.nan if values is None else values
+
+
+def array_of(npy: str | None) -> np.ndarray | None:
+    """Return the array in the base64 of an .npy file; None for None."""
+    if npy is None:
+        return None
+    try:
+        array: np.ndarray = np.load(io.BytesIO(base64.b64decode(npy, validate=True)), allow_pickle=False)
+    except (binascii.Error, TypeError, ValueError, EOFError) as e:
+        raise WeirError(f"the routing that the server sent cannot be read: {e}") from None
+    return array
 
 
 def activations_of(data: bytes) -> Activations:

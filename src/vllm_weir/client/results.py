@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vllm_weir.client.errors import ServerError
 from vllm_weir.client.response_fields import (
     activations_of,
+    array_of,
     features_of,
     hook_values_of,
     lens_of,
@@ -53,6 +56,8 @@ class Choice:
         hook_values: What hooks gave for rows, for a request with ``hooks``; otherwise None.
         hook_saved: What they saved, likewise.
         values_refusal: Why the server sent neither; empty if it did.
+        routed_experts: The experts that routers chose, [positions, blocks, top_k], for a request with ``routing``.
+        routing_weights: Their weights, float32 likewise, if it asks for them.
         path: The file that holds the activations, for a request with ``save_to``.
         reference: The id of activations that are kept on the server and not fetched yet.
         refusal: Why the server kept no activations; empty if it did.
@@ -73,6 +78,8 @@ class Choice:
     hook_values: HookValues | None = None
     hook_saved: dict[str, Any] | None = None
     values_refusal: str = ""
+    routed_experts: np.ndarray | None = None
+    routing_weights: np.ndarray | None = None
     path: Path | None = None
     reference: str | None = None
     refusal: str = ""
@@ -191,6 +198,16 @@ class Completion:
         return self.choices[0].values
 
     @property
+    def routed_experts(self) -> np.ndarray | None:
+        """The experts that routers chose, for a request with ``routing``."""
+        return self.choices[0].routed_experts
+
+    @property
+    def routing_weights(self) -> np.ndarray | None:
+        """Their weights, if the request asks for them."""
+        return self.choices[0].routing_weights
+
+    @property
     def saved(self) -> dict[str, Any] | None:
         """What hooks saved; see `Choice.saved`."""
         return self.choices[0].saved
@@ -239,12 +256,15 @@ class Chunk:
         return self.projected if self.probe_scores is None else self.probe_scores
 
 
-def add_weir_fields(choice: Choice, data: dict[str, Any]) -> None:
+def add_weir_fields(choice: Choice, raw: dict[str, Any]) -> None:
     """Fill `choice` from its ``weir`` object; for activations by reference, with their id.
+
+    Large parts are taken out of `raw`, the response's choice, so that they are not held twice.
 
     Raises:
         WeirError: If the server could not do what was asked, or sent malformed data.
     """
+    data: dict[str, Any] = raw["weir"]
     if data.get("error"):
         raise WeirError(str(data["error"]))
     if data.get("receipt") is not None:
@@ -255,6 +275,8 @@ def add_weir_fields(choice: Choice, data: dict[str, Any]) -> None:
     choice.features, choice.lens = features_of(data.get("features") or {}), lens_of(data.get("lens") or {})
     choice.hook_values, choice.values_refusal = hook_values_of(data.get("values") or {}), data.get("values_error", "")
     choice.hook_saved = saved_of(data["saved"]) if data.get("saved") else None
+    choice.routed_experts = array_of(raw.pop("routed_experts", None))
+    choice.routing_weights = array_of(data.pop("routing_weights", None))
     activations = data.get("activations")
     if activations is None:
         return
@@ -304,7 +326,7 @@ def completion_of(data: Mapping[str, Any], chat: bool, asks_weir: bool = False) 
         )
         prompt_ids = raw.get("prompt_token_ids") or prompt_ids
         if raw.get("weir") is not None:
-            add_weir_fields(choice, raw["weir"])
+            add_weir_fields(choice, raw)
         elif asks_weir:
             raise weir_missing()
         choices.append(choice)

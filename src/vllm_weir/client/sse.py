@@ -100,7 +100,7 @@ class StreamAssembler:
             choice.tool_calls = _merge_tool_call(choice.tool_calls or [], call)
         self._completion.prompt_token_ids = data.get("prompt_token_ids") or self._completion.prompt_token_ids
         if chunk.finish_reason is not None:
-            self._finish(choice, chunk, data.get("weir"))
+            self._finish(choice, chunk, data)
         elif data.get("weir") is not None:
             self._add_values(choice, chunk, data["weir"])
         return chunk
@@ -126,14 +126,14 @@ class StreamAssembler:
             for layer, tokens in lens.items():
                 rows["lens", label, layer] = rows.get(("lens", label, layer), 0) + len(tokens)
 
-    def _finish(self, choice: Choice, chunk: Chunk, weir: dict[str, Any] | None) -> None:
+    def _finish(self, choice: Choice, chunk: Chunk, data: dict[str, Any]) -> None:
         """Add the ``weir`` object of a choice's last event, which repeats all its scores."""
-        if weir is None:
+        if data.get("weir") is None:
             if self._asks_weir:
                 self._failure = weir_missing()
             return
         try:
-            add_weir_fields(choice, weir)
+            add_weir_fields(choice, data)
         except WeirError as e:
             self._failure = e
         if choice.projected is not None:

@@ -46,7 +46,9 @@ from vllm_weir.schema.keys import (
 from vllm_weir.schema.request import WIRE_FIELDS, WIRE_VERSION, RequestSpec
 
 ATTEMPT_TIMEOUT = 3600
-_TAKEN = tuple(name for name in WIRE_FIELDS[1:] if name not in ("modules", "features", "lens", "probes", "stop_when"))
+_TAKEN = tuple(
+    name for name in WIRE_FIELDS[1:] if name not in ("modules", "features", "lens", "probes", "stop_when", "routing")
+)
 """Fields of a request that are taken here, besides `modules`, which the server reads."""
 _responses: ContextVar[list[dict[str, Any]] | None] = ContextVar("weir_responses", default=None)
 

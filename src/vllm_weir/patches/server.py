@@ -21,6 +21,7 @@ from vllm_weir.schema.keys import FORK_LISTS, KEYS, LENS_KEYS, LORA_KEY, WIRE_KE
 from vllm_weir.server.context import SERVER, current_response, server_of
 from vllm_weir.server.request import WeirRequest
 from vllm_weir.server.response import ResponseBuilder
+from vllm_weir.server.response_body import ROUTED
 from vllm_weir.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ async def _finish(serving: Any, builder: ResponseBuilder, result: Any) -> Any:
     for choice in result.choices:
         if choice.index in weir_objects:
             choice.weir = weir_objects[choice.index]
+            if (routed := choice.weir.pop(ROUTED, None)) is not None:
+                choice.routed_experts = routed  # not in every version a field that vLLM fills itself
     for name, value in builder.fields.items():
         setattr(result, name, value)
     return result

@@ -80,6 +80,8 @@ def _unread(spec: RequestSpec, scores_taken: bool) -> tuple[str, str] | None:
         return "a lens", "lens"
     if spec.dose:
         return "measured doses", "dose"
+    if spec.routing is not None and spec.routing.weights:  # vLLM's own field has the experts
+        return "weights of routing", "routing.weights"
     used = {rule.name for rule in spec.stop_when}
     gates = [one.when for one in (*spec.interventions, *spec.hooks) if one.when is not None]
     used |= {gate.probe for gate in gates}

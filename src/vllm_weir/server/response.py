@@ -12,7 +12,7 @@ from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.frontend.receive.release import HeldSequences
 from vllm_weir.server.errors import TYPES, error_body
 from vllm_weir.server.request import WeirRequest
-from vllm_weir.server.response_body import NO_LOCK, ValueForm, new_values, projects, weir_object, whole
+from vllm_weir.server.response_body import NO_LOCK, ROUTED, ValueForm, new_values, projects, weir_object, whole
 from vllm_weir.server.state import ServerState
 
 DATA = "data: "
@@ -145,6 +145,8 @@ class ResponseBuilder:
                 choice["weir"] = self._final(index)
             else:
                 choice["weir"] = await self._server.run(lambda: self._final(index), self.discard)
+            if (routed := choice["weir"].pop(ROUTED, None)) is not None:
+                choice[ROUTED] = routed
             return True
         if not self.request.stream or not _streams(view):
             return False

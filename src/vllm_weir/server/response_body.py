@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import io
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
@@ -107,6 +109,8 @@ def _size(value: Any) -> int:
     return 8 + sum(map(_size, inner))
 
 
+ROUTED = "routed_experts"
+"""vLLM's own field of a choice, into which an entry of that name is moved."""
 NO_LOCK: AbstractContextManager = nullcontext()
 Spool = Callable[[Activations, int], dict[str, Any]]
 """Stores rows of so many bytes and returns {"id", "url", "expires_in"}; may raise WeirError."""
@@ -142,6 +146,10 @@ def weir_object(
     with cpu_lock:
         out: dict[str, Any] = {"receipt": view.receipt().to_dict(), **read_values(view)}
         out |= value_form.told(view)
+        if (routing := view.routing()) is not None:
+            out[ROUTED] = npy(routing.ids)
+            if routing.weights is not None:
+                out["routing_weights"] = npy(routing.weights)
         acts = view.activations()
         found = (projected(acts) if projects(view) else {}) | probe_scores(view)
         if found:
@@ -162,6 +170,13 @@ def weir_object(
     except WeirError as e:
         activations["error"] = e.message
     return out
+
+
+def npy(array: np.ndarray) -> str:
+    """Return the base64 of an .npy file, as vLLM writes arrays."""
+    with io.BytesIO() as file:
+        np.save(file, array, allow_pickle=False)
+        return base64.b64encode(file.getbuffer()).decode("ascii")
 
 
 def projects(view: OutputView) -> bool:

@@ -57,6 +57,9 @@ class View(SimpleNamespace):
     def scores(self):
         return None
 
+    def routing(self):
+        return None
+
     def values(self):
         return None
 
