@@ -32,9 +32,13 @@ def rule(name="p", op=">", threshold=0.5, index=0, output=0) -> StopRule:
     return StopRule(name, index, output, op, threshold)
 
 
-def admitted(probes, stops=(), asks=None, **more) -> AdmittedRequest:
+def admitted(probes, stops=(), asks=None, gate_of=None, **more) -> AdmittedRequest:
+    """`gate_of`: the gates of the interventions that are asked for, in order."""
     fields = {"told": len(probes)} | more
     request = admit({"weir": asks} if asks else {}, FACTS)
+    if gate_of is not None:
+        pairs = zip(request.interventions, gate_of, strict=True)
+        fields["interventions"] = tuple(one._replace(gate=gate) for one, gate in pairs)
     return replace(request, probes=tuple(probes), stops=tuple(stops), **fields)
 
 

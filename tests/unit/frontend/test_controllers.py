@@ -376,7 +376,10 @@ def test_a_request_under_a_sync_controller(frontend):
         ask(steer())
     frontend.names.register_probe(mood())
     found = ask(steer(), Add(ONES, 3))
-    assert [probe.name for probe in found.probes] == ["mood", "own"] and found.gate_of == (0, -1)
+    assert [probe.name for probe in found.probes] == ["mood", "own"] and [one.gate for one in found.interventions] == [
+        0,
+        -1,
+    ]
     assert found.gates == (ResolvedGate(0, 0, 0.0, delay=1, controller="b", reads=(0, 1)),)
     mine = ask(steer(), probes=[Probe("mood", 2 * ONES, layer=1, positions="generated")])
     assert mine.probes[0] != found.probes[0] and mine.gates == found.gates

@@ -419,7 +419,7 @@ def admitted(*items):
 
 def test_layers_with_rows_of_different_shapes():
     found = admitted(weir.Add(torch.ones(HEADS * D_HEAD), "all", hook="z"))
-    assert [(m.layers, len(m.instructions)) for m in found.moves] == [((0, 1, 2), 1)]
+    assert [(m.layers, len(m.instructions)) for m in found.effective] == [((0, 1, 2), 1)]
     with pytest.raises(weir.WeirError, match="width 3 does not match the 6 values of a head of z"):
         admitted(weir.Add(head(1), "all", hook="z", heads=1))
     with refused("interventions[0].heads", r"head 2 does not exist: z has heads 0\.\.1"):

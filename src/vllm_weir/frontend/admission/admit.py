@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.admitted import AdmittedRequest, GivenIntervention
+from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.frontend.admission.capture_groups import (
     CaptureGroup,
     assign_postprocesses,
@@ -23,7 +23,7 @@ from vllm_weir.frontend.admission.capture_groups import (
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.hook_registry import HookRegistry
 from vllm_weir.frontend.admission.lens_registry import LensRegistry
-from vllm_weir.frontend.admission.lowering import lower
+from vllm_weir.frontend.admission.lowering import check_units, joined, lower
 from vllm_weir.frontend.admission.postprocesses import PostprocessChoice, postprocesses_of
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, asked_of, resolve_tokens
@@ -31,7 +31,6 @@ from vllm_weir.frontend.admission.read_outs import AskedReadOut, read_late, read
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.scoring import ProbeResolver
 from vllm_weir.frontend.admission.stacks import stack
-from vllm_weir.frontend.admission.units import check_units, joined
 from vllm_weir.frontend.derived.sources import DerivedPoints, Expansion
 from vllm_weir.results.stacked import Stacked
 from vllm_weir.schema.capture import Capture
@@ -187,7 +186,7 @@ class _Admission:
         capabilities = self.capabilities
         own = [self._settled(one) if isinstance(one, Use) else one for one in given]
         interventions = self._interventions(spec, own)
-        lowered = lower(interventions, capabilities, self.lookup, self.has_token_ids, self._check)
+        resolved = lower(interventions, capabilities, self.lookup, self.has_token_ids, self._check)
         scoring = ProbeResolver(
             capabilities, self.lookup, self.probes, self.vocabulary, self.has_token_ids, self._check, self.saes.find
         ).resolve(spec.probes, spec.stop_when, interventions, len(interventions) - len(own), spec.dose)
@@ -197,26 +196,22 @@ class _Admission:
         if captures or spec.features or spec.lens or spec.routing:
             captured = self._resolve(captures, spec, scoring.probes, stacked.entries)
         asked = (*asked_of((*spec.capture, *own)), *scoring.asked, *captured.asked)
+        of_interventions = {digest: row for one in resolved for digest, row in one.rows.items()}
         admitted = AdmittedRequest(
             spec=captured.spec,
             parts=captured.parts,
             dtype=capabilities.dtype,
-            moves=scoring.gated(lowered.moves, lowered.parted),
-            rows={**lowered.rows, **scoring.rows, **captured.directions},
-            parted=tuple(lowered.parted),
-            by_position=tuple(dict.fromkeys(lowered.by_position)),
+            interventions=scoring.gated(resolved),
+            rows={**of_interventions, **scoring.rows, **captured.directions},
             asked=tuple(dict.fromkeys(asked)),
             widths=capabilities.shard_widths,
             num_layers=capabilities.num_layers,
             probes=scoring.probes,
             gates=scoring.gates,
-            gate_of=scoring.gate_of,
             stops=scoring.stops,
             told=scoring.told,
             counted=scoring.counted,
-            given=tuple(map(GivenIntervention.of, interventions)),
             dose=spec.dose,
-            calls=lowered.calls,
             functions=tuple(one.function for one in interventions if isinstance(one, Hook)),
         )
         if admitted.probes and (selectors := len(admitted.engine_spec.selectors)) > MAX_SELECTORS:

@@ -7,41 +7,25 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
+from vllm_weir.frontend.admission.lowering import AdmittedIntervention
 from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
-from vllm_weir.frontend.admission.scoring import by_move
 from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.engine_spec import EngineSpec
-from vllm_weir.schema.features import Reconstruct, SetFeature
 from vllm_weir.schema.functions import Travelling
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
-from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.schema.row_shards import RowShard, ShardWidths
 from vllm_weir.schema.selectors import Asked
-from vllm_weir.schema.set_activation import Reconstruction, SetActivation
 from vllm_weir.schema.stop_rules import StopRule
 from vllm_weir.schema.taps import STAGES, column_of, shard_column
 
 ONE_ROW = ShardWidths({}, {}, 0)
-
-
-class GivenIntervention(NamedTuple):
-    """An intervention as it was given: its name in the wire form, and its hook point."""
-
-    op: str
-    hook: str
-
-    @classmethod
-    def of(cls, intervention: Intervention) -> GivenIntervention:
-        asked = {SetActivation.op: SetFeature.op, Reconstruction.op: Reconstruct.op}
-        return cls(asked.get(intervention.op, intervention.op), intervention.hook)
 
 
 @dataclass(frozen=True)
@@ -51,46 +35,34 @@ class AdmittedRequest:
     Attributes:
         spec: its captures, resolved.
         parts: its captures by where their rows go; the first is what comes back on the output.
-        moves: its interventions, resolved. None stands for one that changes nothing (a zero vector,
-            a scale of 0); one with different vectors at different layers is several.
+        interventions: its interventions, in order, and what each has become.
         rows: the vectors that these and the probes use, and the directions that captures project
             on, by digest.
-        parted: for each intervention as it was given, how many of `moves` it became.
-        by_position: rows that are for one selected position each, to be counted against the
-            positions of each request.
         asked: the request's own selectors that may select nothing, depending on its lengths.
         widths: of the parts in which its rows come.
         probes: what scores its rows.
         gates: what decides on interventions.
-        gate_of: for each intervention as it was given, the index of its gate, or -1.
         stops: what ends generation.
         told: how many of `probes`, from the first, come back on its outputs.
         counted: the probes that score every request, each with its index among `probes`.
-        given: the kind and the hook point of each intervention as it was given.
         dose: whether the relative doses of its interventions are measured.
-        calls: what workers are told of the functions that they call for it, by key.
-        functions: the same, which keeps them in this process.
+        functions: those that workers call for it, which keeps them in this process.
     """
 
     spec: ResolvedSpec
     parts: tuple[CaptureGroup, ...]
     dtype: str
-    moves: tuple[ResolvedIntervention | None, ...] = ()
+    interventions: tuple[AdmittedIntervention, ...] = ()
     rows: dict[str, np.ndarray] = field(default_factory=dict)
-    parted: tuple[int, ...] = ()
-    by_position: tuple[ByPosition, ...] = ()
     asked: Asked = ()
     widths: ShardWidths = ONE_ROW
     num_layers: int = 0
     probes: tuple[ResolvedProbe, ...] = ()
     gates: tuple[ResolvedGate, ...] = ()
-    gate_of: tuple[int, ...] = ()
     stops: tuple[StopRule, ...] = ()
     told: int = 0
     counted: tuple[tuple[int, RegisteredProbe], ...] = ()
-    given: tuple[GivenIntervention, ...] = ()
     dose: bool = False
-    calls: dict[str, bytes] = field(default_factory=dict)
     functions: tuple[Travelling, ...] = ()
 
     @property
@@ -103,11 +75,14 @@ class AdmittedRequest:
         return self.engine_spec.layout
 
     @functools.cached_property
-    def gate_of_moves(self) -> tuple[int, ...]:
-        """For each of `moves`, the index of its gate, or -1."""
-        if not self.gates:
-            return (-1,) * len(self.moves)
-        return by_move(self.gate_of, self.parted)
+    def by_position(self) -> tuple[ByPosition, ...]:
+        """Rows that are for one selected position each, of all interventions, each once."""
+        return tuple(dict.fromkeys(rows for one in self.interventions for rows in one.by_position))
+
+    @functools.cached_property
+    def calls(self) -> dict[str, bytes]:
+        """What workers are told of the functions that they call for it, by key."""
+        return {key: call for one in self.interventions for key, call in one.calls.items()}
 
     @functools.cached_property
     def columns(self) -> dict[Site | RowShard, int]:
@@ -136,7 +111,7 @@ class AdmittedRequest:
     @functools.cached_property
     def effective(self) -> list[ResolvedIntervention]:
         """The interventions that change something, in order."""
-        return [m for m in self.moves if m is not None]
+        return [move for one in self.interventions for move in one.moves]
 
     @functools.cached_property
     def shared(self) -> frozenset[Site]:

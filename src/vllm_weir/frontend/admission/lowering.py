@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.admission.units import check_source
 from vllm_weir.schema.by_position import ByPosition
+from vllm_weir.schema.features import Reconstruct, SetFeature
+from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.hooks import PART_HOOKS, Site
 from vllm_weir.schema.instructions import (
     Instruction,
@@ -21,20 +25,49 @@ from vllm_weir.schema.instructions import (
     reach,
 )
 from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.row_shapes import RowShape, Shard
-from vllm_weir.schema.set_activation import SetActivation
+from vllm_weir.schema.set_activation import Reconstruction, SetActivation
+from vllm_weir.schema.taps import comes_before, tap_of
 from vllm_weir.schema.user_hooks import Hook
 
 
-@dataclass
-class LoweredInterventions:
-    """The fields of an `AdmittedRequest` that its interventions determine."""
+class CheckSite(Protocol):
+    """Raises WeirError unless a request can have a site."""
 
-    moves: list[ResolvedIntervention | None] = field(default_factory=list)
-    rows: dict[str, np.ndarray] = field(default_factory=dict)
-    parted: list[int] = field(default_factory=list)
-    by_position: list[ByPosition] = field(default_factory=list)
-    calls: dict[str, bytes] = field(default_factory=dict)
+    def __call__(self, site: Site, path: str, layers_field: str = "") -> None: ...
+
+
+_ASKED_AS = {SetActivation.op: SetFeature.op, Reconstruction.op: Reconstruct.op}
+"""What an autoencoder has put in the place of an intervention -> what was asked."""
+
+
+class AdmittedIntervention(NamedTuple):
+    """An intervention of a request, and what it has become.
+
+    Attributes:
+        op: its name in the wire form.
+        hook: its hook point.
+        moves: several where its vectors differ by layer; none if it changes nothing (a zero vector, a scale of 0).
+        rows: the vectors that these use, by digest.
+        by_position: rows that are for one selected position each, to be counted against the positions of each
+            request.
+        calls: what workers are told of the functions that they call for it, by key.
+        gate: the index of its gate among those of the request, or -1.
+    """
+
+    op: str
+    hook: str
+    moves: tuple[ResolvedIntervention, ...]
+    rows: Mapping[str, np.ndarray] = MappingProxyType({})
+    by_position: tuple[ByPosition, ...] = ()
+    calls: Mapping[str, bytes] = MappingProxyType({})
+    gate: int = -1
+
+    def gated(self, gate: int, cell: int) -> AdmittedIntervention:
+        """Return it with a gate, whose factor stands in a cell."""
+        moves = (replace(m, instructions=tuple(one._replace(cell=cell) for one in m.instructions)) for m in self.moves)
+        return self._replace(moves=tuple(moves), gate=gate)
 
 
 def lower(
@@ -42,8 +75,8 @@ def lower(
     capabilities: EngineCapabilities,
     lookup: Callable[[str, str], np.ndarray],
     has_token_ids: bool,
-    check: Callable[..., None],
-) -> LoweredInterventions:
+    check: CheckSite,
+) -> list[AdmittedIntervention]:
     """Resolve interventions, in order, for the blocks and row shapes of an engine.
 
     Autoencoders have replaced each `SetFeature` and `Reconstruct`. `lookup` is (reference, field) -> array; `check`
@@ -52,7 +85,7 @@ def lower(
     Raises:
         WeirError: naming the field, for what cannot be done exactly as asked.
     """
-    out = LoweredInterventions()
+    out = []
     for intervention in interventions:
         if intervention.positions.needs_token_ids and not has_token_ids:
             raise WeirError(
@@ -68,25 +101,24 @@ def lower(
             _check_hook(intervention, capabilities)
         if isinstance(intervention, SetActivation) and intervention.source_site is not None:
             check_source(intervention, intervention.source_site, capabilities, check)
-        moves = _moves(intervention, capabilities, lookup, out)
-        if moves and (connector := capabilities.traits.kv_connector):
+        admitted = _admitted(intervention, capabilities, lookup)
+        if admitted.moves and (connector := capabilities.traits.kv_connector):
             raise WeirError(
                 f"this engine's KV connector, {connector}, could give the steered keys and values of this request to "
                 "others; steer on an engine without it",
                 intervention.path,
             )
-        out.moves += moves or [None]
-        out.parted.append(len(moves) or 1)
+        out.append(admitted)
     return out
 
 
-def _moves(
-    intervention: Intervention,
-    capabilities: EngineCapabilities,
-    lookup: Callable[[str, str], np.ndarray],
-    out: LoweredInterventions,
-) -> list[ResolvedIntervention]:
-    """Resolve one intervention: one result for all layers at which it does the same; add vectors to `out`."""
+def _admitted(
+    intervention: Intervention, capabilities: EngineCapabilities, lookup: Callable[[str, str], np.ndarray]
+) -> AdmittedIntervention:
+    """Resolve one intervention: to one result for all layers at which it does the same."""
+    rows: dict[str, np.ndarray] = {}
+    calls: dict[str, bytes] = {}
+    by_position: dict[ByPosition, None] = {}
     layers_by_effect: dict[tuple[tuple[Instruction, ...], int, Source | None], list[int]] = {}
     for one in intervention.by_layer(capabilities.num_layers, lookup):
         for shape, layers in _layers_by_shape(one, capabilities).items():
@@ -95,13 +127,13 @@ def _moves(
             for layer in layers if capabilities.shards else ():
                 _check_shards(one, lowered, capabilities.shards.get(Site(one.hook, layer), ()))
             if lowered.by_position is not None:
-                out.by_position.append(lowered.by_position)
+                by_position[lowered.by_position] = None
             if lowered.instructions and layers:
                 effect = lowered.instructions, lowered.per_position, lowered.source
                 layers_by_effect.setdefault(effect, []).extend(layers)
-                out.rows.update(lowered.rows)
-                out.calls.update(lowered.calls)
-    return [
+                rows.update(lowered.rows)
+                calls.update(lowered.calls)
+    moves = tuple(
         ResolvedIntervention(
             intervention.hook,
             tuple(layers),
@@ -112,7 +144,9 @@ def _moves(
             joins=isinstance(intervention, SetActivation) and intervention.joins,
         )
         for (instructions, per_position, source), layers in layers_by_effect.items()
-    ]
+    )
+    op = _ASKED_AS.get(intervention.op, intervention.op)
+    return AdmittedIntervention(op, intervention.hook, moves, rows, tuple(by_position), calls)
 
 
 def _layers_by_shape(intervention: Intervention, capabilities: EngineCapabilities) -> dict[RowShape, list[int]]:
@@ -170,3 +204,100 @@ def _check_reach(intervention: Intervention, lowered: LoweredIntervention, capab
             f"{intervention.path}.{intervention.factor}"
             + (intervention.where if intervention.factor in intervention.vectors else ""),
         )
+
+
+def joined(interventions: Sequence[Intervention], dose: bool) -> tuple[Intervention, ...]:
+    """Return interventions, of which those that set a feature directly before a reconstruction act together with it.
+
+    All of them read the row that is reconstructed, so the reconstruction is that of the activations as they are set.
+    `dose`: whether relative doses are measured.
+
+    Raises:
+        WeirError: if a feature that an autoencoder reconstructs is set elsewhere, where it would start from a row
+            that shows another activation than the one that is decoded.
+    """
+    out = list(interventions)
+    for k, one in enumerate(interventions):
+        if not isinstance(one, Reconstruction) or one.error:
+            continue
+        first = k
+        while first and _sets_feature_of(one, out[first - 1]) and out[first - 1].positions == one.positions:
+            first -= 1
+            out[first] = _joining(out[first], dose)
+        for other in itertools.chain(interventions[:first], interventions[k + 1 :]):
+            if _sets_feature_of(one, other) and _may_meet(one.positions, other.positions):
+                raise WeirError(
+                    "this sets a feature of an autoencoder whose Reconstruct acts at some of the same positions; put "
+                    "it directly before the Reconstruct, with the same positions, or give both positions that do not "
+                    "meet ('prompt' and 'generated')",
+                    other.path,
+                )
+    return tuple(out)
+
+
+def _sets_feature_of(one: Reconstruction, other: Intervention) -> bool:
+    return isinstance(other, SetActivation) and (other.unit or "").rpartition(":")[0] == one.sae
+
+
+def _joining(one: Intervention, dose: bool) -> Intervention:
+    assert isinstance(one, SetActivation)
+    if one.read_back:
+        raise WeirError(
+            "before a Reconstruct the activation that is decoded is set; leave read_back out", f"{one.path}.read_back"
+        )
+    if dose:
+        raise WeirError("a feature that is set in a Reconstruct has no dose of its own; leave dose out", "dose")
+    return with_fields(one, joins=True)
+
+
+def check_units(interventions: Sequence[Intervention]) -> None:
+    """Raise WeirError if a unit is set after it was changed, by one that does not read the changed row.
+
+    That is one that reads elsewhere, or acts together with others: the second change would start from a number that
+    the first one has made wrong. Additions may follow, since they do not depend on it.
+    """
+    changed: dict[str, list[Positions]] = {}
+    for one in interventions:
+        if not isinstance(one, SetActivation) or one.unit is None or (one.read is None and not one.joins):
+            continue
+        earlier = changed.setdefault(one.unit, [])
+        if one.add is None and any(_may_meet(one.positions, other) for other in earlier):
+            raise WeirError(
+                "an earlier SetFeature of this request changes this feature, whose activation is read before both; "
+                "give one SetFeature, put add after value or scale, or choose positions 'prompt' and 'generated'",
+                f"{one.path}.feature",
+            )
+        earlier.append(one.positions)
+
+
+def _may_meet(first: Positions, second: Positions) -> bool:
+    """Return whether two selectors may select one position."""
+    kinds = {first.kind, second.kind}
+    if kinds in ({"prompt", "generated"}, {"last_prompt", "generated"}):
+        return False
+    if kinds == {"list"} and min(*first.numbers, *second.numbers) >= 0:
+        return not set(first.numbers).isdisjoint(second.numbers)
+    return True
+
+
+def check_source(one: SetActivation, source: Site, capabilities: EngineCapabilities, check: CheckSite) -> None:
+    """Raise WeirError unless the activation `source` that an intervention replaces is known where it acts."""
+    field = f"{one.path}.name"
+    check(source, one.path, field)
+    if (parts := len(capabilities.shards.get(source, ()))) > 1:
+        raise WeirError(
+            f"it reads {source}, whose rows tensor-parallel workers hold in {parts} parts; give add, or start the "
+            "engine with tensor_parallel_size=1",
+            field,
+        )
+    for layer in one.resolve_layers(capabilities.num_layers):
+        acts = Site(one.hook, layer)
+        if not comes_before(tap_of(source), tap_of(acts)):
+            raise WeirError(f"it reads {source}, which does not come before {acts}, where it writes; give add", field)
+        readers, writers = (capabilities.workers.get(site) for site in (source, acts))
+        if readers is not None and writers is not None and readers != writers:
+            raise WeirError(
+                f"it reads {source} and writes {acts}, which are on different pipeline stages; give add, or start the "
+                "engine with pipeline_parallel_size=1",
+                field,
+            )

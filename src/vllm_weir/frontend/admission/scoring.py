@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.feature_gates import FeatureReads, FindSAE
+from vllm_weir.frontend.admission.lowering import AdmittedIntervention, CheckSite
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.reachable import Vocabulary, asked_of, resolve_tokens
 from vllm_weir.schema.gates import SAE_PREFIX, When
 from vllm_weir.schema.hooks import Site, place_of
-from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.probe_base import ProbeBase
 from vllm_weir.schema.probes import AnyProbe
@@ -26,12 +26,6 @@ from vllm_weir.schema.set_activation import Reconstruction, SetActivation
 from vllm_weir.schema.stop_rules import StopRule, StopText
 from vllm_weir.schema.taps import STAGES, reads_in_time, tap_of
 from vllm_weir.schema.user_hooks import Hook
-
-
-class CheckSite(Protocol):
-    """Raises WeirError unless a request can have a site."""
-
-    def __call__(self, site: Site, path: str, layers_field: str = "") -> None: ...
 
 
 class AdmittedScoring(NamedTuple):
@@ -57,27 +51,15 @@ class AdmittedScoring(NamedTuple):
     told: int = 0
     counted: tuple[tuple[int, RegisteredProbe], ...] = ()
 
-    def gated(
-        self, moves: Sequence[ResolvedIntervention | None], parted: Sequence[int]
-    ) -> tuple[ResolvedIntervention | None, ...]:
-        """Return the interventions, of which each given one became `parted` resolved ones, with their gates' cells."""
+    def gated(self, interventions: Sequence[AdmittedIntervention]) -> tuple[AdmittedIntervention, ...]:
+        """Return the interventions with their gates."""
         if not self.gates:
-            return tuple(moves)
+            return tuple(interventions)
         factors = CellLayout.of(self.probes, self.gates).factors
-        gate_of_move = by_move(self.gate_of, parted)
         return tuple(
-            move if move is None or gate < 0 else _with_cell(move, factors[gate] + 1)
-            for move, gate in zip(moves, gate_of_move, strict=True)
+            one if gate < 0 else one.gated(gate, factors[gate] + 1)
+            for one, gate in zip(interventions, self.gate_of, strict=True)
         )
-
-
-def by_move(gate_of: Sequence[int], parted: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of the gate of each resolved intervention, or -1; each given one became `parted` of these."""
-    return tuple(gate for gate, count in zip(gate_of, parted, strict=True) for _ in range(count))
-
-
-def _with_cell(move: ResolvedIntervention, cell: int) -> ResolvedIntervention:
-    return replace(move, instructions=tuple(one._replace(cell=cell) for one in move.instructions))
 
 
 class ProbeResolver:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,27 +16,27 @@ class VerifiedIntervention(NamedTuple):
     """What has become of one resolved intervention.
 
     Attributes:
-        intervention: None for one that changes nothing.
+        intervention: one of an `AdmittedIntervention`.
         changed: how many positions it has changed.
         cached: how many were changed when their KV was computed, by another request.
         gate: index of its gate, or -1.
         asked: how many positions it was asked for; 0 without a gate.
     """
 
-    intervention: ResolvedIntervention | None
-    changed: int = 0
-    cached: int = 0
+    intervention: ResolvedIntervention
+    changed: int
+    cached: int
     gate: int = -1
     asked: int = 0
 
 
 def intervention_receipts(
     admitted: AdmittedRequest,
-    verified: Sequence[VerifiedIntervention],
+    verified: Sequence[Sequence[VerifiedIntervention]],
     acted: Callable[[VerifiedIntervention], np.ndarray],
     doses: Callable[[int, int, np.ndarray], np.ndarray],
 ) -> tuple[InterventionReceipt, ...]:
-    """Return what became of each intervention that was asked for; `verified` says it of each of its ``moves``.
+    """Return what became of each intervention that was asked for; `verified` says it of each's ``moves``.
 
     `acted` returns the positions that one of these has changed for this sequence, ascending; `doses` is as
     `ScoredRows.doses`.
@@ -45,12 +44,11 @@ def intervention_receipts(
     Raises:
         WeirError: if what `acted` and `doses` wait for does not come.
     """
-    remaining, out, cell = iter(verified), [], admitted.cells.doses
-    for given, count in zip(admitted.given, admitted.parted, strict=True):
-        parts = [one for one in itertools.islice(remaining, count) if one.intervention is not None]
+    out, cell = [], admitted.cells.doses
+    for given, parts in zip(admitted.interventions, verified, strict=True):
         by_layer: dict[int, np.ndarray] = {}
         for one in parts:
-            layers = one.intervention.layers if one.intervention else ()
+            layers = one.intervention.layers
             found = doses(cell, len(layers), acted(one)) if admitted.dose else np.empty((0, len(layers)))
             cell += len(layers)
             by_layer.update((layer, _of_rows(found[:, k])) for k, layer in enumerate(layers))
@@ -76,7 +74,7 @@ def _of_rows(doses: np.ndarray) -> np.ndarray:
 
 def _positions(parts: Sequence[VerifiedIntervention], acted: Callable[[VerifiedIntervention], np.ndarray]) -> int:
     """Return at how many positions one intervention has changed a row at any block."""
-    if len(parts) > 1 and any(one.intervention.per_position for one in parts if one.intervention):
+    if len(parts) > 1 and any(one.intervention.per_position for one in parts):
         # Where a position's vector is zero at one block it need not be at another.
         return len(np.unique(np.concatenate([acted(one) for one in parts])))
     return max((one.changed for one in parts), default=0)

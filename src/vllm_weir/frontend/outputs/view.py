@@ -129,7 +129,7 @@ class OutputView:
     _cached_read_values: ReadValues | None = None
     _cached_scores: Scores | None = None
     _cached_routing: RoutedExperts | None = None
-    _verified: list[VerifiedIntervention] | None = None
+    _verified: list[list[VerifiedIntervention]] | None = None
     """The result of `verify` for a finished sequence."""
 
     def __reduce__(self) -> tuple[type, tuple]:
@@ -358,41 +358,41 @@ class OutputView:
         span = None if intervention.per_position else self._span((intervention.positions,))
         return self.changed_positions(intervention) if span is None else span
 
-    def verify(self) -> list[VerifiedIntervention]:
-        """Return how many positions each intervention has changed, and how many were cached.
+    def verify(self) -> list[list[VerifiedIntervention]]:
+        """Return how many positions each intervention has changed, in each of its parts, and how many were cached.
 
         Wait until the workers have confirmed them, and for the factors of gates.
 
         Raises:
             WeirError: if a position was not changed as asked.
         """
-        interventions = self.pending.admitted.moves
+        interventions = self.pending.admitted.interventions
         if not interventions or self._verified is not None:
             self.pending.check()
         if self._verified is not None:
             return self._verified
-        out: list[VerifiedIntervention] = []
-        index = 0
-        for intervention, gate in zip(interventions, self.pending.admitted.gate_of_moves, strict=True):
-            if intervention is None:
-                out.append(VerifiedIntervention(None, gate=gate))
-                continue
-            positions = self._changed(intervention)
-            if isinstance(positions, tuple):
-                first, end = positions
-                cached, count = min(max(self.cached_tokens - first, 0), end - first), end - first
-            else:
-                cached, count = int(np.searchsorted(positions, self.cached_tokens)), len(positions)
-            if not self.aborted:
-                # Cached positions too: the worker knows which requests have left KV without being
-                # steered.
-                self.pending.await_steered(index, positions, self.timeout)
-            index += 1
-            changed = count - cached if gate < 0 else len(self._acted(gate, intervention, self.cached_tokens))
-            out.append(VerifiedIntervention(intervention, changed, cached, gate, count if gate >= 0 else 0))
+        index = itertools.count()
+        out = [[self._verify(next(index), move, one.gate) for move in one.moves] for one in interventions]
         if self.finished and not self.aborted:
             self._verified = out
         return out
+
+    def _verify(self, index: int, intervention: ResolvedIntervention, gate: int) -> VerifiedIntervention:
+        """Verify one resolved intervention; `index`: among all of the request."""
+        positions = self._changed(intervention)
+        if isinstance(positions, tuple):
+            first, end = positions
+            cached, count = min(max(self.cached_tokens - first, 0), end - first), end - first
+        else:
+            cached, count = int(np.searchsorted(positions, self.cached_tokens)), len(positions)
+        if not self.aborted:
+            # Cached positions too: the worker knows which requests have left KV without being
+            # steered.
+            self.pending.await_steered(index, positions, self.timeout)
+        if gate < 0:
+            return VerifiedIntervention(intervention, count - cached, cached)
+        changed = len(self._acted(gate, intervention, self.cached_tokens))
+        return VerifiedIntervention(intervention, changed, cached, gate, count)
 
     def _acted(self, gate: int, intervention: ResolvedIntervention, start: int = 0) -> np.ndarray:
         """Return the positions from `start` on at which an intervention with a gate has changed rows."""
@@ -416,10 +416,8 @@ class OutputView:
         """Positions from `cached_tokens` on that interventions have changed, each counted once."""
         spans: list[tuple[int, int]] = []
         others: list[np.ndarray] = []
-        admitted = self.pending.admitted
-        for intervention, gate in zip(admitted.moves, admitted.gate_of_moves, strict=True):
-            if intervention is None:
-                continue
+        parts = [(move, one.gate) for one in self.pending.admitted.interventions for move in one.moves]
+        for intervention, gate in parts:
             positions = self._changed(intervention) if gate < 0 else self._acted(gate, intervention)
             if isinstance(positions, tuple):
                 spans.append(positions)
@@ -475,7 +473,6 @@ class OutputView:
 
     def _acted_here(self, one: VerifiedIntervention) -> np.ndarray:
         """Return the positions that one resolved intervention has changed for this sequence, ascending."""
-        assert one.intervention is not None, "it changes something"
         if one.gate >= 0:
             return self._acted(one.gate, one.intervention, self.cached_tokens)
         return self._computed(one.intervention)
@@ -485,43 +482,43 @@ class OutputView:
         positions = self.changed_positions(intervention)
         return positions[positions >= self.cached_tokens]
 
-    def _gates(self, verified: Sequence[VerifiedIntervention]) -> tuple[GateCount | None, ...]:
+    def _gates(self, verified: Sequence[Sequence[VerifiedIntervention]]) -> tuple[GateCount | None, ...]:
         """Return what became of the gate of each intervention asked for."""
-        admitted, remaining = self.pending.admitted, iter(verified)
+        admitted = self.pending.admitted
         out: list[GateCount | None] = []
-        for count in admitted.parted:
-            resolved = list(itertools.islice(remaining, count))
-            gate = resolved[0].gate
+        for given, resolved in zip(admitted.interventions, verified, strict=True):
+            gate = given.gate
             if gate < 0:
                 out.append(None)
                 continue
-            most = max(resolved, key=lambda one: one.asked)
-            acted = _NOWHERE if most.intervention is None else self._acted(gate, most.intervention)
+            most = max(resolved, key=lambda one: one.asked, default=None)
+            acted = _NOWHERE if most is None else self._acted(gate, most.intervention)
             controller = admitted.gates[gate].controller
             name = f"{PREFIX}{controller}" if controller else admitted.probes[admitted.gates[gate].probe].name
             probe, feature = split_feature_name(name)
-            counts: GateCount = {"probe": probe, "fired": len(acted), "of": most.asked, "spans": _spans(acted)}
+            counts: GateCount = {
+                "probe": probe,
+                "fired": len(acted),
+                "of": 0 if most is None else most.asked,
+                "spans": _spans(acted),
+            }
             out.append(counts if feature is None else {**counts, "feature": feature})
         return tuple(out)
 
-    def _by_intervention(self, verified: Sequence[VerifiedIntervention]) -> list[tuple[dict[Site, int], int]]:
+    def _by_intervention(self, verified: Sequence[Sequence[VerifiedIntervention]]) -> list[tuple[dict[Site, int], int]]:
         """Return site -> rows changed, and shared positions, of each intervention asked for.
 
         An intervention that was asked for can have become several, one of them for each of its
         layers.
         """
-        out, remaining = [], iter(verified)
-        for count in self.pending.admitted.parted:
-            resolved = list(itertools.islice(remaining, count))
+        out = []
+        for resolved in verified:
             sites = {
-                Site(one.intervention.hook, layer): one.changed
-                for one in resolved
-                if one.intervention
-                for layer in one.intervention.layers
+                Site(one.intervention.hook, layer): one.changed for one in resolved for layer in one.intervention.layers
             }
-            shared = max(one.cached for one in resolved)
-            moves = [one.intervention for one in resolved if one.intervention]
-            if shared and count > 1 and any(move.per_position for move in moves):
+            shared = max((one.cached for one in resolved), default=0)
+            moves = [one.intervention for one in resolved]
+            if shared and len(moves) > 1 and any(move.per_position for move in moves):
                 # A term whose vector is zero at its layer is not among that layer's positions.
                 positions = np.unique(np.concatenate([self.changed_positions(move) for move in moves]))
                 shared = int(np.searchsorted(positions, self.cached_tokens))

@@ -363,6 +363,6 @@ def test_a_selector_by_modality_becomes_the_prompts_positions():
     assert [one.positions.to_json() for one in items] == [at] * 3
     (shared,) = admit({}, FACTS, always=[add], vocabulary=some).effective
     assert shared.positions.to_json() == at
-    assert not admit({}, FACTS, always=[add], everyone=[Capture("resid_post", 1, image)], vocabulary=none).moves
+    assert not admit({}, FACTS, always=[add], everyone=[Capture("resid_post", 1, image)], vocabulary=none).effective
     with refused("interventions[0].positions.modality", "the prompt has no image"):
         admit(asked, FACTS, vocabulary=none)

@@ -18,6 +18,7 @@ from tests.unit.frontends import frontend_of
 from tests.unit.request_strategies import selectors, served
 from vllm_weir import Site, messages
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.lowering import AdmittedIntervention
 from vllm_weir.frontend.outputs import preslicer
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.frontend.receive.pending_sequence import InterventionGroup, PendingSequence, _covers
@@ -137,13 +138,13 @@ def test_every_position_that_is_meant_must_have_been_steered(selector, P, G, cac
     told = []
     move = SimpleNamespace(per_position=False, positions=Positions.parse(selector))
     pending = SimpleNamespace(
-        admitted=SimpleNamespace(moves=[move], gate_of_moves=[-1]),
+        admitted=SimpleNamespace(interventions=[AdmittedIntervention("add", "resid_post", (move,))]),
         await_steered=lambda number, own, timeout: told.append(own),
     )
     ids = list(range(P + G))
     tokens = SequenceTokens(PromptTokens(ids[:P]), ids[P:])
     view = OutputView(pending, None, tokens, 0, True, False, cached, None, 4, 1.0)
-    ((_, changed, shared, *_),) = view.verify()
+    (((_, changed, shared, *_),),) = view.verify()
     (own,) = told
     own = np.arange(*own) if isinstance(own, tuple) else own
     wanted = selected((Positions.parse(selector),), P, np.array(ids[: P + G - 1]))
@@ -167,8 +168,7 @@ def test_whoever_has_nothing_to_wait_for_is_not_made_to():
     moves = [SimpleNamespace(per_position=False, positions=Positions.parse(p)) for p in ("prompt", "generated")]
     admitted = SimpleNamespace(
         effective=moves,
-        moves=[moves[0], None, moves[1]],
-        gate_of_moves=[-1] * 3,
+        interventions=[AdmittedIntervention("add", "resid_post", tuple(some)) for some in (moves[:1], [], moves[1:])],
         probes=(),
         dose=False,
         cells=CellLayout.of((), ()),
