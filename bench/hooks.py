@@ -164,6 +164,7 @@ class Engine:
         self.name, self.log = name, folder / f"{name}.log"
         (path := folder / "plan.json").write_text(plan.model_dump_json())
         environ = os.environ | {"HF_HUB_OFFLINE": "1"} | known_systems()[name].environ(plan)
+        environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `fill` sends a function to the engine's process
         # The engine's process imports the functions from here.
         environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
@@ -188,12 +189,18 @@ class Engine:
 
 
 def measure(
-    engines: list[Engine], batches: list[int], functions: list[str], repeats: int, missing: dict[str, str]
+    engines: list[Engine], batches: list[int], functions: list[str], repeats: int, missing: dict[str, str], limit: float
 ) -> list[dict[str, Any]]:
-    """The seconds and tokens of every call, the systems taking turns; a round before that does not count."""
+    """The seconds and tokens of every call, the systems taking turns; a round before that does not count.
+
+    No round begins `limit` seconds after a batch size's first.
+    """
     seconds, tokens = defaultdict(list), {}
     for count in batches:
+        began = time.perf_counter()
         for turn in range(repeats + 1):
+            if turn > 1 and time.perf_counter() - began > limit:
+                break
             for engine in engines[:: 1 if turn % 2 else -1]:
                 for function, how in ways(engine.name, functions):
                     if engine.name in missing:
@@ -228,6 +235,7 @@ def main() -> None:
     parser.add_argument("--batches", default="", help="requests at once, with commas; default: 1,64; on a CPU 1,4")
     parser.add_argument("--tokens", type=int, default=0, help="that each generates; default: 128; on a CPU 16")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=600, help="after which no round of a batch size begins")
     parser.add_argument("--model", default="", help="llama-8b, demo, or a folder; default: llama-8b; on a CPU demo")
     parser.add_argument("--memory", type=float, default=0.22, help="share of the GPU's memory for each system")
     parser.add_argument("--lens-path")
@@ -252,13 +260,14 @@ def main() -> None:
             for name in names:  # one after the other: each measures the memory that is free
                 engines.append(Engine(name, plan, Path(work)))
                 found = engines[-1].answer()
-                if "missing" in found:
-                    missing[name] = found["missing"]
-                else:
+                print(f"{name}: {found}", file=sys.stderr, flush=True)
+                if "missing" not in found:
                     about["versions"][name] = found["version"]
-            if "stock" in missing:
-                sys.exit(f"stock vLLM did not start: {missing['stock']}")
-            results = measure(engines, batches, functions, given.repeats, missing)
+                elif name == "stock":
+                    sys.exit(f"stock vLLM did not start: {found['missing']}")
+                else:
+                    missing[name] = found["missing"]
+            results = measure(engines, batches, functions, given.repeats, missing, given.seconds)
         finally:
             for engine in engines:
                 engine.process.kill()

@@ -100,7 +100,8 @@ class Hook(Intervention):
         hook: hook point.
         layers: as for `Add`.
         positions: selector, as for `Capture`.
-        args: tensors, arrays and numbers for ``ctx.args``, of this request.
+        args: tensors, arrays and numbers for ``ctx.args``, of this request; the function gets floating vectors and
+            matrices in the rows' dtype.
         mode: ``"eager"`` calls the function for each request: any Python. ``"compiled"`` calls it once for all
             requests that name it, mapped over rows [1, width] by `torch.func.vmap`, with each request's args and
             state: it must not look at values in Python, nor draw at random, nor mix positions. A step with

@@ -14,7 +14,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.user_hooks import Call
 from vllm_weir.util.saved import Unsent
 from vllm_weir.worker.parameters import WholeWeight
-from vllm_weir.worker.row_functions import Given, part_of, returned_of, spoiled, state_of, told_of, with_part
+from vllm_weir.worker.row_functions import Given, in_dtype, part_of, returned_of, spoiled, state_of, told_of, with_part
 
 
 @dataclass
@@ -26,7 +26,7 @@ class HookContext:
         layer: its block.
         positions: int64 [n], of the rows in their sequence, on their device.
         request_id: of the sequence.
-        args: the hook's, tensors on the device of the rows.
+        args: the hook's, tensors on the device of the rows; floating vectors and matrices in the rows' dtype.
         state: float32, of the hook's shape `state`, zeros at first; what is left in it is there in the next step.
         saved: whatever is put here comes back as ``out.saved``: tensors, numbers, texts, and lists and dicts of these.
         heads: which heads the rows [n, heads, d_head] are, in the order given to the hook; None for whole rows.
@@ -121,7 +121,7 @@ class OwnFunction:
             site.layer,
             torch.from_numpy(positions).to(rows.device),
             request_id,
-            self.args,
+            in_dtype(self.args, rows.dtype),
             before,
             self.saved,
             self.call.heads,

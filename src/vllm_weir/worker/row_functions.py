@@ -134,10 +134,12 @@ class RowFunction:
             WeirError: if it raises, or returns something else than rows and values.
         """
         own_rows, changes = part_of(self._call, rows), True
+        fixed = in_dtype(self._fixed, rows.dtype)
+        args = {name: arg.to(rows.dtype) if self._is_cast(name) else arg for name, arg in args.items()}
 
         def mapped(row: torch.Tensor, position: torch.Tensor, own: dict[str, Any], state: torch.Tensor | None) -> Any:
             nonlocal changes
-            context = RowContext(self._call, site, position[None], {**self._fixed, **own}, state)
+            context = RowContext(self._call, site, position[None], {**fixed, **own}, state)
             new, values = returned_of(self._function(row[None].clone(), context), row[None], self.name)
             changes = new is not None
             state = None if state is None else state_of(context.state, state, self.name)
@@ -147,7 +149,7 @@ class RowFunction:
         try:
             mapping = torch.func.vmap(mapped, (0, 0, None if alone else 0, own_dim), (0, 0, own_dim))
             with self._constants(rows.device):
-                new, values, states = mapping(own_rows, positions, dict(args), states)
+                new, values, states = mapping(own_rows, positions, args, states)
         except WeirError:
             raise
         except Exception as e:
@@ -157,12 +159,29 @@ class RowFunction:
             return Given(None, values, states=states)
         return Given(with_part(self._call, rows, new), values, spoiled(own_rows, new), states)
 
+    def _is_cast(self, name: str) -> bool:
+        dtype, shape = self.by_row[name]
+        return dtype.startswith("float") and len(shape) > 0
+
     def _constants(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if device.type == "cpu":
             return contextlib.nullcontext()
         if self._on_device is None:
             self._on_device = _OnDevice(device)
         return self._on_device
+
+
+def in_dtype(args: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return args with floating vectors and matrices in the dtype of the rows that they meet.
+
+    A number, or a tensor without dimensions, does not change the dtype of what it is multiplied with.
+    """
+    return {
+        name: value.to(dtype)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim()
+        else value
+        for name, value in args.items()
+    }
 
 
 def stacked(values: Sequence[Any], device: torch.device) -> torch.Tensor:

@@ -178,3 +178,24 @@ def test_what_a_mapped_function_holds_on_the_cpu_is_copied_to_the_device_once():
         copies.append((on_device._copies[kept], on_device._indices[0, 2]))
     assert all(one is other for one, other in zip(*copies, strict=True))
     assert (len(on_device._copies), len(on_device._indices)) == (1, 1)
+
+
+def pushed(rows, ctx):
+    assert ctx.args["w"].dtype == rows.dtype
+    score = rows @ ctx.args["w"]
+    return rows + ctx.args["scale"] * torch.relu(score)[:, None] * ctx.args["w"], {"score": score}
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_vectors_come_in_the_dtype_of_the_rows(mode, given):
+    generator = torch.Generator().manual_seed(1)
+    rows, w = (torch.randn(*shape, generator=generator) for shape in ((5, 8), (8,)))
+    for dtype in (torch.bfloat16, torch.float32):
+        args = {"w": w.to(given), "scale": 1 / 3}
+        worker = Worker(*lowered(pushed, (8,), "resid_post", args=args, mode=mode))
+        new = worker.call(rows.to(dtype))
+        own, vector = rows.to(dtype), args["w"].to(dtype)
+        expected = own + torch.relu(own @ vector)[:, None] * vector / 3
+        unit = torch.finfo(dtype).eps * (own.abs() + (own @ vector).abs()[:, None] * vector.abs())
+        assert ((new - expected).abs() <= 8 * unit).all()
