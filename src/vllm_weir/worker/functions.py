@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from vllm_weir.schema.instructions import IN_GRAPHS
 from vllm_weir.schema.user_hooks import Call
 from vllm_weir.util.h2d import upload
 from vllm_weir.util.lru import LruCache
-from vllm_weir.worker.hook_results import HookResults
+from vllm_weir.worker.hook_results import HookResults, Part
 from vllm_weir.worker.own_function import OwnFunction
 from vllm_weir.worker.parameters import Parameters, WholeWeight
 from vllm_weir.worker.row_functions import MOST_COPIED, Given, RowFunction, stacked
@@ -28,14 +28,6 @@ from vllm_weir.worker.tap.mapped import MappedTaps
 
 MOST_MAPPED = 256
 """Compiled functions that are kept while no request has them."""
-
-
-class Part(NamedTuple):
-    """The rows of one request in a call: its id, the key of its function, and which rows, int64 [k]."""
-
-    request_id: str
-    key: str
-    rows: np.ndarray
 
 
 class WorkerFunctions:
@@ -107,7 +99,7 @@ class WorkerFunctions:
         if not isinstance(value, (list, tuple)):
             return value
         dtype, shape, data = value
-        return torch.from_numpy(np.frombuffer(data, dtype).reshape(shape).copy()).to(self._device)
+        return upload(np.frombuffer(data, dtype).reshape(shape).copy(), self._device)
 
     def group_of(self, request_id: str, key: str) -> Hashable:
         """Return what the functions have in common that `call` is given together."""
@@ -151,8 +143,8 @@ class WorkerFunctions:
                 )
             else:
                 given = self._mapped_call(parts, functions, site, positions, rows)
-            for part, one in zip(parts, functions, strict=True) if self._results.tells else ():
-                self._tell(part, one, site, positions, given)
+            if self._results.tells:
+                self._tell(parts, functions, site, positions, given)
         except WeirError:
             for part in parts:
                 self._failed.setdefault(part.request_id, set()).add(part.key)
@@ -167,16 +159,18 @@ class WorkerFunctions:
 
         return weight
 
-    def _tell(self, part: Part, one: OwnFunction, site: Site, positions: np.ndarray, given: Given) -> None:
-        """Tell a part's reader what its function gave."""
-        endpoint, at = self._held[part.request_id][0], positions[part.rows]
-        index = upload(part.rows, self._device)
-        self._results.add_saved(endpoint, part.request_id, site, one.saved, one.unsent)
+    def _tell(
+        self, parts: Sequence[Part], functions: Sequence[OwnFunction], site: Site, positions: np.ndarray, given: Given
+    ) -> None:
+        """Tell the readers of requests what their functions gave, and what these have saved."""
+        endpoints = [self._held[part.request_id][0] for part in parts]
+        for part, one, endpoint in zip(parts, functions, endpoints, strict=True):
+            self._results.add_saved(endpoint, part.request_id, site, one.saved, one.unsent)
         for name, values in given.values.items():
-            self._results.add_values(endpoint, part.request_id, name, site, at, values[index])
+            self._results.add(parts, endpoints, name, site, positions, values)
         if given.spoiled is not None:
-            name = one.call.function.name
-            self._results.add_values(endpoint, part.request_id, name, site, at, given.spoiled[index], flags=True)
+            name = functions[0].call.function.name
+            self._results.add(parts, endpoints, name, site, positions, given.spoiled, flags=True)
 
     def _mapped_call(
         self,
@@ -227,13 +221,8 @@ class WorkerFunctions:
     def collect(self, mask: int, batch: Batch, table: ProgramTable) -> list[tuple[str, str]]:
         """Keep what was given inside the taps of a step that was issued; return requests that fail, and why."""
         for one in self._in_graphs.given(mask, batch, table) if self._results.tells else ():
-            endpoint, functions = self._held[one.request_id]
-            for name, values in one.values.items():
-                self._results.add_values(endpoint, one.request_id, name, one.site, one.positions, values, one.rows)
-            if one.spoiled is not None:
-                name = functions[one.key].call.function.name
-                of_rows = one.site, one.positions, one.spoiled, one.rows
-                self._results.add_values(endpoint, one.request_id, name, *of_rows, flags=True)
+            functions = [self._held[part.request_id][1][part.key] for part in one.parts]
+            self._tell(one.parts, functions, one.site, batch.positions, one.given)
         failed = self._in_graphs.failed(mask)
         return [
             (request_id, failed[number])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,19 +13,31 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.util.saved import Unsent
 
 
+class Part(NamedTuple):
+    """The rows of one request in a call: its id, the key of its function, and which rows, int64 [k]."""
+
+    request_id: str
+    key: str
+    rows: np.ndarray
+
+
 class _Sending(NamedTuple):
-    """What a reader is told, whose data are on their way to the host.
+    """What a function gave for rows of several requests, on its way to the host.
 
     Attributes:
-        data: in host memory, complete once the device has come here.
-        rows: int64, which of the data's rows; None for all.
-        flags: whether they are rows that are not finite now.
+        endpoints: of the readers, one for each part.
+        positions: int64 [n].
+        data: [n, ...] in host memory, complete once the device has come here.
+        flags: whether the data are bool [n], which rows were finite and no longer are.
     """
 
-    told: messages.Told
-    data: torch.Tensor | None = None
-    rows: np.ndarray | None = None
-    flags: bool = False
+    parts: Sequence[Part]
+    endpoints: Sequence[str]
+    name: str
+    site: Site
+    positions: np.ndarray
+    data: torch.Tensor
+    flags: bool
 
 
 class HookResults:
@@ -38,39 +50,36 @@ class HookResults:
 
     def __init__(self, device: torch.device, tells: bool, anew: bool) -> None:
         self._device, self.tells, self._anew = device, tells, anew
-        self._sending: dict[str, list[_Sending]] = {}
-        """Endpoint -> what its requests are told."""
+        self._sending: list[_Sending] = []
+        self._saved: dict[str, list[messages.Told]] = {}
+        """Endpoint -> what its requests have saved."""
 
-    def add_values(
+    def add(
         self,
-        endpoint: str,
-        request_id: str,
+        parts: Sequence[Part],
+        endpoints: Sequence[str],
         name: str,
         site: Site,
         positions: np.ndarray,
-        values: torch.Tensor,
-        rows: np.ndarray | None = None,
+        data: torch.Tensor,
         flags: bool = False,
     ) -> None:
-        """Tell a reader of values [n, ...] at positions, or, as flags, which rows were finite and no longer are.
+        """Tell the readers of requests of values [n, ...] at positions, each of the rows of its part.
 
-        `values` are float32, or bool [n] if they are `flags` of the function `name`; `rows`, int64 [n], is where they
-        stand if they are in host memory together with those of others.
+        `data` are float32, or bool [n] if they are `flags` of the function `name`: which rows were finite and no
+        longer are.
         """
-        at, shape = positions.astype(np.int32).tobytes(), [len(positions), *values.shape[1:]]
-        told = messages.Told(request_id, name, site.hook, site.layer, at, shape, spoiled=flags)
-        data = on_its_way(values) if rows is None else values
-        self._sending.setdefault(endpoint, []).append(_Sending(told, data, rows, flags))
+        self._sending.append(_Sending(parts, endpoints, name, site, positions.copy(), on_its_way(data), flags))
 
     def add_saved(self, endpoint: str, request_id: str, site: Site, kept: Mapping[Any, Any], unsent: Unsent) -> None:
         """Tell a reader of what is new of what a function has saved; raise WeirError if it cannot be sent."""
         for name, first, data in unsent.take(kept):
             told = messages.Told(request_id, name, site.hook, site.layer, None, [], data, first=first)
-            self._sending.setdefault(endpoint, []).append(_Sending(told))
+            self._saved.setdefault(endpoint, []).append(told)
 
     def take(self) -> Callable[[], dict[str, list[messages.Told]]]:
         """Return what waits for what the step's functions gave, and returns it by endpoint; forget it."""
-        sending, self._sending = self._sending, {}
+        (sending, self._sending), (told, self._saved) = (self._sending, []), (self._saved, {})
         copied = torch.cuda.Event() if sending and self._device.type == "cuda" else None
         if copied is not None:
             copied.record()
@@ -78,22 +87,26 @@ class HookResults:
         def arrived() -> dict[str, list[messages.Told]]:
             if copied is not None:
                 copied.synchronize()
-            return {
-                endpoint: [told for one in several if (told := self._arrived(one)) is not None]
-                for endpoint, several in sending.items()
-            }
+            for one in sending:
+                for endpoint, message in self._messages(one):
+                    told.setdefault(endpoint, []).append(message)
+            return told
 
         return arrived
 
-    def _arrived(self, one: _Sending) -> messages.Told | None:
-        """Return a message with its data; None for flags that are not set, unless they may have been."""
-        if one.data is None:
-            return one.told
-        data = one.data if one.rows is None else one.data[torch.from_numpy(one.rows)]
-        if one.flags and not self._anew and not data.any():
-            return None
-        one.told.data = data.numpy().tobytes()
-        return one.told
+    def _messages(self, one: _Sending) -> Iterator[tuple[str, messages.Told]]:
+        """Yield endpoints and messages; none for flags that are not set, unless they may have been."""
+        data = one.data.numpy()
+        unset = one.flags and not self._anew
+        if unset and not data.any():
+            return
+        for part, endpoint in zip(one.parts, one.endpoints, strict=True):
+            own = data[part.rows]
+            if unset and not own.any():
+                continue
+            at, shape = one.positions[part.rows].astype(np.int32).tobytes(), list(own.shape)
+            of_site = one.name, one.site.hook, one.site.layer
+            yield endpoint, messages.Told(part.request_id, *of_site, at, shape, own.tobytes(), one.flags)
 
 
 def on_its_way(values: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,7 @@ class RowFunction:
         """
         own_rows, changes = part_of(self._call, rows), True
         fixed = in_dtype(self._fixed, rows.dtype)
-        args = {name: arg.to(rows.dtype) if self._is_cast(name) else arg for name, arg in args.items()}
+        args = {name: arg.to(self.dtype_of(name, rows.dtype)) for name, arg in args.items()}
 
         def mapped(row: torch.Tensor, position: torch.Tensor, own: dict[str, Any], state: torch.Tensor | None) -> Any:
             nonlocal changes
@@ -159,9 +159,10 @@ class RowFunction:
             return Given(None, values, states=states)
         return Given(with_part(self._call, rows, new), values, spoiled(own_rows, new), states)
 
-    def _is_cast(self, name: str) -> bool:
+    def dtype_of(self, name: str, rows: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a function gets one of `by_row` for rows of a dtype, as `in_dtype` does."""
         dtype, shape = self.by_row[name]
-        return dtype.startswith("float") and len(shape) > 0
+        return rows if dtype.startswith("float") and shape else getattr(torch, dtype)
 
     def _constants(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if device.type == "cpu":
@@ -227,7 +228,8 @@ def spoiled(rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _finite(rows: torch.Tensor) -> torch.Tensor:
-    return rows.isfinite().flatten(1).all(1)
+    # One kernel: the greatest absolute value of a row with NaN is NaN.
+    return torch.linalg.vector_norm(rows.flatten(1), torch.inf, dim=1).isfinite()
 
 
 def returned_of(returned: Any, rows: torch.Tensor, name: str) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:

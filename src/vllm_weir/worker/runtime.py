@@ -223,7 +223,7 @@ def make_parts(
         host.view(d_model, dtype), arena, buffer_server, name, kept_rows.receive, model_info.engine, traits.uncertainty
     )
 
-    in_graphs = MappedTaps(sites_of, model_info.max_tokens, device)
+    in_graphs = MappedTaps(sites_of, model_info.max_tokens, model_info.dtype, device)
     table = ProgramTable(
         sizes, num_taps(sites.num_layers), taps, d_model, layout.widths, layout.shards, in_graphs.place_of
     )

@@ -11,7 +11,8 @@ import vllm_weir as weir
 from tests.unit.refusals import refused
 from vllm_weir.frontend.receive.told_values import ToldValues
 from vllm_weir.schema.hooks import Site
-from vllm_weir.worker.functions import Part, WorkerFunctions
+from vllm_weir.worker.functions import WorkerFunctions
+from vllm_weir.worker.hook_results import Part
 from vllm_weir.worker.row_functions import _OnDevice
 from vllm_weir.worker.tap.mapped import MappedTaps
 
@@ -35,7 +36,7 @@ class Worker:
     """One that holds a function for request "r", and a reader."""
 
     def __init__(self, key, call, **more):
-        in_graphs = MappedTaps({}, 8, CPU)
+        in_graphs = MappedTaps({}, 8, torch.float32, CPU)
         self.functions, self.key, self.read = WorkerFunctions(CPU, in_graphs, **more), key, ToldValues()
         self.functions.hold("r", "reader", {key: call})
 
@@ -149,7 +150,7 @@ def halved(rows, ctx):
 def test_a_request_that_has_failed_changes_nothing_for_those_that_are_called_with_it():
     """Not even the dtype in which their new rows go on."""
     key, call = lowered(halved, (2,), "resid_post", mode="compiled")
-    functions = WorkerFunctions(CPU, MappedTaps({}, 8, CPU))
+    functions = WorkerFunctions(CPU, MappedTaps({}, 8, torch.float32, CPU))
     parts = [Part("a", key, np.array([0, 2])), Part("b", key, np.array([1]))]
     for part in parts:
         functions.hold(part.request_id, "reader", {key: call})

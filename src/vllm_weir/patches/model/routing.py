@@ -25,7 +25,7 @@ def find_routers(model: torch.nn.Module, blocks: Mapping[int, torch.nn.Module], 
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
     owners: dict[int, Any] = {}
-    experts, top_k, refused = 0, 0, _why_spread(config)
+    experts, top_k, refused = 0, 0, ""
     for index, block in blocks.items():
         # The layer and what runs it may both hold the router.
         found = [m for m in block.modules() if isinstance(getattr(m, "router", None), BaseRouter)]
@@ -49,7 +49,7 @@ def find_routers(model: torch.nn.Module, blocks: Mapping[int, torch.nn.Module], 
     if not owners:
         own_kind = _own_router(model)
         return FoundRouters(refused=f"its {own_kind} chooses experts in code of its own" if own_kind else "")
-    if refused:
+    if refused := _why_spread(config) or refused:
         return FoundRouters(refused=refused)
     return FoundRouters(RoutedBlocks(tuple(sorted(owners)), experts, top_k), install=partial(_install, owners))
 

@@ -21,7 +21,7 @@ from vllm_weir.schema.instructions import HOOK
 from vllm_weir.schema.taps import NO_GRAPH, Place, places_in, site_of
 from vllm_weir.schema.user_hooks import Call
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.hook_results import on_its_way
+from vllm_weir.worker.hook_results import Part
 from vllm_weir.worker.row_functions import Given, RowFunction
 from vllm_weir.worker.steering.programs import AFTER_POST, ProgramTable
 from vllm_weir.worker.steering.slots import Slots
@@ -44,35 +44,23 @@ class _Held(NamedTuple):
     function: int
 
 
-class GivenTo(NamedTuple):
-    """What a function gave one request.
+class GivenAt(NamedTuple):
+    """What a function gave at a hook point to all tokens of a step, and which requests have the function there."""
 
-    Attributes:
-        request_id, key, site: of the request, the function and the hook point.
-        positions: int64 [n], of its rows.
-        rows: int64 [n], where they stand among the step's tokens.
-        values: of all tokens, by name, on their way to the host.
-        spoiled: bool, of all tokens, likewise; None if the function gives no rows.
-    """
-
-    request_id: str
-    key: str
     site: Site
-    positions: np.ndarray
-    rows: np.ndarray
-    values: dict[str, torch.Tensor]
-    spoiled: torch.Tensor | None
+    parts: list[Part]
+    given: Given
 
 
 class _Function:
     """A function with a number: the args of live requests, and what it gave in the last step."""
 
-    def __init__(self, mapped: RowFunction, device: torch.device) -> None:
+    def __init__(self, mapped: RowFunction, dtype: torch.dtype, device: torch.device) -> None:
         self.mapped, self.failed = mapped, ""
         self.slots = Slots(MOST_ARGS)
         self.args = {
-            name: torch.zeros(MOST_ARGS, *shape, dtype=getattr(torch, dtype), device=device)
-            for name, (dtype, shape) in mapped.by_row.items()
+            name: torch.zeros(MOST_ARGS, *shape, dtype=mapped.dtype_of(name, dtype), device=device)
+            for name, (_, shape) in mapped.by_row.items()
         }
         self.values: dict[Place, dict[str, torch.Tensor]] = {}
         """Place -> name -> [max tokens, ...], float32; graphs write there."""
@@ -100,10 +88,11 @@ class MappedTaps:
 
     Args:
         sites: tap -> the hook point inside a block that it serves, or `resid_post`.
+        dtype: of the rows.
     """
 
-    def __init__(self, sites: Mapping[int, Site], max_tokens: int, device: torch.device) -> None:
-        self._sites, self._max_tokens, self._device = sites, max_tokens, device
+    def __init__(self, sites: Mapping[int, Site], max_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._sites, self._max_tokens, self._dtype, self._device = sites, max_tokens, dtype, device
         self._numbers: dict[str, int] = {}
         self._functions: dict[int, _Function] = {}
         self._held: dict[str, _Held] = {}
@@ -129,7 +118,7 @@ class MappedTaps:
             return
         function = self._functions.get(number)
         if function is None:
-            function = self._functions[number] = _Function(mapped, self._device)
+            function = self._functions[number] = _Function(mapped, self._dtype, self._device)
         if function.failed:
             raise WeirError(function.failed, "hooks")
         held = self._held.get(key)
@@ -244,33 +233,44 @@ class MappedTaps:
         found = {place.function: self._functions.get(place.function) for place in places_in(mask)}
         return {number: one.failed for number, one in found.items() if one is not None and one.failed}
 
-    def given(self, mask: int, batch: Batch, table: ProgramTable) -> Iterator[GivenTo]:
-        """Yield what the functions of a mask gave in the step that was issued."""
-        programs = np.unique(batch.programs[batch.programs >= 0]).tolist()
-        for place in places_in(mask):
-            function = self._functions.get(place.function)
+    def given(self, mask: int, batch: Batch, table: ProgramTable) -> Iterator[GivenAt]:
+        """Yield what the functions of a mask gave in the step that was issued; values stay on the device."""
+        called = [(place, self._functions.get(place.function)) for place in places_in(mask)]
+        if not called:
+            return
+        # Tokens of one request with the same program follow each other in `order`.
+        order = np.lexsort((batch.programs, batch.owners))
+        owners, programs = batch.owners[order], batch.programs[order]
+        firsts = np.flatnonzero(np.diff(owners, prepend=-1) | np.diff(programs, prepend=-2))
+        rows, n = np.split(order, firsts[1:]), len(order)
+        for place, function in called:
             if function is None or function.failed or not (values := function.values.get(place)):
                 continue
-            named = {program: key for program in programs if (key := _key_at(table, program, place))}
-            on_host = {name: on_its_way(value[: len(batch.programs)]) for name, value in values.items() if named}
-            flags = on_host.pop(_SPOILED, None)
-            for program, key in named.items():
-                tokens = np.flatnonzero(batch.programs == program)
-                for owner in np.unique(batch.owners[tokens]).tolist():
-                    own = tokens[batch.owners[tokens] == owner]
-                    of = batch.request_ids[owner], key, site_of(self._sites[place.tap], place.after_post)
-                    yield GivenTo(*of, batch.positions[own], own, on_host, flags)
+            keys = _keys_at(table, np.unique(programs[programs >= 0]), place)
+            parts = [
+                Part(batch.request_ids[owner], keys[program], own)
+                for owner, program, own in zip(owners[firsts].tolist(), programs[firsts].tolist(), rows, strict=True)
+                if program in keys
+            ]
+            if parts:
+                kept = {name: value[:n] for name, value in values.items()}
+                given = Given(None, kept, kept.pop(_SPOILED, None))
+                yield GivenAt(site_of(self._sites[place.tap], place.after_post), parts, given)
 
 
-def _key_at(table: ProgramTable, program: int, place: Place) -> str:
-    """Return the key with which a program names the function of a place, "" if it does not."""
-    node = int(table.heads[program, place.tap])
-    while node >= 0:
-        kind, _, _, following, flags, *_ = table.ints[node].tolist()
-        if kind == HOOK and table.floats[node, 3] == place.function and bool(flags & AFTER_POST) == place.after_post:
-            return table.called[node].key
-        node = following
-    return ""
+def _keys_at(table: ProgramTable, programs: np.ndarray, place: Place) -> dict[int, str]:
+    """Return program -> the key with which it names the function of a place, of programs that do."""
+    keys: dict[int, str] = {}
+    nodes = table.heads[programs, place.tap]
+    while (live := nodes >= 0).any():
+        programs, nodes = programs[live], nodes[live]
+        kinds, flags, following = (table.ints[nodes, column] for column in (0, 4, 3))
+        here = (kinds == HOOK) & (table.floats[nodes, 3] == place.function)
+        here &= ((flags & AFTER_POST) != 0) == place.after_post
+        for program, node in zip(programs[here].tolist(), nodes[here].tolist(), strict=True):
+            keys[program] = table.called[node].key
+        programs, nodes = programs[~here], following[~here]
+    return keys
 
 
 def _rows_at(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
