@@ -87,9 +87,19 @@ class CapturePlanner:
         return tuple(column for column in ascending for _ in range(self._ring_rows.get(column, 1)))
 
     def plan(
-        self, builder: PlanBuilder, request: CapturingRequest, endpoint: int, first: int, start: int, count: int
+        self,
+        builder: PlanBuilder,
+        request: CapturingRequest,
+        endpoint: int,
+        first: int,
+        start: int,
+        count: int,
+        behind: int = 0,
     ) -> None:
         """Plan a request's `count` tokens: positions from `start`, tokens of the step from `first`.
+
+        Positions may be up to `behind` less than planned, if they are generated: a token gives every row
+        that is wanted at any position it may have.
 
         Raises:
             WeirError: if there is no room for them.
@@ -100,33 +110,15 @@ class CapturePlanner:
             prompt_end = min(end, request.selectors.prompt_len)
             self._plan_reduction(builder, request, endpoint, offset, start, prompt_end)
             start = prompt_end
-        runs = request.selectors.runs(start, end) if start < end else ()
+        if start == end:
+            return
+        runs = None if behind else request.selectors.runs(start, end)
         if runs is None:
-            positions = np.arange(start, end)
-            self._plan_scattered(builder, request, endpoint, offset, positions, request.selectors.codes(positions))
+            codes = joined_codes(request.selectors.codes(np.arange(start - behind, end)), behind)
+            self._plan_scattered(builder, request, endpoint, offset, np.arange(start, end), codes)
             return
         for code, run_start, run_end in runs:
             self._plan_run(builder, request, endpoint, offset, code, run_start, run_end)
-
-    def plan_uncertain(
-        self,
-        builder: PlanBuilder,
-        request: CapturingRequest,
-        endpoint: int,
-        first: int,
-        start: int,
-        count: int,
-        behind: int,
-    ) -> None:
-        """Plan a request's `count` generated tokens, whose positions may be up to `behind` less than planned.
-
-        A token gives every row that is wanted at any position it may have.
-
-        Raises:
-            WeirError: if there is no room for them.
-        """
-        codes = joined_codes(request.selectors.codes(np.arange(start - behind, start + count)), behind)
-        self._plan_scattered(builder, request, endpoint, first - start, np.arange(start, start + count), codes)
 
     def restart(self, request: CapturingRequest) -> None:
         """End the row sequences of a request that goes on after a preemption."""

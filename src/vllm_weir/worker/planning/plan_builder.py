@@ -51,7 +51,7 @@ class PlanBuilder:
     """Collects what one step captures and steers, and builds its plan.
 
     Add requests in the steady state all at once, and the others one by one. Endpoints are given as
-    their numbers in `SteadyState.endpoints`.
+    their numbers in `SteadyRequests.endpoints`.
 
     Attributes:
         site_sets, programs, programs_by_token, programs_by_position, failures: as in `StepPlan`.

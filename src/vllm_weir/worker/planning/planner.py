@@ -6,7 +6,7 @@ A token that is captured gets a *site set* (the set of columns whose rows are wa
 copies say where rows go from the ring.
 
 In most steps, most requests have one new token and are treated as in the step before. These are
-planned all at once from the arrays of `SteadyState`; a step that merely repeats the last one is not
+planned all at once from the arrays of `SteadyRequests`; a step that merely repeats the last one is not
 planned at all. Other requests are planned one by one.
 """
 
@@ -35,8 +35,7 @@ from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.score_planner import ScorePlanner
 from vllm_weir.worker.planning.site_sets import SiteSets
-from vllm_weir.worker.planning.steady_planner import SteadyPlanner
-from vllm_weir.worker.planning.steady_state import SteadyState
+from vllm_weir.worker.planning.steady_requests import SteadyRequests
 from vllm_weir.worker.planning.steering_planner import SteeredRequest, SteeringPlanner
 from vllm_weir.worker.planning.step_plan import RepeatedSteps, RequestFailure, StepPlan
 from vllm_weir.worker.scoring.probe_table import ProbeTable
@@ -66,7 +65,7 @@ class Planner:
         capturing, steered: the live requests that capture or are steered, by id.
         site_sets: the rank table.
         capture_planner, steering_planner, score_planner: plan one request each.
-        steady_state: what goes on without change.
+        steady: what goes on without change.
     """
 
     def __init__(
@@ -92,8 +91,7 @@ class Planner:
         self.steering_planner = SteeringPlanner(table, self.row_seqs, self.score_planner, reports)
         self.capturing: dict[str, CapturingRequest] = {}
         self.steered: dict[str, SteeredRequest] = {}
-        self.steady_state = SteadyState()
-        self._steady_planner = SteadyPlanner(self.steady_state, self.row_seqs, self.score_planner)
+        self.steady = SteadyRequests(self.row_seqs, self.score_planner)
         self._drafted: DraftedStep | None = None
         self._restarted: list[str] = []
         """Requests that have joined, or go on after a preemption, since the last step."""
@@ -133,7 +131,7 @@ class Planner:
                 codec,
                 read_out_codec,
             )
-            self.steady_state.add_request(request_id, endpoint)
+            self.steady.add_request(request_id, endpoint)
             self._restarted += [request_id] * self._traits.speculative
 
     def _select(self, spec: ResolvedSpec) -> tuple[SelectorSet, list[tuple[int, ...]]] | None:
@@ -165,7 +163,7 @@ class Planner:
         self.steered[request_id] = self.steering_planner.join(
             request_id, endpoint, interventions, prompt_len, prompt_ids, fetch, salt, scoring, own_from, steps
         )
-        self.steady_state.add_request(request_id, endpoint)
+        self.steady.add_request(request_id, endpoint)
         self._restarted += [request_id] * self._traits.speculative
 
     def forget_from(self, request_id: str, position: int) -> None:
@@ -188,13 +186,13 @@ class Planner:
             self._restarted += request_ids
             for capturing in filter(None, map(self.capturing.get, request_ids)):
                 self.capture_planner.restart(capturing)
-                self.steady_state.unsettle(self.steady_state.slot_of(capturing.request_id))
+                self.steady.unsettle(self.steady.slot_of(capturing.request_id))
         for request in filter(None, map(self.steered.get, request_ids)):
             self._end_repetition()
             request.entered = False
             if request.scored is not None:
                 request.scored.fresh, request.scored.asked = True, False
-            self.steady_state.unsettle(self.steady_state.slot_of(request.request_id))
+            self.steady.unsettle(self.steady.slot_of(request.request_id))
 
     def remove(self, request_id: str) -> None:
         """Stop following a request; unknown ids are ignored (most requests carry no keys)."""
@@ -206,7 +204,7 @@ class Planner:
             self.capture_planner.leave(capturing)
         if steered is not None:
             self.steering_planner.leave(steered)
-        self.steady_state.remove_request(request_id)
+        self.steady.remove_request(request_id)
 
     def plan(
         self,
@@ -229,12 +227,12 @@ class Planner:
         self._end_repetition()
         builder = PlanBuilder(int(counts.sum()))
         first_tokens = np.cumsum(counts) - counts
-        slots = self.steady_state.slots_of(request_ids)
+        slots = self.steady.slots_of(request_ids)
         is_steady = counts <= 1 + self._traits.draft_tokens
-        is_steady &= computed - self._traits.uncertainty >= self.steady_state.ready[slots]
+        is_steady &= computed - self._traits.uncertainty >= self.steady.ready[slots]
         steady = is_steady.nonzero()[0]
         if len(steady):
-            is_steady[steady] = self._steady_planner.plan(
+            is_steady[steady] = self.steady.plan(
                 builder, slots[steady], first_tokens[steady], computed[steady], counts[steady]
             )
         others = ((slots != 0) & ~is_steady).nonzero()[0]
@@ -244,12 +242,12 @@ class Planner:
         arguments = np.stack([others, first_tokens[others], computed[others], counts[others]], 1)
         for k, first_token, start, count in arguments.tolist():
             self._plan_one(builder, request_ids[k], first_token, start, count)
-        plan = builder.finish(self.steady_state.endpoints)
+        plan = builder.finish(self.steady.endpoints)
         if self._traits.speculative:
             drafts = np.zeros_like(counts) if num_drafts is None else np.asarray(num_drafts, np.int64)
             self._note_drafts(builder, request_ids, slots, np.stack([first_tokens, counts, drafts, computed], 1))
         elif not len(others) and len(counts) == builder.size:
-            row_seqs = self.steady_state.row_seq[slots[steady]]
+            row_seqs = self.steady.row_seq[slots[steady]]
             self._repeated = RepeatedSteps(request_ids, computed, plan, self.row_seqs, row_seqs[row_seqs >= 0])
         return plan
 
@@ -266,7 +264,7 @@ class Planner:
         followed = slots.nonzero()[0]
         if not len(followed) or not (self._traits.drafts_ahead or batch[followed, 2].any()):
             return
-        endpoints = list(self.steady_state.endpoints)
+        endpoints = list(self.steady.endpoints)
         arrival_tokens, steered_tokens = builder.drafted(endpoints)
         first_tokens, counts, drafts, starts = batch[followed].T
         self._drafted = DraftedStep(
@@ -289,26 +287,19 @@ class Planner:
     def _plan_one(self, builder: PlanBuilder, request_id: str, first_token: int, start: int, count: int) -> None:
         """Plan one request's tokens; a request that fails is removed, and its reader told why."""
         capturing, steered = self.capturing.get(request_id), self.steered.get(request_id)
-        slot = self.steady_state.slot_of(request_id)
-        endpoint = int(self.steady_state.endpoint[slot])
+        slot = self.steady.slot_of(request_id)
+        endpoint = int(self.steady.endpoint[slot])
         place = endpoint, first_token, start, count
         try:
             if capturing is not None:
-                to = self.steady_state.number_of(capturing.endpoint), *place[1:]
-                behind = self._behind(capturing.selectors.prompt_len, start)
-                if behind:
-                    self.capture_planner.plan_uncertain(builder, capturing, *to, behind)
-                else:
-                    self.capture_planner.plan(builder, capturing, *to)
+                to = self.steady.number_of(capturing.endpoint), *place[1:]
+                self.capture_planner.plan(builder, capturing, *to, self._behind(capturing.selectors.prompt_len, start))
             if steered is not None:
                 behind = self._behind(steered.selectors.prompt_len, start)
-                if behind:
-                    self.steering_planner.plan_uncertain(builder, steered, *place, behind)
-                else:
-                    self.steering_planner.plan(builder, steered, *place)
+                self.steering_planner.plan(builder, steered, *place, behind)
             self._settle(slot, capturing, steered, start + count)
         except WeirError as e:
-            builder.failures.append(RequestFailure(self.steady_state.endpoints[endpoint], request_id, str(e)))
+            builder.failures.append(RequestFailure(self.steady.endpoints[endpoint], request_id, str(e)))
             builder.cancel(first_token, count)
             self.remove(request_id)
             if steered is not None and steered.keys.interventions:
@@ -329,26 +320,26 @@ class Planner:
             start, code = capturing.selectors.steady
             ready = max(ready, start)
             if position < start:
-                return self.steady_state.unsettle(slot)
-            if code and self.steady_state.endpoints[self.steady_state.endpoint[slot]] != capturing.endpoint:
-                return self.steady_state.unsettle(slot)  # one reader is told of rows, another of steering
+                return self.steady.unsettle(slot)
+            if code and self.steady.endpoints[self.steady.endpoint[slot]] != capturing.endpoint:
+                return self.steady.unsettle(slot)  # one reader is told of rows, another of steering
             if code:
                 site_set = capturing.site_sets.get(code, -1)
                 if site_set not in capturing.row_seqs:
-                    return self.steady_state.unsettle(slot)
+                    return self.steady.unsettle(slot)
                 row_seq = capturing.row_seqs[site_set].index
         if steered is not None:
             start, code = steered.selectors.steady
             ready = max(ready, start)
             if position < start or steered.recipe.varies(code):
-                return self.steady_state.unsettle(slot)
+                return self.steady.unsettle(slot)
             group, program = self.steering_planner.group_and_program(steered, code)
-        self.steady_state.settle(slot, ready, row_seq, site_set, program, group)
+        self.steady.settle(slot, ready, row_seq, site_set, program, group)
         scored = None if steered is None else steered.scored
         if scored is not None and code & scored.recipe.bits:
             if scored.fresh:  # nothing has been read yet, so the next token is planned alone
-                return self.steady_state.unsettle(slot)
+                return self.steady.unsettle(slot)
             series, reported = self.score_planner.series(scored), scored.recipe.layout.reported
             probe = int(scored.rows[0]) if len(scored.rows) else -1
-            self.steady_state.settle_scores(slot, probe, series, reported)
+            self.steady.settle_scores(slot, probe, series, reported)
         return None

@@ -188,20 +188,37 @@ class SteeringPlanner:
             self.scores.leave(request.scored)
 
     def plan(
-        self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, first: int, start: int, count: int
+        self,
+        builder: PlanBuilder,
+        request: SteeredRequest,
+        endpoint: int,
+        first: int,
+        start: int,
+        count: int,
+        behind: int = 0,
     ) -> None:
         """Plan a request's `count` tokens: positions from `start`, tokens of the step from `first`.
+
+        Positions may be up to `behind` less than planned, if they are generated. Where that matters, the
+        device chooses the programs.
 
         Raises:
             WeirError: if it cannot be steered as asked.
         """
-        if not request.entered and start:
-            self._report_cached(builder, request, endpoint, start)
-        request.entered = True
+        selectors, by_position = request.selectors, request.recipe.by_position
         end, offset = start + count, first - start
+        codes = selectors.codes(np.arange(start - behind, end)) if behind else None
+        if codes is None or ((codes == codes[0]).all() and not by_position):
+            codes, behind = None, 0
+        if not request.entered and start:
+            self._report_cached(builder, request, endpoint, start - behind)
+        request.entered = True
         if request.scored is not None:
-            self.scores.plan(builder.scores, request.scored, request.selectors, endpoint, first, start, count)
-        runs = None if request.recipe.by_position else request.selectors.runs(start, end)
+            self.scores.plan(builder.scores, request.scored, selectors, endpoint, first, start, count, behind)
+        if codes is not None:
+            self._plan_by_position(builder, request, endpoint, first, np.arange(start - behind, end), codes, count)
+            return
+        runs = None if by_position else selectors.runs(start, end)
         if runs is None:
             self._plan_scattered(builder, request, endpoint, offset, np.arange(start, end))
             return
@@ -211,34 +228,20 @@ class SteeringPlanner:
                 builder.steer_run(endpoint, group, offset + run_start, run_start, run_end - run_start)
             builder.programs[offset + run_start : offset + run_end] = program
 
-    def plan_uncertain(
+    def _plan_by_position(
         self,
         builder: PlanBuilder,
         request: SteeredRequest,
         endpoint: int,
         first: int,
-        start: int,
+        positions: np.ndarray,
+        codes: np.ndarray,
         count: int,
-        behind: int,
     ) -> None:
-        """Plan a request's `count` generated tokens, whose positions may be up to `behind` less than planned.
-
-        Where that matters, the device chooses the programs.
-
-        Raises:
-            WeirError: if it cannot be steered as asked.
-        """
-        selectors, recipe = request.selectors, request.recipe
-        positions = np.arange(start - behind, start + count)
-        codes = selectors.codes(positions)
-        if (codes == codes[0]).all() and not recipe.by_position:
-            return self.plan(builder, request, endpoint, first, start, count)
-        request.entered = True
-        if request.scored is not None:
-            self.scores.plan(builder.scores, request.scored, selectors, endpoint, first, start, count, behind)
+        """Plan `count` tokens of the step from `first` on, which are at some of these positions with these codes."""
         programs = np.full(len(positions), -1, np.int32)
         for k, (position, code) in enumerate(zip(positions.tolist(), codes.tolist(), strict=True)):
-            if any(code >> bit & 1 for bit in selectors.by_token):
+            if any(code >> bit & 1 for bit in request.selectors.by_token):
                 raise WeirError(
                     "what is done to a token cannot depend on both its position and its id", "interventions"
                 )
@@ -248,8 +251,7 @@ class SteeringPlanner:
             if group >= 0:  # a position that is not reached yet will be steered likewise
                 builder.steer_some(endpoint, group, positions[codes == code])
         tokens = np.arange(first, first + count)
-        builder.programs_by_position.append(ProgramsByPosition(tokens, start - behind, programs))
-        return None
+        builder.programs_by_position.append(ProgramsByPosition(tokens, int(positions[0]), programs))
 
     def _report_cached(self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, start: int) -> None:
         """Report positions before `start`, whose KV comes from the prefix cache.

@@ -112,7 +112,7 @@ def test_planning_by_stretches_and_all_at_once_changes_nothing(data, scattered, 
             batch.append((name, int(turn.integers(1, P - at + 1)) if at < P else 1, at))
         if not batch:
             continue
-        slow.steady_state.ready[:] = NEVER
+        slow.steady.ready[:] = NEVER
         slow._repeated = None
         a, b = (step(planner, batch) for planner in (quick, slow))
         assert (a is None) == (b is None)
@@ -179,7 +179,7 @@ def test_steering_by_stretches_changes_nothing(wanted, P, cuts):
         told = []
         for bench, known in zip((quick, slow), groups, strict=True):
             if bench is slow:
-                slow.planner.steady_state.ready[:] = NEVER
+                slow.planner.steady.ready[:] = NEVER
                 slow.planner._repeated = None
             plan = bench.planner.plan([f"r{i}" for i in range(len(wanted))], [n] * len(wanted), [at] * len(wanted))
             for layout_updates in bench.planner.row_seqs.take_layout_updates().values():

@@ -1,4 +1,4 @@
-"""What stays the same for a live request from token to token, as arrays. Pure numpy."""
+"""Requests for which nothing changes from token to token: kept as arrays, and planned all at once. Pure numpy."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from itertools import repeat
 import numpy as np
 
 from vllm_weir.schema.selectors import NEVER
+from vllm_weir.worker.planning.plan_builder import PlanBuilder
+from vllm_weir.worker.planning.row_sequences import RowSequences
+from vllm_weir.worker.planning.score_planner import ScorePlanner
 
 _ARRAYS = ("ready", "row_seq", "site_set", "program", "group", "probe", "series", "reported", "endpoint")
 
 
-class SteadyState:
+class SteadyRequests:
     """A slot for every live request with Weir's keys; slot 0 stands for all other requests.
 
     Attributes:
@@ -31,7 +34,8 @@ class SteadyState:
         endpoint: int64 [slots], number of its reader in `endpoints`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, row_seqs: RowSequences, scores: ScorePlanner) -> None:
+        self._row_seqs, self._scores = row_seqs, scores
         self.endpoints: list[str] = []
         self._endpoint_numbers: dict[str, int] = {}
         self._slot_of: dict[str, int] = {}
@@ -98,6 +102,77 @@ class SteadyState:
         """Set also what is scored and measured of every token of a slot."""
         self.probe[slot], self.series[slot], self.reported[slot] = probe, series, reported
 
+    def plan(
+        self, builder: PlanBuilder, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
+        """Plan consecutive tokens of requests in the steady state, all arrays [n].
+
+        Returns:
+            bool [n], for which of them that was possible: the others' rows need another extent or
+            row sequence.
+        """
+        row_seqs = self._row_seqs
+        indices = self.row_seq[slots]
+        captures = indices >= 0
+        indices = indices[captures]
+        fits = np.ones(len(slots), bool)
+        fits[captures] = (row_seqs.next_rank[indices] + counts[captures] <= row_seqs.end_rank[indices]) & (
+            row_seqs.last_position[indices] - positions[captures] < row_seqs.rewind
+        )
+        if not fits.all():
+            slots, tokens, positions, counts, captures = (
+                array[fits] for array in (slots, tokens, positions, counts, captures)
+            )
+            indices = self.row_seq[slots][captures]
+        if len(indices):
+            self._capture(builder, slots[captures], indices, tokens[captures], positions[captures], counts[captures])
+        builder.programs[_all_tokens(tokens, counts)] = self.program[slots].repeat(counts)
+        groups = self.group[slots]
+        is_reported = groups >= 0
+        if is_reported.any():
+            builder.steer_each(
+                self.endpoint[slots[is_reported]],
+                *(array[is_reported] for array in (groups, tokens, positions, counts)),
+            )
+        self._plan_scores(builder, slots, tokens, positions, counts)
+        return fits
+
+    def _capture(
+        self,
+        builder: PlanBuilder,
+        slots: np.ndarray,
+        indices: np.ndarray,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
+        """Capture consecutive tokens for the row sequences at `indices`, which have room; all arrays [n]."""
+        row_seqs = self._row_seqs
+        builder.site_sets[_all_tokens(tokens, counts)] = self.site_set[slots].repeat(counts)
+        ranks = row_seqs.next_rank[indices]
+        if (counts == 1).all():
+            builder.capture_one_each(self.endpoint[slots], row_seqs, indices, ranks, tokens, positions)
+        else:
+            builder.capture_runs(self.endpoint[slots], row_seqs, indices, ranks, tokens, positions, counts)
+        row_seqs.next_rank[indices] += counts
+        row_seqs.last_position[indices] = positions + counts - 1
+
+    def _plan_scores(
+        self, builder: PlanBuilder, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """Plan what is scored and measured of tokens of requests in the steady state, all arrays [n]."""
+        is_scored = self.probe[slots] >= 0
+        if is_scored.any():
+            probes = self.probe[slots[is_scored]]
+            self._scores.plan_each(builder.scores, probes, tokens[is_scored], counts[is_scored])
+        is_read = self.series[slots] >= 0
+        if is_read.any():
+            slots = slots[is_read]
+            builder.scores.read(
+                self.endpoint[slots], self.series[slots], positions[is_read], counts[is_read], tokens[is_read],
+                self.reported[slots],
+            )  # fmt: skip
+
     def _grow(self, size: int) -> None:
         used = len(self.ready) if self._slot_of else 1
         for name in _ARRAYS:
@@ -106,3 +181,11 @@ class SteadyState:
                 array[:used] = getattr(self, name)
             setattr(self, name, array)
         self._free.extend(range(size - 1, used - 1, -1))
+
+
+def _all_tokens(first_tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the tokens of runs, int64, one run after the other."""
+    if (counts == 1).all():
+        return first_tokens
+    run = np.arange(len(counts)).repeat(counts)
+    return first_tokens[run] + np.arange(len(run)) - (counts.cumsum() - counts)[run]
