@@ -24,9 +24,8 @@ from vllm_weir.frontend.admission.speculation import check_drafts_ahead
 from vllm_weir.frontend.admission.warm_up import prompt_lengths, warming
 from vllm_weir.frontend.engine_names import EngineNames
 from vllm_weir.frontend.known_engine import KnownEngine
-from vllm_weir.frontend.outputs.output_holder import OutputHolder
-from vllm_weir.frontend.outputs.preslicer import presliceable_kind
-from vllm_weir.frontend.outputs.prompt_slicer import captures_only_prompt
+from vllm_weir.frontend.outputs.held_outputs import OutputHolder
+from vllm_weir.frontend.outputs.slicers import captures_only_prompt, presliceable_kind
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.frontend.pacing import Pacing
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.engine import EngineCoreOutputs
 
-from vllm_weir.frontend.outputs.held_outputs import HeldOutputs, Release
-from vllm_weir.frontend.outputs.output_holder import OutputHolder
+from vllm_weir.frontend.outputs.held_outputs import HeldOutputs, OutputHolder, Release
 
 READER = "_weir_reader"
 """Attribute of an engine client that holds its `OutputReader`."""

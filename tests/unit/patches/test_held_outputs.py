@@ -19,7 +19,7 @@ from vllm.v1.outputs import LogprobsLists
 import vllm_weir as weir
 from tests.unit.scored import D, Worker, admitted, opened, probe, rule
 from vllm_weir.frontend.lookup import TRACKER
-from vllm_weir.frontend.outputs.output_holder import OutputHolder
+from vllm_weir.frontend.outputs.held_outputs import OutputHolder
 from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.patches import frontend as patches

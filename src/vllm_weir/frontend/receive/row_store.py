@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from vllm_weir import messages
-from vllm_weir.frontend.outputs.preslicer import Preslicer
-from vllm_weir.frontend.outputs.prompt_slicer import PromptSlicer
+from vllm_weir.frontend.outputs.slicers import Preslicer, PromptSlicer
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.frontend.receive.pending_sequence import InterventionGroup, PendingSequence
 from vllm_weir.frontend.receive.row_sequence_view import Extent, RowSequenceView

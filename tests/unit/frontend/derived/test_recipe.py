@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.properties import examples
 from vllm_weir.frontend.derived import recipe as recipes
 from vllm_weir.frontend.derived.recipe import AttentionRecipe, Inputs, Source, compute_all
-from vllm_weir.frontend.outputs.prompt_slicer import captures_only_prompt
+from vllm_weir.frontend.outputs.slicers import captures_only_prompt
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.model_facts import AttentionFacts
 from vllm_weir.schema.positions import Positions

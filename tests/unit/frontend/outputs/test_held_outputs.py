@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.scored import Worker, admitted, opened, probe, rule
-from vllm_weir.frontend.outputs.held_outputs import COMPARE, FAILED, HeldOutputs, Release
-from vllm_weir.frontend.outputs.output_holder import OutputHolder
+from vllm_weir.frontend.outputs.held_outputs import COMPARE, FAILED, HeldOutputs, OutputHolder, Release
 from vllm_weir.frontend.receive.row_store import RowStore
 
 P = 3

@@ -19,7 +19,7 @@ from tests.unit.request_strategies import selectors, served
 from vllm_weir import Site, messages
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.lowering import AdmittedIntervention
-from vllm_weir.frontend.outputs import preslicer
+from vllm_weir.frontend.outputs import slicers
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.frontend.receive.pending_sequence import InterventionGroup, PendingSequence, _covers
 from vllm_weir.frontend.receive.row_sequence_view import expand_runs
@@ -267,7 +267,7 @@ def test_early_hand_outs_do_not_hold_a_full_buffer():
 @pytest.fixture
 def at_once(monkeypatch):
     """Rows are cut ahead as soon as they have a place."""
-    monkeypatch.setattr(preslicer, "DELAY", 0)
+    monkeypatch.setattr(slicers, "DELAY", 0)
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["mapped", "in messages"])
@@ -366,30 +366,30 @@ def test_what_was_cut_is_forgotten_when_the_rows_move(at_once):
 
 
 def test_sequences_are_cut_a_few_at_a_time_once_they_are_under_way():
-    post, few = Post(LAYERS), preslicer.PER_MESSAGE
+    post, few = Post(LAYERS), slicers.PER_MESSAGE
     requests = [Request(post, f"r{i}", [("resid_post", [0], "all")], 2, 99, [1] * 101) for i in range(2 * few)]
     for request in requests:
         request.join()
     post.step([(r.name, 2, 0) for r in requests], content)
-    for message in range(1, preslicer.DELAY + 3):
+    for message in range(1, slicers.DELAY + 3):
         cut = sum(request.pending.row_views[0].presliced is not None for request in requests)
-        assert cut == max(0, min(2, message + 1 - preslicer.DELAY)) * few
+        assert cut == max(0, min(2, message + 1 - slicers.DELAY)) * few
         post.step([(r.name, 1, 1 + message) for r in requests], content)
 
 
 def test_a_sequence_s_strips_are_cut_in_one_go():
     post, request = run_one([("resid_post", [0], "prompt"), ("resid_post", [2], "generated")], G=99, end=5)
-    for message in range(1, preslicer.DELAY + 1):
+    for message in range(1, slicers.DELAY + 1):
         post.step([("r0", 1, 4 + message)], content)
-        assert len(post.store.preslicer._queue) == (message + 1 < preslicer.DELAY)
+        assert len(post.store.preslicer._queue) == (message + 1 < slicers.DELAY)
     assert [row_view.presliced is not None for row_view in request.pending.row_views] == [True, True]
 
 
 def test_sequences_that_have_gone_leave_nothing_behind():
     """Hundreds of short requests a step: more than are cut."""
     post = Post(LAYERS, rows=20000)
-    for turn in range(preslicer.DELAY + 4):
-        names = [f"r{turn}_{i}" for i in range(3 * preslicer.PER_MESSAGE)]
+    for turn in range(slicers.DELAY + 4):
+        names = [f"r{turn}_{i}" for i in range(3 * slicers.PER_MESSAGE)]
         requests = [Request(post, name, [("resid_post", [0], "all")], 2, 2, [1] * 4) for name in names]
         for request in requests:
             request.join()
@@ -397,7 +397,7 @@ def test_sequences_that_have_gone_leave_nothing_behind():
         for name in names:
             post.planner.remove(name)
         del requests, request
-        assert len(post.store.preslicer._queue) <= 3 * preslicer.PER_MESSAGE * preslicer.DELAY
+        assert len(post.store.preslicer._queue) <= 3 * slicers.PER_MESSAGE * slicers.DELAY
 
 
 def test_whose_rows_are_cut_ahead():

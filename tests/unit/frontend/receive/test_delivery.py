@@ -21,9 +21,8 @@ from tests.unit.request_strategies import sensible_captures, served
 from vllm_weir import Capture, Site, WeirError, codec, messages
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.outputs import preslicer
-from vllm_weir.frontend.outputs.preslicer import presliceable_kind
-from vllm_weir.frontend.outputs.prompt_slicer import captures_only_prompt
+from vllm_weir.frontend.outputs import slicers
+from vllm_weir.frontend.outputs.slicers import captures_only_prompt, presliceable_kind
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 from vllm_weir.frontend.receive.receiver import deliver
@@ -51,9 +50,9 @@ def opened(store, captures, prompt_ids, name="r", timeout=0.2, compress=None):
 @pytest.fixture(scope="module")
 def cut_at_once():
     """Rows are cut ahead as soon as they have a place."""
-    later, preslicer.DELAY = preslicer.DELAY, 0
+    later, slicers.DELAY = slicers.DELAY, 0
     yield
-    preslicer.DELAY = later
+    slicers.DELAY = later
 
 
 class Request:

@@ -23,7 +23,7 @@ from tests.support.measure import eventually
 from tests.unit.delivery_harness import Post
 from tests.unit.frontend.receive.test_delivery import LAYERS, D, Request, content
 from vllm_weir import messages
-from vllm_weir.frontend.outputs.prompt_slicer import PER_TURN
+from vllm_weir.frontend.outputs.slicers import PER_TURN
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.frontend.receive.receiver import TIMEOUT, Receiver, WorkerConnection, _ReceiverState, deliver
 from vllm_weir.frontend.receive.row_store import RowStore

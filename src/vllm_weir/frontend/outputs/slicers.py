@@ -1,11 +1,19 @@
-"""Makes activations of prompts once their rows are here, while the request still generates."""
+"""Makes tensors of rows before anybody asks for them.
+
+How many rows a sequence has if it generates all of its `max_tokens` is known when it is admitted.
+So its tensors, of which a batch can have thousands, are made before the batch ends, not while the
+caller waits (`Preslicer`). If a sequence ends sooner, its tensors are made when somebody looks at
+them. Activations of prompts alone are made once their rows are here, while the request still
+generates (`PromptSlicer`).
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
-from weakref import WeakValueDictionary
+from collections import deque
+from collections.abc import Callable, Iterable
+from weakref import WeakValueDictionary, ref
 
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.derived.recipe import Recipe
@@ -14,10 +22,70 @@ from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 from vllm_weir.frontend.receive.tokens import SequenceTokens
 
 logger = logging.getLogger(__name__)
+DELAY = 16
+"""Messages after a sequence's first rows until it is sliced: admitting other requests comes
+first."""
+PER_MESSAGE = 8
+"""Sequences that are sliced after one message, of which each step sends one."""
 PER_TURN = 8
 """The most sequences to look at in one go, while other threads of the process wait."""
 MAX_DERIVED = 1 << 20
 """The most values of derived sites that are computed in the thread that receives everybody's rows."""
+
+
+def presliceable_kind(group: CaptureGroup) -> str:
+    """Return the kind of row sequence that a group hands out unchanged; "" if it changes rows."""
+    postprocess = group.spec.postprocess
+    if group.late:
+        return ""
+    if postprocess is None:
+        return "" if group.recast else "rows"
+    return "packed" if postprocess.compression is not None else ""
+
+
+class Preslicer:
+    """The queue of sequences to slice, in the order of their first rows. Only for the thread that receives rows."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[int, ref[PendingSequence]]] = deque()
+        """(number of the message from which it may be sliced, sequence)."""
+        self._messages = 0
+        self._left = 0
+        """Sequences that may still be sliced before the next message."""
+
+    def add(self, pending: PendingSequence) -> None:
+        self._queue.append((self._messages + DELAY, ref(pending)))
+
+    def note_message(self) -> None:
+        self._messages, self._left = self._messages + 1, PER_MESSAGE
+
+    def slice_due(self) -> None:
+        """Slice the sequences whose time has come; those that nobody waits for do not count."""
+        while self._left and self._queue and self._queue[0][0] <= self._messages:
+            pending = self._queue.popleft()[1]()
+            if pending is None:
+                continue
+            self._left -= 1
+            _unless_it_fails(_preslice, pending)
+
+
+def _preslice(pending: PendingSequence) -> bool:
+    group, prompt_len = pending.memory, len(pending.prompt)
+    for sites, selectors in group.spec.by_positions:
+        bounds = selectors[0].bounds(prompt_len) if len(selectors) == 1 else None
+        if bounds is not None:
+            first, end = max(bounds[0], 0), min(bounds[1], pending.expected_end)
+            pending.preslice(sites, presliceable_kind(group), first, end - first)
+    return True
+
+
+def _unless_it_fails(slice_rows: Callable[[PendingSequence], bool], pending: PendingSequence) -> bool:
+    """Return what `slice_rows` returns, and True if it fails, which whoever asks for the rows finds out."""
+    try:
+        return slice_rows(pending)
+    except (ValueError, RuntimeError, LookupError) as e:
+        logger.error("Weir could not slice the rows of %s: %s: %s", pending.request_id, type(e).__name__, e)
+        return True  # this thread serves other requests too
 
 
 def captures_only_prompt(group: CaptureGroup, prompt_len: int) -> bool:
@@ -73,14 +141,7 @@ class PromptSlicer:
             pending = self._waiting.get(request_id)
             if pending is None:
                 continue
-            try:
-                done = self._slice(pending)
-            except (ValueError, RuntimeError, LookupError) as e:
-                # The error is raised for whoever asks for the rows; this thread serves other
-                # requests too.
-                logger.error("Weir could not slice the rows of %s: %s: %s", request_id, type(e).__name__, e)
-                done = True
-            if done:
+            if _unless_it_fails(self._slice, pending):
                 self._waiting.pop(request_id, None)
 
     def _slice(self, pending: PendingSequence) -> bool:
