@@ -1,7 +1,7 @@
-"""Reading the hidden states that vLLM's own ``extract_hidden_states`` writes.
+"""Reading the hidden states that vLLM's own ``extract_hidden_states`` writes, and those of the layout ``speculators``.
 
 A file is ``<request>.safetensors`` with ``hidden_states`` [tokens, layers, d] and ``token_ids``
-[tokens]. It does not say which layers it has. Layer id k, as given to vLLM
+[tokens]. vLLM's does not say which layers it has, Weir's does. Layer id k, as given to vLLM
 (``eagle_aux_hidden_state_layer_ids``), is the stream *entering* block k (or leaving the last, if k
 is the number of blocks): ``resid_post[k - 1]``, or ``resid_pre[0]`` if k is 0.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -32,26 +33,45 @@ def site_of(layer_id: int) -> Site:
 
 
 def read_hidden_states(store: ObjectStore, names: dict[str, int], layer_ids: Sequence[int] | None) -> Index:
-    """Read the index of such files."""
-    if layer_ids is None:
+    """Read the index of such files; `layer_ids` may be None for those that say them."""
+    if layer_ids is not None:
+        _check_ids(layer_ids)
+    builder = IndexBuilder("vllm")
+    files = [name for name in sorted(names) if name.endswith(SUFFIX)]
+    request_names = short_names(name.removesuffix(SUFFIX) for name in files)
+    for name in files:
+        _add(builder, store, name, names, layer_ids, request_names[name.removesuffix(SUFFIX)])
+    return builder.build()
+
+
+def _check_ids(ids: Sequence[int]) -> None:
+    if not ids or len(set(ids)) != len(ids) or not all(type(i) is int and i >= 0 for i in ids):
+        raise WeirError("layer_ids is a list of distinct ints, at least 0", "layer_ids")
+
+
+def _ids_in(store: ObjectStore, name: str, metadata: Mapping[str, str]) -> list[int]:
+    """Return the layer ids that a file says."""
+    if "layer_ids" not in metadata:
         raise WeirError(
             f"{store.url} holds hidden states of vLLM's extract_hidden_states, which do not say their layers; pass "
             "layer_ids=, the eagle_aux_hidden_state_layer_ids that vLLM was given",
             "layer_ids",
         )
-    ids = list(layer_ids)
-    if not ids or len(set(ids)) != len(ids) or not all(type(i) is int and i >= 0 for i in ids):
-        raise WeirError("layer_ids is a list of distinct ints, at least 0", "layer_ids")
-    builder = IndexBuilder("vllm")
-    files = [name for name in sorted(names) if name.endswith(SUFFIX)]
-    request_names = short_names(name.removesuffix(SUFFIX) for name in files)
-    for name in files:
-        _add(builder, store, name, names, ids, request_names[name.removesuffix(SUFFIX)])
-    return builder.build()
+    try:
+        ids = json.loads(metadata["layer_ids"])
+        _check_ids(ids)
+    except (ValueError, TypeError, RecursionError):
+        raise store.error(name, "damaged: its metadata is not valid") from None
+    return list(ids)
 
 
 def _add(
-    builder: IndexBuilder, store: ObjectStore, name: str, names: dict[str, int], ids: list[int], request_name: str
+    builder: IndexBuilder,
+    store: ObjectStore,
+    name: str,
+    names: dict[str, int],
+    layer_ids: Sequence[int] | None,
+    request_name: str,
 ) -> None:
     _refuse_unfinished(store, name, names)
     container = read_container(store, name, names[name])
@@ -61,13 +81,17 @@ def _add(
     if len(states.shape) != 3 or tokens.dtype != "I64" or len(tokens.shape) != 1:
         raise store.error(name, f"hidden_states are [tokens, layers, d], found {list(states.shape)}")
     n, layers, _ = states.shape
+    ids = _ids_in(store, name, container.metadata) if layer_ids is None else list(layer_ids)
     if layers != len(ids):
         raise WeirError(f"{store.describe(name)} holds {layers} layers, got {len(ids)} ids", "layer_ids")
     if tokens.shape[0] not in (n, 0):
         raise store.error(name, f"has {n} rows and {tokens.shape[0]} tokens")
     header = plain_header(store, name, states, states.shape[2:])
     token_ids = np.frombuffer(store.read(name, tokens.start, tokens.end), "<i8")
-    request = builder.add_request(request_name)
+    # A file of the layout `speculators` says them.
+    request = builder.add_request(
+        container.metadata.get("request", request_name), container.metadata.get("metadata", "")
+    )
     block = builder.add_block(FileBlock(store, name, header, names[name]))
     width = builder.blocks[block].width
     for i, layer_id in enumerate(ids):

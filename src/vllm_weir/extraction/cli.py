@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_weir.extraction.run_spec import RecordCounts
+from vllm_weir.schema.draft_layers import DRAFT_LAYERS
 from vllm_weir.storage.cli import (
     exit_on_error,
     parse_compression,
@@ -37,7 +38,7 @@ def extract(
     model: Annotated[str, typer.Argument(help=HELP)],
     source: Annotated[str, typer.Argument(help="JSONL, Parquet, .txt, a folder of them, or a saved HF dataset.")],
     out: Annotated[str, typer.Option("--out", "-o", help="Folder or fsspec URL; gone on with if it exists.")],
-    layers: Annotated[str | None, typer.Option(help="'all', or ints with commas. [all]")] = None,
+    layers: Annotated[str | None, typer.Option(help="'all', ints with commas, 'eagle3' or 'mtp'. [all]")] = None,
     hook: Annotated[str | None, typer.Option(help="Hook point, as `weir sites` lists them. [resid_post]")] = None,
     heads: Annotated[str | None, typer.Option(help="Heads to read: ints with commas. [all]")] = None,
     neurons: Annotated[str | None, typer.Option(help="Neurons to read: ints with commas. [all]")] = None,
@@ -55,9 +56,9 @@ def extract(
     dtype: Annotated[str | None, typer.Option(help="Rows' dtype: float32, float16, bfloat16. [the model's]")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each record.", min=1)] = 1,
     max_length: Annotated[int | None, typer.Option(help="Cut prompts to so many tokens.", min=1)] = None,
-    column: Annotated[str, typer.Option(help="Field of a record that is its text, or its list of messages.")] = "text",
+    column: Annotated[str, typer.Option(help="Field of a record: its text, messages or token ids.")] = "text",
     split: Annotated[str | None, typer.Option(help="Which split of a saved DatasetDict is read.")] = None,
-    layout: Annotated[str | None, typer.Option(help="sharded, packed, per_request, npz. [sharded]")] = None,
+    layout: Annotated[str | None, typer.Option(help="sharded, packed, per_request, npz, speculators.")] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many records.", min=1)] = None,
     batch: Annotated[int, typer.Option(help="Records that the engine gets at once.", min=1)] = 256,
     on_error: Annotated[
@@ -97,7 +98,7 @@ def extract(
         with progress_reporter(quiet) as report:
             summary = run(
                 source, model, out, hook=hook,
-                layers=layers if layers == "all" else parse_ints(layers, "'all' or ints", "layers"),
+                layers=layers if layers in ("all", *DRAFT_LAYERS) else parse_ints(layers, "'all' or ints", "layers"),
                 heads=parse_ints(heads, "ints", "heads"), neurons=parse_ints(neurons, "ints", "neurons"),
                 sae=_named_path(sae), lora=lora, top_k=top_k, ids=parse_ints(ids, "ints", "ids"),
                 positions=parse_positions(positions), compress=parse_compression(compress),

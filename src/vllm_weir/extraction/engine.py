@@ -62,7 +62,7 @@ class ExtractionEngine(Protocol):
     row_bytes: int
     weights: str | None
 
-    def encode(self, values: Sequence[str | list[dict[str, Any]]]) -> list[list[int] | WeirError]:
+    def encode(self, values: Sequence[str | list[int] | list[dict[str, Any]]]) -> list[list[int] | WeirError]:
         """Return the tokens of each text or chat, or an error for one that has none."""
         ...
 
@@ -124,10 +124,10 @@ class VllmEngine:
         self.params.skip_clone = True  # nobody changes them
         self.tokenizer = self.llm.get_tokenizer()
 
-    def encode(self, values: Sequence[str | list[dict[str, Any]]]) -> list[list[int] | WeirError]:
+    def encode(self, values: Sequence[str | list[int] | list[dict[str, Any]]]) -> list[list[int] | WeirError]:
         """Return the tokens of each text or chat, or an error for one that has none."""
-        texts = [_encodable(value if isinstance(value, str) else self._chat_text(value)) for value in values]
-        encoded: list[list[int] | WeirError] = [text if isinstance(text, WeirError) else [] for text in texts]
+        texts = [self._text(value) for value in values]
+        encoded: list[list[int] | WeirError] = [[] if isinstance(text, str) else text for text in texts]
         for is_chat in (False, True):
             chosen = [i for i, v in enumerate(values) if isinstance(v, list) == is_chat and isinstance(texts[i], str)]
             if chosen:
@@ -138,6 +138,13 @@ class VllmEngine:
                 if not self._warned:
                     self._warned = warn_of_unknown(self.tokenizer, [str(texts[i]) for i in chosen], ids)
         return encoded
+
+    def _text(self, value: Any) -> str | list[int] | WeirError:
+        """Return what is to be encoded, or tokens if that is what a record has."""
+        if isinstance(value, list) and isinstance(value[0], int):
+            size = self.engine.model.get_vocab_size()
+            return value if max(value) < size else WeirError(f"token {max(value)} does not exist: there are {size}")
+        return _encodable(value if isinstance(value, str) else self._chat_text(value))
 
     def _chat_text(self, messages: list[dict[str, Any]]) -> str | WeirError:
         try:

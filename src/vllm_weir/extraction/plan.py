@@ -12,10 +12,13 @@ from vllm_weir.extraction.feature_writer import PART_BYTES, FeatureWriter
 from vllm_weir.extraction.record_loop import PromptReader, RecordLoop, RecordWriter
 from vllm_weir.extraction.run_spec import WEIGHTS, RunSpec, begin_run, check_run, read_skipped
 from vllm_weir.extraction.source import TextSource
+from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.row_notes import describe_rows
 from vllm_weir.storage.features.dataset import FeatureInfo, load_features
 from vllm_weir.storage.features.parts import LAYOUT, part_names
 from vllm_weir.storage.layouts.base import is_claimed
+from vllm_weir.storage.layouts.speculators import LAYOUT as SPECULATORS
+from vllm_weir.storage.layouts.speculators import check_capture
 from vllm_weir.storage.loading import check_layout, load, open_writer
 from vllm_weir.storage.object_store import ObjectStore
 
@@ -48,8 +51,10 @@ class OutputTarget:
     layout: str = "sharded"
     options: dict[str, Any] = field(default_factory=dict)
 
-    def check(self) -> None:
-        """Raise WeirError, without writing anything, if `writer` would raise one."""
+    def check(self, capture: Capture) -> None:
+        """Raise WeirError, without writing anything, if `writer` would raise one, or not take these rows."""
+        if self.layout == SPECULATORS:
+            check_capture(capture)
         check_layout(self.layout, self.options.keys() - {"fsync", "storage_options"})
         is_claimed(self.store, self.layout)
 
@@ -75,7 +80,7 @@ class FeatureTarget(OutputTarget):
     info: FeatureInfo
     layout: str = LAYOUT
 
-    def check(self) -> None:
+    def check(self, capture: Capture) -> None:
         """Raise WeirError, without writing anything, if `writer` would raise one."""
         for name in self.options.keys() - {"fsync", "storage_options", "shard_bytes"}:
             raise WeirError("unknown option of features; they have fsync, shard_bytes and storage_options", name)

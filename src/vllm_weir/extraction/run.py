@@ -27,10 +27,12 @@ from vllm_weir.extraction.run_spec import (
 )
 from vllm_weir.extraction.source import open_source
 from vllm_weir.schema.capture import Capture, Reduction, parse_layers
+from vllm_weir.schema.draft_layers import DRAFT_LAYERS, draft_layers
 from vllm_weir.schema.fields import right_words
 from vllm_weir.schema.hooks import MODEL_HOOKS, HookPoint, Site, normalise_hook
 from vllm_weir.schema.model_config import ModelConfig
 from vllm_weir.storage.layouts.base import MARKER
+from vllm_weir.storage.layouts.speculators import LAYOUT as SPECULATORS
 from vllm_weir.util.shipped import model_path
 
 ON_ERROR = ("fail", "skip")
@@ -110,7 +112,8 @@ def extract(
         model: As for ``vllm.LLM``, or ``demo``.
         out: Folder or fsspec URL of the dataset, new or of the same run.
         capture: The rows of each record, in place of those of its fields that are arguments here.
-        layers: As for `Capture`; None for all.
+        layers: As for `Capture`; None for all. ``"eagle3"`` or ``"mtp"``: those that such a draft
+            model is trained on, see `draft_layers`.
         hook: As for `Capture`; None for ``"resid_post"``.
         positions: As for `Capture`; None for ``"prompt"``.
         compress: As for `Capture`.
@@ -121,7 +124,8 @@ def extract(
             takes are errors.
         column: Column of the text, as for `open_source`.
         split: Split of a saved ``DatasetDict``.
-        layout: As for `open_writer`; None for ``"sharded"``.
+        layout: As for `open_writer`; None for ``"sharded"``. ``"speculators"`` reads the layers of
+            ``"eagle3"`` if none are given.
         limit: Only the first so many records.
         batch: Records that the engine gets at once.
         on_error: With ``"fail"``, a record that is empty, too long or no text ends the run. With
@@ -157,13 +161,14 @@ def extract(
     if features is not None:
         _refuse_beside_features(features.site, layers=layers, hook=hook, layout=layout, capture=capture, **rows)
         hook, layers = features.site
-    captured = _captured(capture, hook=hook, layers=layers, positions=positions, **rows)
+    chosen = _draft_layers(layers, layout, capture, model, engine)
+    captured = _captured(capture, hook=hook, layers=chosen, positions=positions, **rows)
     spec = RunSpec(model, captured, max_tokens, max_length, engine or {}, features, Adapter.parse(lora))
     _check_model(spec, start_engine)
     texts = open_source(source, column, split=split, storage_options=source_options)
     target = _target(str(out), layout, options, features)
     plan = ExtractionPlan(spec, texts, target, batch, on_error == "skip", flush_seconds, start_engine)
-    plan.target.check()  # before the engine starts, which takes long
+    plan.target.check(captured)  # before the engine starts, which takes long
     begun = check_run(plan.target.store, spec.identity(texts))
     if MARKER in plan.target.store.names() and not begun and plan.target.count():
         raise WeirError(f"{out} holds activations that `weir extract` did not write; choose another place", "out")
@@ -194,6 +199,15 @@ def extract(
         str(out), total, counts.requests, counts.rows, counts.tokens, counts.bytes, counts.held, counts.truncated,
         counts.skipped, time.monotonic() - started[0], counts.records < total,
     )  # fmt: skip
+
+
+def _draft_layers(layers: Any, layout: str | None, capture: Capture | None, model: str, engine: Any) -> Any:
+    """Return the layers that are given, or those of a draft model that is named."""
+    if layers is None and capture is None and layout == SPECULATORS:
+        layers = "eagle3"
+    if isinstance(layers, str) and layers in DRAFT_LAYERS:
+        return draft_layers(layers, ModelConfig.read(model, engine or {}).layers)
+    return layers
 
 
 def _captured(capture: Capture | None, **fields: Any) -> Capture:

@@ -32,12 +32,12 @@ class InputRecord:
 
     Attributes:
         index: Its number in the source.
-        value: The text, or a chat (a list of messages); None for an invalid record.
+        value: The text, its token ids, or a chat (a list of messages); None for an invalid record.
         reason: Why the record is invalid, naming the file and line; else empty.
     """
 
     index: int
-    value: str | list[dict[str, Any]] | None
+    value: str | list[int] | list[dict[str, Any]] | None
     reason: str = ""
 
 
@@ -95,7 +95,7 @@ def open_source(
             kinds, or a folder of ``Dataset.save_to_disk``; a local path or any fsspec URL. Blank
             lines are no records.
         column: Column of the text. A record is a chat if its value is a list of messages, or if it
-            lacks this column and has a column ``messages``.
+            lacks this column and has a column ``messages``. A list of ints is the tokens of the prompt.
         split: Split of a saved ``DatasetDict``.
         storage_options: Options for fsspec.
     """
@@ -213,6 +213,8 @@ def _record(index: int, raw: Any, where: str, column: str) -> InputRecord:
     if isinstance(raw, str):
         return InputRecord(index, raw) if raw.strip() else InputRecord(index, None, f"{where}: the text is empty")
     if isinstance(raw, list) and raw:
+        if all(type(token) is int and token >= 0 for token in raw):
+            return InputRecord(index, raw)
         if all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in raw):
             return InputRecord(index, raw)
         return InputRecord(index, None, f"{where}: a chat is a list of messages with role and content")

@@ -25,15 +25,18 @@ _WRITERS = {
     "packed": ("packed", "PackedWriter"),
     "per_request": ("per_request", "PerRequestWriter"),
     "npz": ("npz", "NpzWriter"),
+    "speculators": ("speculators", "SpeculatorsWriter"),
 }
 """Layout -> (module, class). They are imported when they are used, since `sharded` needs
 pyarrow."""
-LAYOUTS = tuple(_WRITERS)
+LAYOUTS = ("sharded", "packed", "per_request", "npz")
+"""Those that take any rows."""
 _OPTIONS = {
     "sharded": {"shard_bytes"},
     "packed": {"pack_bytes", "buffer_bytes"},
     "per_request": {"buffer_bytes"},
     "npz": {"buffer_bytes"},
+    "speculators": {"buffer_bytes"},
 }
 
 
@@ -50,8 +53,8 @@ def open_writer(
 
     Args:
         url: Folder: a local path or any fsspec URL (``s3://bucket/run``).
-        layout: ``"sharded"``, ``"packed"``, ``"per_request"`` or ``"npz"``; an existing dataset
-            keeps its layout.
+        layout: ``"sharded"``, ``"packed"``, ``"per_request"`` or ``"npz"``, or ``"speculators"`` for
+            whole rows of resid_post alone; an existing dataset keeps its layout.
         compress: Compression of rows that come without a header; see `Compression.parse`.
         fsync: Wait until published files are on the disk (local only).
         storage_options: Options for fsspec.
@@ -84,8 +87,8 @@ def _read_sharded(store: ObjectStore, names: dict[str, int], incomplete: bool = 
 
 
 def check_layout(layout: str, options: Iterable[str] = ()) -> None:
-    if layout not in LAYOUTS:
-        raise WeirError(f"unknown layout {brief(layout)!r}; choose from {', '.join(LAYOUTS)}", "layout")
+    if layout not in _WRITERS:
+        raise WeirError(f"unknown layout {brief(layout)!r}; choose from {', '.join(_WRITERS)}", "layout")
     for name in options:
         if name not in _OPTIONS[layout]:
             raise WeirError(f"unknown option of layout {layout!r}; it has {', '.join(sorted(_OPTIONS[layout]))}", name)
@@ -137,6 +140,8 @@ def _read(store: ObjectStore, layout: str, names: dict[str, int], incomplete: bo
         return _read_sharded(store, names, incomplete)
     if layout == "npz":
         return read_npz_layout(store, store.names(deep=True, folder_prefix=FOLDER))
+    if layout == "speculators":
+        return foreign("hidden_states").read_hidden_states(store, names, None)
     readers = {"packed": read_packed, "per_request": read_per_request}
     if layout == "features":
         raise WeirError(f"{store.url} holds features of a sparse autoencoder; open it with weir.load_features")
