@@ -19,7 +19,8 @@ from tests.conformance.zoo.loader import LOAD_FORMAT
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
 from tests.engine.serving import API_KEY, COMPLETIONS, WEIR, choices, events, post, running
 from tests.support.engines import async_llm, close_all, get_llm
-from tests.support.machine import engine_processes, needs
+from tests.support.machine import GIB, binding, engine_processes, inductor, memory, needs, ranks
+from tests.support.named import ENGINES
 from vllm_weir.client.response_fields import array_of
 
 pytestmark = pytest.mark.engine
@@ -140,6 +141,32 @@ def test_what_else_a_request_asks(root):
     assert "routing" not in weir.params(both, routing=False).extra_args["weir"]
     del out, completion, chosen, found
     assert_nothing_is_held(llm)
+
+
+SCARCE = ENGINES["scarce"].arguments
+TWO = [needs(engine_processes, memory(3 * GIB), ranks(2)), THOROUGH]
+WAYS = [
+    pytest.param(SCARCE, id="thrown out"),
+    pytest.param(dict(enforce_eager=False, in_process=False, block_size=32), id="compiled", marks=needs(inductor)),
+    pytest.param(dict(block_size=32, pipeline_parallel_size=2), id="stages", marks=TWO),
+    pytest.param(dict(block_size=32, tensor_parallel_size=2), id="ranks", marks=TWO),
+]
+
+
+@pytest.mark.parametrize("arguments", WAYS)
+def test_however_the_engine_runs(root, tmp_path, arguments):
+    """Preempted requests, a compiled model, pipeline stages and tensor-parallel ranks: transformers' choices."""
+    env = {"VLLM_CACHE_ROOT": str(tmp_path)} if "enforce_eager" in arguments else None
+    if "parallel" in str(arguments):
+        env = {"VLLM_CPU_OMP_THREADS_BIND": binding(2)}
+    llm = get_llm(directory(root, "mixtral"), **arguments, env=env)
+    oracle = Oracle(directory(root, "mixtral"))
+    params = asked(weir.Routing(weights=True), generated=100 if arguments is SCARCE else GENERATED)
+    outs = llm.generate(prompts((30, 31, 40, 33, 32, 35)), params, use_tqdm=False)
+    for out in outs:
+        ids = sequence(out)
+        assert out.outputs[0].routed_experts.shape == (len(ids), 3, 2)
+        check(out.outputs[0].routed_experts, out.outputs[0].routing_weights, oracle.points(ids)[0], 3)
 
 
 def test_stop_strings_cut_it_as_tokens(root):
