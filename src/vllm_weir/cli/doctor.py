@@ -34,7 +34,6 @@ class Diagnosis:
 
     Attributes:
         versions: installed package -> version.
-        platform: operating system, processor and Python.
         verified_on: vLLM versions by how Weir was verified on them.
         runner: the model runner of the self-test's engine.
         patch_points: every entry of `PATCHES` with what is wrong with it (empty: nothing).
@@ -68,7 +67,6 @@ def examine(live: bool = True, model: str = "demo") -> Diagnosis:
 
     Args:
         live: whether to start an engine as well and compare its rows with transformers.
-        model: the model for that.
     """
     from vllm_weir.patches.registry import RAN, READ, unloadable, verify
 

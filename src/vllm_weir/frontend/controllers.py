@@ -48,8 +48,7 @@ def set_up(frontend: EngineFrontend, definitions: Mapping[str, SinkDefinition]) 
 def add_object(frontend: EngineFrontend, name: str, controller: object, options: Mapping[str, Any]) -> None:
     """Add a controller that is given in Python, see `vllm_weir.add_controller`.
 
-    Raises:
-        WeirError: naming the field that is wrong; then nothing changes.
+    Raise WeirError naming the field that is wrong; then nothing changes.
     """
     if not isinstance(controller, AsyncController):
         sync = isinstance(controller, SyncController)
@@ -71,9 +70,8 @@ def add(
 ) -> None:
     """Let a controller, not opened yet, act in an engine; `path` is the field that set it up, for errors.
 
-    Raises:
-        WeirError: if the name is taken, its probes or captures cannot be served, or it cannot be
-            opened; then nothing changes.
+    Raise WeirError if the name is taken, its probes or captures cannot be served, or it cannot be opened; then nothing
+    changes.
     """
     if frontend.manager.controller(f"{PREFIX}{name}") is not None:
         raise WeirError(f"there is a controller {name!r} already; choose another name", "name")
@@ -85,9 +83,8 @@ def add(
 def remove(frontend: EngineFrontend, name: str) -> None:
     """Remove a controller and the probes that it has declared, see `vllm_weir.remove_controller`.
 
-    Raises:
-        WeirError: if there is none of the name, or interventions of every request are gated by one
-            of its probes; then nothing changes.
+    Raise WeirError if there is none of the name, or interventions of every request are gated by one of its probes;
+    then nothing changes.
     """
     controller = frontend.manager.controller(f"{PREFIX}{name}")
     if controller is None:

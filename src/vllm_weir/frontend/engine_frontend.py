@@ -164,10 +164,8 @@ class EngineFrontend:
         Return its tracker, and what travels to the engine, None if nothing needs to.
 
         Args:
-            request_id: vLLM's internal id.
             extra_args: the request's; not changed.
             prompt_ids: token ids of the prompt; None if a part of it is embeddings.
-            prompt_len: tokens of the prompt.
             max_tokens: as the request asks; those of a continuation included.
             streams: whether the sequence has outputs before its last.
             has_embeddings: as for the function `admit`.
@@ -243,8 +241,7 @@ class EngineFrontend:
     def warm_up_lengths(self, extra_args: Mapping[str, Any], max_tokens: int) -> list[int]:
         """Return how many tokens the prompts of requests that warm up have, see `prompt_lengths`.
 
-        Raises:
-            WeirError: naming the field, if the engine serves no such request.
+        Raise WeirError naming the field, if the engine serves no such request.
         """
         self.engine.require_capabilities()
         with self.names.lock:

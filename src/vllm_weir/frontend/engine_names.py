@@ -167,8 +167,7 @@ class EngineNames:
     def add_scoring(self, probes: Sequence[AnyProbe | str]) -> None:
         """Let probes that a controller declares score every request, once the engine is known.
 
-        Raises:
-            WeirError: if the engine cannot serve one.
+        Raise WeirError if the engine cannot serve one.
         """
         for probe in probes:
             if isinstance(probe, str):
@@ -181,8 +180,7 @@ class EngineNames:
     def add_waiting(self) -> None:
         """Let the probes score every request that waited until the engine is known.
 
-        Raises:
-            WeirError: if the engine cannot serve one.
+        Raise WeirError if the engine cannot serve one.
         """
         waiting, self._scoring = self._scoring, ()
         self.add_scoring(waiting)
@@ -210,8 +208,7 @@ class EngineNames:
     def register_probe(self, probe: AnyProbe, everyone: bool = False) -> None:
         """Register a probe under its name, replacing any other; see `vllm_weir.api.register_probe`.
 
-        Raises:
-            WeirError: if the engine cannot serve it, or what gates interventions of every request.
+        Raise WeirError if the engine cannot serve it, or what gates interventions of every request.
         """
         if everyone and probe.positions.kind == "modality":
             raise WeirError(
@@ -245,8 +242,7 @@ class EngineNames:
     def unregister_probe(self, name: str) -> None:
         """Unregister a probe; requests admitted with it keep it.
 
-        Raises:
-            WeirError: if there is no such name, or an intervention of every request is gated by it.
+        Raise WeirError if there is no such name, or an intervention of every request is gated by it.
         """
         self.refresh()
         self.probes.find(name, "name")
@@ -255,9 +251,7 @@ class EngineNames:
     def change_probes(self, changes: Mapping[str, RegisteredProbe | None]) -> None:
         """Put registered probes under names, None for none, in all processes of a server.
 
-        Raises:
-            WeirError: if an intervention of every request is gated by a probe that would go; then
-                nothing changes.
+        Raise WeirError if an intervention of every request is gated by a probe that would go; then nothing changes.
         """
         dropped = [name for name, one in changes.items() if one is None]
         if not changes:
@@ -309,7 +303,6 @@ class EngineNames:
         is admitted.
 
         Args:
-            interventions: as they were given.
             vectors: where names are looked up; default: the engine's.
             everyone: whether every request undergoes them, whatever its prompt.
             probes: where the probes that gate them are looked up; default: the engine's.

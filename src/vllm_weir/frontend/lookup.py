@@ -36,8 +36,7 @@ def engine_of(llm: Any) -> Any:
 def frontend_of(llm: Any) -> EngineFrontend:
     """Return the frontend of an ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in.
 
-    Raises:
-        WeirError: if it has none.
+    Raise WeirError if it has none.
     """
     frontend = _attached(engine_of(llm))
     if frontend is None:

@@ -85,8 +85,7 @@ def refuse_used(key: str, name: str, always: Sequence[Kept], modules: Mapping[st
 def prepare(frontend: EngineFrontend, name: str, sae: Any) -> LoadedSAE:
     """Return an autoencoder that `send` may load, from an `SAE` or the path of its files.
 
-    Raises:
-        WeirError: naming the field, if the engine cannot serve it.
+    Raise WeirError naming the field, if the engine cannot serve it.
     """
     capabilities = frontend.engine.require_capabilities()
     if isinstance(sae, (str, os.PathLike)):
@@ -100,8 +99,7 @@ def prepare(frontend: EngineFrontend, name: str, sae: Any) -> LoadedSAE:
 async def send(call: CallWorkers, loaded: LoadedSAE, path: Path) -> None:
     """Have every worker load an autoencoder from a file of `vllm_weir.sae.transfer`; all, or none.
 
-    Raises:
-        WeirError: with the reason of the first worker that cannot.
+    Raise WeirError with the reason of the first worker that cannot.
     """
     try:
         for answer in await call(LOAD, loaded.key, str(path)):
@@ -131,8 +129,7 @@ def completed(coroutine: Awaitable[T]) -> T:
 def _blocking_caller_of(engine: Any) -> CallWorkers:
     """Return what calls the workers of an ``LLMEngine``, to be `completed`.
 
-    Raises:
-        WeirError: if the engine answers only asynchronously.
+    Raise WeirError if the engine answers only asynchronously.
     """
     if inspect.iscoroutinefunction(engine.collective_rpc):
         raise WeirError("this engine answers only asynchronously; await load_sae_async or unload_sae_async", "llm")

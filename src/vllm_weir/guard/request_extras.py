@@ -27,8 +27,7 @@ def extras_in(params: Any) -> dict[str, Any] | None:
 def with_extras(params: Any) -> Any:
     """Return a shallow copy of params that has a place for keys of plugins.
 
-    Raises:
-        WeirError: if these are no params of vLLM's.
+    Raise WeirError if these are no params of vLLM's.
     """
     if place_in(params) is not None:
         return copy.copy(params)

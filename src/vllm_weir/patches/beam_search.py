@@ -71,8 +71,7 @@ def beam_search(original: Callable[..., Any], status: PatchStatus) -> Callable[.
 def step_extras(extras: dict[str, Any]) -> dict[str, Any]:
     """Return what the requests of a search carry of what it was asked: its interventions and their probes.
 
-    Raises:
-        WeirError: naming the field, for what a search cannot do.
+    Raise WeirError naming the field, for what a search cannot do.
     """
     if extras.get(WIRE_KEY) is None:
         return {key: value for key, value in extras.items() if key != WIRE_KEY}

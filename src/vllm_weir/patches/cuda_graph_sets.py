@@ -68,7 +68,6 @@ class GraphSets:
 
     Args:
         manager: vLLM's CudaGraphManager, whose `capture` and `dispatch` are patched.
-        runtime: the worker's.
         lazy: whether live graphs are captured as they are needed, but for a few; if not, all after
             the silent ones.
         find_pieces: returns vLLM's piecewise wrappers that hold graphs.

@@ -109,9 +109,6 @@ class ConnectorGuard:
 
     It wraps methods of the connector, or of those inside a MultiConnector, for the scheduler's
     requests of Weir's; calls for plain requests go through.
-
-    Args:
-        scheduler: vLLM's, with a connector.
     """
 
     def __init__(self, scheduler: Any) -> None:

@@ -51,7 +51,6 @@ def check_answered(params: Any, read: Callable[[Mapping[str, Any]], RequestSpec]
     """Refuse a request for rows, or what is read off them, on a route whose responses cannot carry them.
 
     Args:
-        params: the request's.
         read: makes a request of extra arguments.
         scores_taken: whether a controller of the engine gets the scores.
     """

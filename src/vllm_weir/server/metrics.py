@@ -35,7 +35,6 @@ class ServerMetrics:
 
     Args:
         model: vLLM's label ``model_name``.
-        spool: The results by reference, or None.
     """
 
     def __init__(

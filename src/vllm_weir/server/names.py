@@ -31,7 +31,6 @@ class NamedOption:
     """An option of ``weir serve`` that names something and is given once for each; all processes of the server read it.
 
     Args:
-        option: the option.
         variable: of the environment, in which the names and what they stand for travel as JSON.
         any_name: whether names that `check_name` refuses are taken, too.
     """
@@ -44,8 +43,7 @@ class NamedOption:
     ) -> None:
         """Put the option's values into the environment; `parse` splits one into a name and JSON data.
 
-        Raises:
-            WeirError: naming the option, if a name is wrong, or is given twice.
+        Raise WeirError naming the option, if a name is wrong, or is given twice.
         """
         found: dict[str, Any] = {}
         for value in values:
@@ -77,8 +75,7 @@ class NamedOption:
     ) -> None:
         """Load what the environment has, one after the other, in this process.
 
-        Raises:
-            WeirError: naming the option, if the engine cannot serve one.
+        Raise WeirError naming the option, if the engine cannot serve one.
         """
         given = self.given(environ)
         if given:

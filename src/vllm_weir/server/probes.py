@@ -52,8 +52,7 @@ class Upload(NamedTuple):
 def read_json(name: str, data: bytes) -> Upload:
     """Read a JSON upload: a probe's wire form, whose `kind` may be left out, with `SETTINGS`.
 
-    Raises:
-        WeirError: naming the field.
+    Raise WeirError naming the field.
     """
     body = loads(data, "body")
     if not isinstance(body, Mapping):
@@ -72,8 +71,7 @@ def read_json(name: str, data: bytes) -> Upload:
 def read_file(name: str, data: bytes, settings: Mapping[str, Any]) -> Upload:
     """Read a safetensors upload, a file that a probe's ``save`` wrote, with the `SETTINGS` that came beside it.
 
-    Raises:
-        WeirError: naming the field.
+    Raise WeirError naming the field.
     """
     with _fields_as_sent():
         probe = read_probe(data, _PATH, name=name)
@@ -85,8 +83,7 @@ def read_file(name: str, data: bytes, settings: Mapping[str, Any]) -> Upload:
 def keep(state: ServerState, upload: Upload) -> RegisteredProbe:
     """Keep a probe under its name for all processes of the server, replacing an earlier one.
 
-    Raises:
-        WeirError: naming the field, if the engine cannot score it.
+    Raise WeirError naming the field, if the engine cannot score it.
     """
     kept: list[RegisteredProbe] = []
     names = state.frontend.names

@@ -61,9 +61,7 @@ class WeirRequest:
         Fields of other systems are left to `compat`.
 
         Args:
-            xargs: The request's ``vllm_xargs``.
             body: The fields that vLLM does not know.
-            limits: What clients may ask for.
 
         Raises:
             WeirError: Naming the field.

@@ -23,7 +23,6 @@ class ResponseBuilder:
     """Collects the views of a request's outputs, and builds Weir's part of the response from them.
 
     Attributes:
-        request: What the request asks.
         failure: Why the engine refused or failed the request; None if it did not.
         failed: Whether `failure` is the server's, not the client's mistake. vLLM up to 0.28 does
             not distinguish them.
@@ -52,8 +51,7 @@ class ResponseBuilder:
     async def weir_objects(self) -> dict[int, dict[str, Any]]:
         """Return the ``weir`` object of each choice.
 
-        Raises:
-            WeirError: If rows were lost or do not fit into the response.
+        Raise WeirError if rows were lost or do not fit into the response.
         """
 
         def build() -> dict[int, dict[str, Any]]:

@@ -137,7 +137,6 @@ def weir_object(
         spool: Stores rows to be fetched.
         rows: Whether to include rows; False if the response carries them in another form.
         cpu_lock: Held while the object is built, but neither while waiting nor while `spool` runs.
-        value_form: How the values of hooks come.
 
     Raises:
         WeirError: If rows were lost.

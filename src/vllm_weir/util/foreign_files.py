@@ -124,7 +124,6 @@ def open_archive(file: BinaryIO, bounded: bool = True) -> Iterator[zipfile.ZipFi
     """Open a zip archive, before anything in it is unpacked.
 
     Args:
-        file: the archive, which can be sought in.
         bounded: whether it may unpack to `MOST_UNPACKED` bytes only, or `MOST_RATIO` times its own.
 
     Raises:
@@ -151,7 +150,6 @@ def npz_arrays(
     """Read an npz file.
 
     Args:
-        file: which can be sought in.
         wanted: names of the arrays to read; None for all.
         bounded: as for `open_archive`.
 
@@ -202,7 +200,6 @@ def load_torch(path: str | os.PathLike, field: str, classes: Mapping[str, type] 
     """Return the content of a file of ``torch.save``, whose tensors are mapped from it; no code of it runs.
 
     Args:
-        path: a regular file.
         field: named by errors.
         classes: further classes by the names that the file has for them, whose fields are read.
 

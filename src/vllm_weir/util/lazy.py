@@ -15,9 +15,6 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
     The names are those that the package's file imports under ``if TYPE_CHECKING:``, so that type
     checkers and Python read one list.
-
-    Args:
-        package: its ``__name__``.
     """
 
     @cache

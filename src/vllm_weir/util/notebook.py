@@ -121,7 +121,6 @@ def coloured_text(pieces: Sequence[str], numbers: np.ndarray, label: str, total:
     """Return a text whose tokens are coloured by a number each.
 
     Args:
-        pieces: the texts of the tokens.
         numbers: [tokens].
         label: what the numbers are.
         total: how many tokens there are, if these are the first of them.
@@ -179,7 +178,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[S
     """Return a table.
 
     Args:
-        head: names of the columns.
         rows: texts, as many in each row.
         styles: CSS of each cell, as `Scale.css` returns it.
     """

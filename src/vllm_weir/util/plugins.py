@@ -18,7 +18,6 @@ class PluginGroup:
     """The plugins of an entry-point group.
 
     Args:
-        group: name of the group.
         kind: what a plugin of it is called in messages.
         shipped: Weir's own, name -> ``module:class``; a checkout that is not installed has them too.
     """
@@ -43,8 +42,7 @@ class PluginGroup:
     def load(self, name: str, path: str) -> Any:
         """Return what a name, or ``module:class``, stands for.
 
-        Raises:
-            WeirError: naming the field `path`, if it is not installed or cannot be imported.
+        Raise WeirError naming the field `path`, if it is not installed or cannot be imported.
         """
         value = name
         if ":" not in name:
@@ -63,8 +61,7 @@ class PluginGroup:
     def make(self, plugin: Any, name: str, options: Mapping[str, Any], path: str) -> Any:
         """Make an object of a plugin's class with its options.
 
-        Raises:
-            WeirError: naming the field under `path`, if the class refuses the options.
+        Raise WeirError naming the field under `path`, if the class refuses the options.
         """
         try:
             return plugin(**options)

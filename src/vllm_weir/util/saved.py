@@ -17,8 +17,7 @@ _TENSOR = "__tensor__"
 def encode(value: Any) -> bytes:
     """Return a value as bytes; tensors are copied to the host, and keep their dtype.
 
-    Raises:
-        WeirError: if it holds something else than tensors, numbers, texts, bytes, None, lists and dicts.
+    Raise WeirError if it holds something else than tensors, numbers, texts, bytes, None, lists and dicts.
     """
     try:
         return msgspec.msgpack.encode(value, enc_hook=_plain)
@@ -60,8 +59,7 @@ class Unsent:
     def take(self, kept: Mapping[Any, Any]) -> Iterator[tuple[str, int, bytes]]:
         """Yield what is new: (name, 0, value), (name, k, the items of a list from k on), (name, -1, b"") if it is gone.
 
-        Raises:
-            WeirError: if something cannot be sent.
+        Raise WeirError if something cannot be sent.
         """
         for name in [one for one in self._sent if one not in kept]:
             del self._sent[name]

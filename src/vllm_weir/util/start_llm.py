@@ -85,11 +85,7 @@ def children_without_sigint() -> Iterator[None]:
 
 @contextlib.contextmanager
 def told(state: Callable[[], str]) -> Iterator[None]:
-    """Print what is being done on stderr every half minute, unless that is a terminal.
-
-    Args:
-        state: returns the line.
-    """
+    """Print what is being done on stderr every half minute, unless that is a terminal."""
     if sys.stderr.isatty():
         yield
         return

@@ -46,8 +46,7 @@ def read_lines(path: str | PathLike, field: str) -> Iterator[tuple[str, str]]:
 def read_json_lines(path: str | PathLike, field: str) -> Iterator[tuple[str, Any]]:
     """Yield where each line of a file that is not blank is, for errors, and its value, which is JSON.
 
-    Raises:
-        WeirError: naming `field`, as `read_lines` does, and for a line that is no JSON.
+    Raise WeirError naming `field`, as `read_lines` does, and for a line that is no JSON.
     """
     for where, line in read_lines(path, field):
         try:

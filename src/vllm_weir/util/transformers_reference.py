@@ -12,7 +12,6 @@ def blocks_of(network: Any, num_layers: int | None = None) -> torch.nn.ModuleLis
     """Return the blocks of a causal language model of transformers.
 
     Args:
-        network: the model.
         num_layers: number of its blocks; by default as its configuration says.
 
     Raises:
@@ -32,7 +31,6 @@ class TransformersReference:
     final norm.
 
     Args:
-        network: a causal language model of transformers.
         num_layers: number of its blocks; by default as its configuration says.
 
     Raises:

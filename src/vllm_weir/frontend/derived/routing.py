@@ -14,7 +14,6 @@ def choose_experts(logits: torch.Tensor, facts: RoutingFacts) -> tuple[torch.Ten
 
     Args:
         logits: [rows, experts].
-        facts: of the layer.
 
     Returns:
         (ids int64 [rows, top_k], weights float32 [rows, top_k]).

@@ -60,7 +60,6 @@ def derived_verdicts(sites: Mapping[Site, str], facts: ModelFacts) -> dict[Site,
     Args:
         sites: the verdicts on the sites that taps read. A block without an entry for a source (a
             MoE's in a dense block) has none for what is derived from it.
-        facts: of the model.
     """
     layers = sorted({site.layer for site in sites})
     verdicts = {}
@@ -111,9 +110,7 @@ class DerivedPoints:
     def expand(cls, captures: Sequence[Capture], capabilities: Capabilities, has_media: bool = False) -> Expansion:
         """Split a request's captures; see `Expansion`.
 
-        Raises:
-            WeirError: naming the field, for a derived site that is not served, or what cannot be
-                done to one.
+        Raise WeirError naming the field, for a derived site that is not served, or what cannot be done to one.
         """
         if not any(capture.hook in SOURCE_HOOKS for capture in captures):
             return Expansion(tuple(captures), (), ())

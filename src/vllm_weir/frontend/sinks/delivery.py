@@ -59,8 +59,7 @@ class Delivery:
     def rows(self) -> Iterator[Rows]:
         """Yield the rows of each site, waiting for those that have not arrived yet.
 
-        Raises:
-            WeirError: if rows were lost.
+        Raise WeirError if rows were lost.
         """
         with self._lock:
             if self._file is not None:
@@ -71,8 +70,7 @@ class Delivery:
     def scores(self) -> Scores:
         """Return the scores of all probes that scored the sequence, waiting for them.
 
-        Raises:
-            WeirError: if the request has failed, or scores do not come in time.
+        Raise WeirError if the request has failed, or scores do not come in time.
         """
         with self._lock:
             if self._scores is None:

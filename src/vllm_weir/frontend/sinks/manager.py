@@ -42,9 +42,6 @@ class SinkManager:
     """The sinks of the engine's settings and of its requests.
 
     Args:
-        definitions: the settings' sinks by name.
-        marked_bytes: see `MarkBuffer`.
-        marked_seconds: see `MarkBuffer`.
         patience: seconds that a sink with the policy ``"block"`` may delay an output.
 
     Attributes:

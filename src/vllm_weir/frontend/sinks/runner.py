@@ -36,9 +36,7 @@ class SinkRunner:
     goes on.
 
     Args:
-        name: the sink's, for messages and the thread.
         definition: the consumer, its options, and the policy of its queue.
-        engine: the engine whose rows it gets.
         path: the field that set the sink up, for errors.
         consumer: the consumer, if it has been made.
 
@@ -96,8 +94,7 @@ class SinkRunner:
     def flush(self, timeout: float) -> None:
         """Wait until the consumer has taken what is queued and made it durable.
 
-        Raises:
-            WeirError: if it takes longer than `timeout` seconds, or fails.
+        Raise WeirError if it takes longer than `timeout` seconds, or fails.
         """
         if not self._queue.wait_done(timeout):
             raise WeirError(f"the sink {self.name!r} did not take everything within {timeout:g} s", "sink")

@@ -65,8 +65,7 @@ class _Agreement:
 def _find(model: Any, ranks: int, stages: int, name: str) -> HeldWeight:
     """Return a weight as this rank holds it, by vLLM's name or, of a matrix put together with others, its own.
 
-    Raises:
-        WeirError: if there is none, or only in a form that kernels read.
+    Raise WeirError if there is none, or only in a form that kernels read.
     """
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding

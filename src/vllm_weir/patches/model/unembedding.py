@@ -166,7 +166,6 @@ def why_apart(
         own_logits: returns the model's logits.
         logits: the lens.
         stream: what has left the last block. It is given in another order, which must not matter.
-        dtype: the model's.
         vocabulary: how many tokens there are.
     """
     try:

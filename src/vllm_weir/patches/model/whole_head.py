@@ -106,7 +106,6 @@ class WholeHead:
     Args:
         model: this rank's part of it.
         form: of the unembedding.
-        device: the worker's.
         head: of this rank; None on a stage that has none.
         gather: a rank's products [n, tokens] -> those of all ranks, side by side; called on all of them alike.
         broadcast: fills a tensor with that of the last stage, in all stages alike; None if there is one stage.

@@ -38,7 +38,6 @@ class BlockPoints:
 
     Attributes:
         anchors: hook point inside the block -> where it is, for those that were found.
-        refused: hook point inside the block -> why it was not found.
         kind: a key of `IDENTITIES`; "described" if a description names the points; or "unknown".
         gain: factor of the stream after the last addition, as it leaves the block.
     """

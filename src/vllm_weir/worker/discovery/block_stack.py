@@ -34,8 +34,6 @@ def find_tree(
     """Find the decoder blocks of a model.
 
     Args:
-        model: the loaded model.
-        width: of the residual stream.
         num_layers: blocks of the whole model.
         description: may name the list of blocks.
         is_mixer: whether a module mixes tokens.

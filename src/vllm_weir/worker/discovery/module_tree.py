@@ -24,7 +24,6 @@ class ModuleTree:
         stack: path of the list of blocks.
         blocks: index -> block, for the blocks that live in this process.
         num_layers: blocks of the whole model.
-        width: of the residual stream.
         is_mixer: whether a module mixes tokens (attention, linear attention, a state-space layer).
         is_embedding: whether a module looks tokens up.
         entrance: path of the module that takes embeddings if tokens are looked up before the model

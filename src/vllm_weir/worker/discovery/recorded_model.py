@@ -25,7 +25,6 @@ class RecordedModel:
 
     Attributes:
         run: runs the model once, uncompiled, over a few tokens.
-        mixers: paths of the modules that mix tokens.
         baseline: the pass with the model's own weights.
     """
 

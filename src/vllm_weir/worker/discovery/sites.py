@@ -74,7 +74,6 @@ class _Solution:
     """What was found with one choice of what carries the stream.
 
     Attributes:
-        points: block -> its points.
         noise_levels: block -> level of the noise pass in which they were found.
     """
 

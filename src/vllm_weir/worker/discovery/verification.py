@@ -41,7 +41,6 @@ class Verification:
     """Turns what was found into verdicts.
 
     Args:
-        points: block -> what was found in it.
         noise_levels: block -> level of the noise pass in which it was found.
     """
 

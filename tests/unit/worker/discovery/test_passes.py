@@ -41,6 +41,7 @@ def test_parts_that_are_compiled_by_themselves_are_not_in_the_probe(v2):
     setup = SimpleNamespace(
         model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: LAYERS),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
     )
     capabilities = ModelInfo(D, torch.float32, torch.device("cpu"), TOKENS)
     with config.patch(disable=False):  # engines in the same process may have left it otherwise

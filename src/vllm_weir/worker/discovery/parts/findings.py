@@ -23,8 +23,6 @@ class PartFindings:
     """The points inside one part of a block.
 
     Attributes:
-        anchors: hook point -> where it is.
-        refused: hook point -> why it is not there.
         shapes: hook point -> shape of a row of the whole model, unless it is (d_model,).
         features: hook point -> which values of the whole row this worker holds, if its rows are not
             as wide as the stream.

@@ -66,7 +66,6 @@ class PartRecorder:
     """Records one pass.
 
     Args:
-        on_block: takes the record of every block.
         writes: anchor -> what is added there, float32 [tokens, width].
 
     Attributes:
