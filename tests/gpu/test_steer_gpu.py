@@ -74,8 +74,8 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
         number = numbered(1, scale, other_scale, kind == "offset", device)
         cells = torch.zeros(len(plan), 1, device=device)
         switch = TapSwitch(TapTensors(plan.to(device), ranks.to(device), ring, *tables, cells))
-        switch.pin()
-        switch.enrol(number, 1)
+        switch.activate_always()
+        switch.register(number, 1)
         getattr(torch.ops.weir, f"tap_{kind}")(h, r, number)
         results.append([x.cpu().float() for x in (h, r, ring)])
     for ours, theirs in zip(*results, strict=True):

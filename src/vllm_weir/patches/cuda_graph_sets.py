@@ -299,11 +299,11 @@ class GraphSets:
         self.restore()
         self._swap_in(mask, [swap for mode in descs_by_mode for swap in self._swaps[mode.name]])
         self.manager._capture_descs = descs_by_mode
-        runtime.parts.switch.turn(mask)
+        runtime.parts.switch.set_active(mask)
         try:
             self._capture_again()
         finally:
-            runtime.parts.switch.turn(step_mask)
+            runtime.parts.switch.set_active(step_mask)
             self.manager._capture_descs = all_descs
             self.restore()
 

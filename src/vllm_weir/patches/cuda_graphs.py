@@ -54,7 +54,7 @@ def patch_runner(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) 
         nonlocal current
         manager, graph_sets = runner.cudagraph_manager, sets()
         if manager.use_breakable_cg:
-            runtime.parts.switch.pin()  # their graphs are kept elsewhere: one set, always live
+            runtime.parts.switch.activate_always()  # their graphs are kept elsewhere: one set, always live
         elif graph_sets is None or graph_sets.manager is not manager:
             lazy = not eager and not runner.kv_cache_config.has_mamba_layers
             current = weakref.ref(_make_sets(runner, runtime, config, lazy))

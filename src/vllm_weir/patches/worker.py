@@ -127,7 +127,7 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
         worker.weir_graphs = graphs.report
     elif one_set:
         warmup.wait()
-        runtime.parts.switch.pin()  # runner V1 has one set of graphs, with live taps
+        runtime.parts.switch.activate_always()  # runner V1 has one set of graphs, with live taps
     _patch_execute_model(runner, runtime)
     _patch_dummy_run(runner, runtime)
     if runtime.model_info.traits.speculative:

@@ -123,9 +123,9 @@ class LiveRequests:
     ) -> None:
         endpoint, postprocess = engine_request.reader_endpoint, spec.captures.postprocess
         if spec.captures.site_requests and self._parts.planner.columns:
-            keeper = ""
+            worker_sink = ""
             if postprocess is not None and postprocess.kept:
-                keeper = self._parts.kept_rows.endpoint(postprocess.kept)
+                worker_sink = self._parts.kept_rows.endpoint(postprocess.kept)
             else:
                 self._parts.buffer_server.maps(endpoint)
             codec, read_out_codec = self._parts.codecs.hold(request_id, postprocess, endpoint)
@@ -138,7 +138,7 @@ class LiveRequests:
                 engine_request.max_tokens,
                 codec,
                 read_out_codec,
-                keeper,
+                worker_sink,
             )
         self._hold_called(request_id, spec, engine_request)
         if spec.moves or spec.probes:

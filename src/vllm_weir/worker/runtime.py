@@ -132,7 +132,7 @@ class WorkerRuntime:
 
     def begin_step(self, *groups: tuple[Sequence[str], Sequence[int]]) -> None:
         """Turn on the taps that the coming step needs, alike on all ranks; groups as in `ActiveTaps.taps_in`."""
-        self.parts.switch.turn(self.parts.active_taps.taps_in(*groups))
+        self.parts.switch.set_active(self.parts.active_taps.taps_in(*groups))
         self.all_live = len(self.parts.active_taps) >= sum(len(request_ids) for request_ids, _ in groups)
 
     def taps_needed(self, requests: Sequence[tuple[bytes, int]]) -> list[tuple[int, bool]]:
@@ -152,7 +152,7 @@ class WorkerRuntime:
     def silence(self) -> None:
         """Let nothing be recorded or changed in the coming forward pass, which is a dummy."""
         self.steps.forget()
-        self.parts.switch.turn(0)
+        self.parts.switch.set_active(0)
         self.parts.plan_writer.silence()
         self.parts.scorer.silence()
 
@@ -229,7 +229,7 @@ def make_parts(
     )
     probes = ProbeTable(sizes, table, 1 + traits.draft_tokens)
     patience = settings.timeout if settings.overflow == "wait" else None
-    row_seqs = RowSequences(arena, patience, traits.draft_tokens, buffer_server.grant, layout.reader_columns)
+    row_seqs = RowSequences(arena, patience, traits.draft_tokens, buffer_server.allow_reader, layout.reader_columns)
     width = num_columns(sites.num_layers)
     planner = Planner(
         columns, width, MAX_SITE_SETS, table, row_seqs, layout.ring_rows, probes, traits, model_info.rank == 0,

@@ -182,7 +182,8 @@ class Steps:
     def end_step(self) -> None:
         """Send the rows of the forward pass that was issued, and tell what was steered, scored or failed."""
         parts = self._parts
-        parts.switch.turn(0)  # what is called between steps (by users, through `apply_model`) belongs to no request
+        # What is called between steps (by users, through `apply_model`) belongs to no request.
+        parts.switch.set_active(0)
         self.note_sampled()  # does nothing if the last step was sampled, as usual
         issued, self._issued = self._issued, None
         if parts.switch.pinned and self._speculative:

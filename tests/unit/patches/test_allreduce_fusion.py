@@ -21,12 +21,12 @@ def taps(monkeypatch):
     switch = taps_op.TapSwitch(taps_op.TapTensors(*[empty] * len(taps_op.fields(taps_op.TapTensors))))
     numbers = [taps_op.numbered(tap) for tap in (1, 2)]
     for tap, number in zip((1, 2), numbers):
-        switch.enrol(number, tap)
+        switch.register(number, tap)
     switch.launch = lambda hidden, residual, number, *tables, **_: hidden.add_(int(number[0]))
-    switch.turn(0b110)
+    switch.set_active(0b110)
     monkeypatch.setattr("vllm.distributed.communication_op.tensor_model_parallel_all_reduce", lambda x: 2 * x)
     yield numbers
-    switch.turn(0)  # it is held until here
+    switch.set_active(0)  # it is held until here
 
 
 def inputs():

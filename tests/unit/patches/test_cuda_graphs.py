@@ -130,11 +130,11 @@ class Engine:
         del self.manager.captured[:]
 
     def silence(self):
-        self.switch.turn(0)
+        self.switch.set_active(0)
 
     def step(self, live, num_tokens):
         """One step; returns the descriptor and whether the graph that was replayed is a live one."""
-        self.switch.turn(ALL if live else 0)
+        self.switch.set_active(ALL if live else 0)
         desc = self.manager.dispatch(num_tokens, num_tokens)
         used = None if desc.cg_mode is Mode.NONE else self.manager.replay(desc)
         assert self.switch.live is live
@@ -198,7 +198,7 @@ def test_after_warming_no_step_of_such_requests_captures(none_at_start):
     engine.sets.warm([(0b110, False)])
     at_first = list(engine.captured)
     for n in (1, 2, 3, 4, 8) * 3:
-        engine.switch.turn(0b110)
+        engine.switch.set_active(0b110)
         desc = engine.manager.dispatch(n, n)
         assert engine.manager.replay(desc) is True
         engine.sets.restore()
@@ -244,7 +244,7 @@ def test_what_cannot_be_captured_ahead_may_be_later(none_at_start, by_peer, capl
     done = engine.sets.warm([(0b1, False)])
     assert done["failed"] == 5 and done["graphs"] == 0 and engine.report("failed") == 0
     engine.manager.fail_live = None
-    engine.switch.turn(0b1)
+    engine.switch.set_active(0b1)
     assert engine.manager.replay(engine.manager.dispatch(2, 2)) is True
     engine.sets.restore()
     assert captured_of(engine, 0b1) == [("FULL", 2)]
@@ -269,7 +269,7 @@ def test_a_wider_graph_serves_until_a_capture_is_worth_it(monkeypatch):
     sizes = [engine.step(True, n) for n in (1, 2, 1, 4, 1, 1)]
     assert [(desc.num_tokens, live) for desc, live in sizes] == [(4, True)] * 4 + [(1, True)] * 2
     assert engine.captured == [(1, True)]
-    engine.switch.turn(0b10)  # a graph with more taps than are needed
+    engine.switch.set_active(0b10)  # a graph with more taps than are needed
     assert engine.manager.dispatch(4, 4).num_tokens == 4
     engine.sets.restore()
     assert engine.report("steps") == {"wider": 4, "exact": 3} and engine.captured == [(1, True)]
@@ -283,7 +283,7 @@ def test_where_plain_requests_share_the_step_a_capture_has_to_save_much_more(mon
     engine.all_live, sets = False, engine.sets
     sizes = [engine.step(True, 1)[0].num_tokens for _ in range(11)]
     assert sizes == [4] * 9 + [1, 1] and engine.captured == [(1, True)], "3 tokens a step"
-    engine.switch.turn(0b1)  # 69 taps more than needed, and all 70 with the largest kernel: as 6.95 tokens
+    engine.switch.set_active(0b1)  # 69 taps more than needed, and all 70 with the largest kernel: as 6.95 tokens
     wanted, wide = LiveGraph(0b1, Desc(Mode.FULL, 4)), LiveGraph(ALL, Desc(Mode.FULL, 4))
     for _ in range(4):
         assert not sets._is_due(wanted, sets._capture_share(wanted, wide))
@@ -398,7 +398,10 @@ def test_an_engine_on_runner_v1_before_it_forbids_no_capture(monkeypatch):
         runner.capture_model()
     runner.execute_model = runner.shutdown = lambda: None
     patch_runner(
-        runner, SimpleNamespace(parts=SimpleNamespace(switch=SimpleNamespace(pin=lambda: None))), config, eager=False
+        runner,
+        SimpleNamespace(parts=SimpleNamespace(switch=SimpleNamespace(activate_always=lambda: None))),
+        config,
+        eager=False,
     )
     runner.capture_model()
     assert not monitor.cudagraph_capturing_enabled
@@ -530,7 +533,7 @@ def test_sets_for_particular_taps(none_at_start):
     sets, manager = engine.sets, engine.manager
 
     def used(mask):
-        engine.switch.turn(mask)
+        engine.switch.set_active(mask)
         found = manager.replay(manager.dispatch(1, 1))
         assert manager.graphs is sets._swaps["FULL"][0].sets[sets._mask_for(mask)]
         sets.restore()
@@ -554,7 +557,7 @@ def test_a_set_is_for_the_functions_that_it_was_captured_with(none_at_start):
     sets._masks = [function << 2 * k | 0b11 for k in range(2 * MAX_SETS)]
     assert sets._mask_for(function | 1) == function | 0b11
     assert sets._mask_for(function << 100 | 1) is None and sets._mask_for(1 << 60) == ALL
-    engine.switch.turn(function << 100 | 1)
+    engine.switch.set_active(function << 100 | 1)
     assert engine.manager.dispatch(2, 7) == Desc(Mode.NONE, 7, 2)
     sets.restore()
     sets.lazy = False
@@ -635,7 +638,7 @@ def test_a_gate_at_its_probe_s_tap_is_decided_between_the_stages(none_at_start, 
 def test_a_step_that_encodes_rows_has_no_graph():
     """Whatever is captured; the steps after it replay as before."""
     engine = Engine()
-    engine.switch.turn(1 << NO_GRAPH | 0b10)
+    engine.switch.set_active(1 << NO_GRAPH | 0b10)
     assert engine.manager.dispatch(1, 1) == Desc(Mode.NONE, 1, 1)
     assert engine.manager.dispatch(2, 7) == Desc(Mode.NONE, 7, 2)
     engine.sets.restore()
@@ -679,14 +682,14 @@ def acts(switch, number):
 def test_the_op_asks_the_switch_of_its_own_engine():
     switches, numbers = [TapSwitch(tensors()) for _ in range(2)], [numbered(0) for _ in range(2)]
     for switch, number in zip(switches, numbers):
-        switch.enrol(number, 0)
+        switch.register(number, 0)
     one, other = switches
-    one.turn(ALL)
+    one.set_active(ALL)
     assert acts(one, numbers[0]) and not acts(other, numbers[1])
-    other.pin()
-    other.turn(0)
+    other.activate_always()
+    other.set_active(0)
     assert acts(other, numbers[1])
-    one.turn(0)
+    one.set_active(0)
     assert not acts(one, numbers[0])
 
 
@@ -697,7 +700,7 @@ def test_live_graphs_are_captured_lazily_unless_asked_for_at_start_up():
 
 def test_only_the_taps_asked_for_act():
     switch, number = TapSwitch(tensors()), numbered(0)
-    switch.enrol(number, 3)  # what its own entries say is where this engine's tables have it
+    switch.register(number, 3)  # what its own entries say is where this engine's tables have it
     for mask in (0b1000, 0b0111, ALL, 0):
-        switch.turn(mask)
+        switch.set_active(mask)
         assert acts(switch, number) is bool(mask >> 3 & 1)

@@ -79,7 +79,7 @@ def _own_router(model: torch.nn.Module) -> str:
 
 def _install(owners: Mapping[int, Any], rows: RoutedRows) -> None:
     for index, owner in owners.items():
-        owner.register_buffer(BUFFER, rows.enrol(index), persistent=False)
+        owner.register_buffer(BUFFER, rows.register(index), persistent=False)
         owner.router._compute_routing = _recorded(owner, owner.router._compute_routing, rows)
 
 

@@ -108,13 +108,13 @@ class Planner:
         max_generated: int = MOST_EXPECTED,
         codec: int = -1,
         read_out_codec: ReadOutCodec | None = None,
-        keeper: str = "",
+        worker_sink: str = "",
     ) -> None:
         """Start capturing for a request, if it wants anything of this worker.
 
         `prompt_ids` is None if only the device knows them; `max_generated` are the most tokens that it
         generates. `codec` is the number of the codec that makes records of its rows, -1 for none;
-        `read_out_codec` is as in `CapturingRequest`. Rows go to `keeper` instead of the reader if it is given.
+        `read_out_codec` is as in `CapturingRequest`. Rows go to `worker_sink` instead of the reader if it is given.
         """
         self._end_repetition()
         selected = self._selected[spec]
@@ -123,7 +123,7 @@ class Planner:
             selectors = selector_set.of(prompt_len, prompt_ids)
             self.capturing[request_id] = CapturingRequest(
                 request_id,
-                keeper or endpoint,
+                worker_sink or endpoint,
                 selectors,
                 columns,
                 min(max_generated, MOST_EXPECTED),

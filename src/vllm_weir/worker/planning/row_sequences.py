@@ -93,7 +93,7 @@ class RowSequences:
         patience: seconds to wait for room before failing; None to drop rows instead.
         rewind: how many positions may be computed again because drafts were rejected. Their rows
             get new ranks; the rows of rejected drafts are never announced.
-        grant: called with the endpoint, start and rows of every new piece of the arena.
+        allow_reader: called with the endpoint, start and rows of every new piece of the arena.
         reader_columns: column -> what it is called in messages, where that differs.
 
     Attributes:
@@ -106,11 +106,11 @@ class RowSequences:
         arena: Arena,
         patience: float | None = 0.0,
         rewind: int = 0,
-        grant: Callable[[str, int, int], None] = lambda endpoint, start, rows: None,
+        allow_reader: Callable[[str, int, int], None] = lambda endpoint, start, rows: None,
         reader_columns: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.arena, self.patience, self.rewind = arena, patience, rewind
-        self._grant, self._reader_columns = grant, reader_columns
+        self._allow_reader, self._reader_columns = allow_reader, reader_columns
         self.live: dict[int, RowSequence] = {}
         self.layout_updates: dict[str, messages.LayoutUpdate] = {}
         self.epoch = 0
@@ -262,7 +262,7 @@ class RowSequences:
             return False
         start, arena_rows, capacity = allocated
         try:
-            self._grant(row_seq.endpoint, start, arena_rows)
+            self._allow_reader(row_seq.endpoint, start, arena_rows)
         except WeirError:
             for _ in ("worker", "reader"):
                 self.arena.release(start)

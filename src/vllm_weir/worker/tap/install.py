@@ -38,7 +38,7 @@ def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: TapSwitch, h
     device = switch.tensors.plan.device
     number = numbered(tap, anchor.scale, anchor.other_scale, anchor.offset is not None, device)
     module.register_buffer(buffer, number, persistent=False)
-    switch.enrol(number, tap, anchor.columns, head_size)
+    switch.register(number, tap, anchor.columns, head_size)
     if anchor.added_term is None:
         _add_layer(module, anchor.when, _tap(anchor, buffer, switch, tap, head_size))
     else:

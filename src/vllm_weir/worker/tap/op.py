@@ -71,7 +71,7 @@ class TapSwitch:
     """The taps of an engine, and which of them act.
 
     A tap that does not act returns before it launches anything: a CUDA graph that is captured
-    meanwhile has no trace of it. The switch must not be turned while a forward pass is being
+    meanwhile has no trace of it. The switch must not be set while a forward pass is being
     issued.
 
     Attributes:
@@ -114,7 +114,7 @@ class TapSwitch:
         self.score, self.mapped = score, mapped
         self._kept: list[torch.Tensor] = []
 
-    def enrol(
+    def register(
         self,
         number: torch.Tensor,
         tap: int,
@@ -138,11 +138,11 @@ class TapSwitch:
     def live(self) -> bool:
         return self.mask != 0
 
-    def turn(self, mask: int) -> None:
+    def set_active(self, mask: int) -> None:
         """Let the taps of `mask` act from the next forward pass on, and no others."""
         self.mask = EVERYTHING if self.pinned else mask
 
-    def pin(self) -> None:
+    def activate_always(self) -> None:
         """Let all taps act for good."""
         self.mask, self.pinned = EVERYTHING, True
 

@@ -54,10 +54,10 @@ class RoutedRows:
 
     def _numbered(self) -> torch.Tensor:
         number = numbered(self.tap, device=self._rows.device)
-        self._switch.enrol(number, self.tap)
+        self._switch.register(number, self.tap)
         return number
 
-    def enrol(self, block: int) -> torch.Tensor:
+    def register(self, block: int) -> torch.Tensor:
         """Return the number tensor that the router of a block gives to the op."""
         number = self._numbered()
         self._places[number.data_ptr()] = self._blocks.blocks.index(block)

@@ -58,7 +58,7 @@ class BufferServer:
                     self._held.setdefault(endpoint, set() if mapped else None)
         return self._held.get(endpoint, self._gone) is not None
 
-    def grant(self, endpoint: str, start: int, rows: int) -> None:
+    def allow_reader(self, endpoint: str, start: int, rows: int) -> None:
         """Note that the reader holds the piece of `rows` rows at row `start`; free it if the reader has gone."""
         self._host.prepare(start, rows)
         if endpoint.startswith(messages.KEPT):

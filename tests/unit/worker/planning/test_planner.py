@@ -98,11 +98,11 @@ def assert_free(planner, size):
     assert sorted(site_sets._free) == list(range(size))
 
 
-def test_rows_that_are_kept_go_to_their_keeper_in_every_step():
+def test_rows_that_are_kept_go_to_their_worker_sink_in_every_step():
     """Its neighbour's go to the reader of both; a repeated step must not mix them up."""
     planner = planner_of(COLUMNS, 8)
-    for name, keeper in (("kept", "k"), ("sent", "")):
-        planner.add_capture(name, "reader", spec_of([("resid_post", [1], "all")]), 3, None, keeper=keeper)
+    for name, worker_sink in (("kept", "k"), ("sent", "")):
+        planner.add_capture(name, "reader", spec_of([("resid_post", [1], "all")]), 3, None, worker_sink=worker_sink)
     for computed, count in ((0, 3), (3, 1), (4, 1), (5, 1)):
         plan = planner.plan(["kept", "sent"], [count, count], [computed, computed])
         assert {to: arrivals["position"].tolist() for to, arrivals in plan.arrivals.items()} == {

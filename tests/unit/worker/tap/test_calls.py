@@ -104,7 +104,7 @@ def test_an_autoencoder_that_is_gone(bench):
 
 
 def test_an_engine_whose_only_graphs_have_the_taps(bench):
-    bench.runtime.parts.switch.pin()
+    bench.runtime.parts.switch.activate_always()
     bench.join("a", asking(4), IDS)
     bench.step({"a": (0, rows_of())}, {"a": IDS})
     (reason,) = bench.got["a"].failures

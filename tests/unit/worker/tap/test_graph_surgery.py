@@ -83,7 +83,7 @@ def taps():
     switch = taps_op.TapSwitch(taps_op.TapTensors(*[empty] * len(taps_op.fields(taps_op.TapTensors))))
     numbers = [taps_op.numbered(tap) for tap in (1, 2, 3)]
     for tap, number in zip((1, 2, 3), numbers):
-        switch.enrol(number, tap)
+        switch.register(number, tap)
 
     def launch(hidden, residual, number, *tables, **_):
         CALLS.append(f"tap {int(number[0])}")
@@ -163,7 +163,7 @@ QUICK = ("a live tap acts between the two", "a tensor that others use keeps its 
 )
 def test_what_becomes_of_taps_and_fusion(taps, case, monkeypatch):
     switch, numbers = taps
-    switch.turn(case.live)
+    switch.set_active(case.live)
     expected = case.function(*copies(inputs()), *numbers)
     CALLS.clear()
     monkeypatch.setattr("vllm_weir.patches.allreduce_fusion._act", _act_in_parts)

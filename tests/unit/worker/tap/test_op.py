@@ -69,7 +69,7 @@ def test_tap_equals_a_naive_loop(seed, tokens, d, beside, dtype, scale, ratio):
                     expected[slot + rank] = hidden[token] * scale + other[token] * float32(ratio * scale)
         number = numbered(tap, scale, ratio * scale, beside == "offset")
         switch = live(TapTensors(torch.from_numpy(plan), torch.from_numpy(ranks), ring, *no_programs(taps, d)))
-        switch.enrol(number, tap)
+        switch.register(number, tap)
         if beside:
             getattr(torch.ops.weir, f"tap_{beside}")(hidden, other, number)
         else:
@@ -82,7 +82,7 @@ def test_tap_equals_a_naive_loop(seed, tokens, d, beside, dtype, scale, ratio):
 def live(tensors):
     """A switch of which all taps act."""
     switch = TapSwitch(tensors)
-    switch.pin()
+    switch.activate_always()
     return switch
 
 
@@ -210,10 +210,10 @@ def test_a_silent_tap_is_not_asked_in_a_pass_that_is_not_compiled(with_added_ter
     added_term = AddedTerm("before", OUT, 1.0) if with_added_term else None
     place(model, Anchor("block", "after", OUT, added_term=added_term), 5, switch)
     for mask, asked in ((0, 0), (1 << 4, 0), (1 << 5, 1), (tap_module.ALL, 2), (0, 2)):
-        switch.turn(mask)
+        switch.set_active(mask)
         model["block"](model["before"](torch.ones(2, 3)))
         assert len(calls) == asked
-    switch.pin()
+    switch.activate_always()
     model["block"](model["before"](torch.ones(2, 3)))
     assert len(calls) == 3
 
@@ -577,7 +577,7 @@ def test_rows_of_any_width_are_read_and_steered_in_any_of_their_columns(
         patch.setattr(cpu_chains, "MAX_SEPARATE_CHAINS", 9 if separate else 0)
         for tap in range(taps):
             number, before = numbered(tap), whole.clone()
-            switch.enrol(number, tap, (around[0], around[0] + width))
+            switch.register(number, tap, (around[0], around[0] + width))
             torch.ops.weir.tap(whole, number)
             rows = before[:, around[0] : around[0] + width].double().numpy()
             first = [heads[program, tap] if program >= 0 else -1 for program in plan[:, 2]]
@@ -642,7 +642,7 @@ def test_a_tensor_of_three_dimensions_has_a_batch_of_one_or_heads(shape, columns
     """With one token, too: then the columns tell."""
     seen = []
     switch, number = idle(), numbered(3)
-    switch.enrol(number, 3, columns)
+    switch.register(number, 3, columns)
     switch.launch = lambda hidden, *_, **__: seen.append(hidden)
     tensor = torch.arange(float(np.prod(shape))).view(shape)
     torch.ops.weir.tap(tensor, number)
@@ -674,7 +674,7 @@ def test_attentions_output_is_tapped_in_place_by_the_compiler():
     model.o_proj = torch.nn.Linear(128, 16, bias=False)
     anchors = {3: Anchor("o_proj", "before", TensorKey("arg", 0, "input_"))}
     switch = silent(model, anchors, lambda hidden, *_, **__: seen.append(tuple(hidden.shape)) or hidden.add_(1.0), 32)
-    switch.turn(1 << 3)
+    switch.set_active(1 << 3)
     compiled = torch.compile(lambda heads: model.o_proj(heads.view(-1, 128)), fullgraph=True, dynamic=True)
     with torch.no_grad(), inductor.patch(AS_VLLM):
         for tokens in (5, 1):
@@ -697,7 +697,7 @@ def test_rows_with_gaps_are_tapped_right_by_the_compiler():
     model = torch.nn.Module()
     model.attention = _Three()
     anchors = {tap: Anchor("attention", "before", TensorKey("arg", tap, "qk"[tap])) for tap in (0, 1)}
-    silent(model, anchors, lambda hidden, *_, **__: hidden.add_(1.0)).turn(3)
+    silent(model, anchors, lambda hidden, *_, **__: hidden.add_(1.0)).set_active(3)
 
     def block(x):
         return model.attention(*x.mul(2.0).chunk(3, dim=-1))

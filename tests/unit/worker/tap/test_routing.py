@@ -32,13 +32,13 @@ def test_choices_survive_the_ring(dtype, experts, id_dtype):
     blocks = RoutedBlocks((1, 2, 5), experts, 4)
     switch = switch_of(blocks, dtype)
     rows = RoutedRows(blocks, switch, TOKENS, dtype, torch.device("cpu"))
-    numbers = {block: rows.enrol(block) for block in blocks.blocks}
+    numbers = {block: rows.register(block) for block in blocks.blocks}
     draw = torch.Generator().manual_seed(experts)
     ids = {b: torch.rand(TOKENS, experts, generator=draw).argsort(-1)[:, :4].to(id_dtype) for b in numbers}
     ids[5][0, 0] = experts - 1
     weights = {b: torch.randn(TOKENS, 4, generator=draw) * 10.0 ** torch.randint(-30, 30, (TOKENS, 4)) for b in numbers}
     for on in (False, True):
-        switch.turn(1 << rows.tap if on else 0)
+        switch.set_active(1 << rows.tap if on else 0)
         assert rows.wanted is on
         for block, number in numbers.items():
             torch.ops.weir.routing(weights[block], ids[block], number)
@@ -58,7 +58,7 @@ def test_weights_of_a_smaller_dtype_come_as_float32():
     blocks = RoutedBlocks((0,), 8, 2)
     switch = switch_of(blocks, torch.bfloat16)
     rows = RoutedRows(blocks, switch, TOKENS, torch.bfloat16, torch.device("cpu"))
-    number, weights = rows.enrol(0), torch.rand(TOKENS, 2).bfloat16()
-    switch.turn(1 << rows.tap)
+    number, weights = rows.register(0), torch.rand(TOKENS, 2).bfloat16()
+    switch.set_active(1 << rows.tap)
     torch.ops.weir.routing(weights, torch.zeros(TOKENS, 2, dtype=torch.int32), number)
     assert np.array_equal(blocks.weights(switch.tensors.ring.to(torch.uint8).numpy())[:, 0], weights.float().numpy())
