@@ -239,7 +239,7 @@ def refusals(d_model: int, features: int) -> list[Refusal]:
         ),
         Refusal({"vllm_xargs": {"output_residual_stream": "[99]"}}, "output_residual_stream.layers"),
         Refusal({"extra_args": {"apply_steering_vectors": [1]}}, "apply_steering_vectors[0].activations"),
-        Refusal(weir(routing=True), "routing", why="no experts to choose from", sent=True),
+        Refusal(weir(routing=True), "routing", why="no routing is served", sent=True),
         Refusal(weir(routing={"prompt_start": -1}), "routing.prompt_start"),
         Refusal(weir(routing="all"), "routing"),
         Refusal(weir(hooks=["nobody"]), "hooks[0].name", why="no hook is registered", sent=True),
