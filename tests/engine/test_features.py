@@ -415,3 +415,59 @@ def test_lenses_that_cannot_be_told_apart_are_refused():
         with pytest.raises(WeirError) as e:
             weir.params(sampling(1), lens=lenses)
         assert e.value.field == field
+
+
+def test_one_request_for_all_that_can_be_asked_together(llm, tmp_path):
+    """One site as rows, in another dtype and as a mean, features and a lens read off it, probes, and doses.
+
+    Each is what a request gives that asks for it alone.
+    """
+    (text,) = prompts([20])
+    draw = torch.Generator().manual_seed(8)
+    directions = torch.randn(3, D, generator=draw)
+    common = {"interventions": weir.Add(torch.randn(D, generator=draw), layers=0, scale=0.2)}
+
+    def stored(name, **fields):
+        return weir.Capture("resid_post", 1, sink={"filesystem": {"url": str(tmp_path / name)}}, **fields)
+
+    captures = {
+        "rows": weir.Capture("resid_post", 1),
+        "reduced": weir.Capture("resid_post", 2, reduce="max"),
+        "projected": weir.Capture("mlp_out", 0, project=directions),
+        "half": stored("half", dtype="float16"),
+        "mean": stored("mean", reduce="mean", positions="prompt"),
+    }
+    others = {
+        "features": weir.Features("mid", top_k=4),
+        "lens": weir.Lens(layers=[1, 3], top_k=3),
+        "probes": weir.Probe("p", torch.randn(2, D, generator=draw), layer=2),
+    }
+
+    def ask(**fields):
+        llm.reset_prefix_cache()
+        (out,) = llm.generate([text], weir.params(sampling(5), **common, **fields), use_tqdm=False)
+        return out
+
+    together = ask(capture=list(captures.values()), **others, dose=True, tag="together")
+    receipt = together.receipt
+    assert receipt.tag == "together" and receipt.interventions[0].relative_dose > 0
+    alone = ask(capture=[captures["rows"], captures["reduced"], captures["projected"]])
+    assert together.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert together.activations.sites == alone.activations.sites and len(alone.activations.sites) == 3
+    for site in alone.activations.sites:
+        assert together.activations[site].shape == alone.activations[site].shape
+        assert rel_err(together.activations[site], alone.activations[site]) <= BOUND
+    rows = together.activations["resid_post", 1]
+    assert len(receipt.files) == 2
+    half, mean = ([*weir.load(tmp_path / name).values()] for name in ("half", "mean"))
+    assert torch.equal(half[0]["resid_post", 1], rows.to(torch.float16))
+    assert rel_err(mean[0]["resid_post", 1], rows[: receipt.prompt_tokens].mean(dim=0, keepdim=True)) <= BOUND
+    check(together.features["mid"], autoencoders(llm)["mid"], others["features"], together.activations)
+    by_lens = ask(lens=others["lens"]).lens
+    assert sorted(together.lens) == sorted(by_lens) == [1, 3]
+    for layer, read in by_lens.items():
+        assert together.lens[layer].token_ids.tolist() == read.token_ids.tolist()
+        assert rel_err(together.lens[layer].logprobs, read.logprobs) <= BOUND
+    assert rel_err(together.scores["p"], ask(probes=others["probes"]).scores["p"]) <= BOUND
+    dose = ask(dose=True).receipt.interventions[0].relative_dose
+    assert receipt.interventions[0].relative_dose == pytest.approx(dose, rel=1e-5)

@@ -36,6 +36,10 @@ class RoutedRows:
     group: CaptureGroup
 
 
+_APART = "send one of them to a sink, or send separate requests"
+"""What serves captures that one destination cannot have together."""
+
+
 @dataclass(frozen=True)
 class CaptureGroup:
     """The captures of a request whose rows have the same destination.
@@ -168,11 +172,14 @@ def make_groups(
             site = Site(capture.hook, layer)
             check(site, capture.path)
             if before.setdefault(site, capture.before) != capture.before:
-                raise WeirError(f"{site} is asked for both before and after interventions", f"{capture.path}.before")
+                raise WeirError(
+                    f"{site} is asked for both before and after interventions; send separate requests",
+                    f"{capture.path}.before",
+                )
             wanted = capture.dtype or default_dtype
             if group_dtypes.setdefault(site, wanted) != wanted:
                 raise WeirError(
-                    f"{site} is asked for in both {group_dtypes[site]} and {wanted}", f"{capture.path}.dtype"
+                    f"{site} is asked for in both {group_dtypes[site]} and {wanted}; {_APART}", f"{capture.path}.dtype"
                 )
             ring_rows = capabilities.shard_widths.ring_rows(site)
             site_request = SiteRequest(site, capture.positions, capture.before, ring_rows)
@@ -306,14 +313,14 @@ def _check_memory_site(
         return
     if mixed[site] != asked:
         name = "project" if capture.project is not None else "reduce"
-        raise WeirError(f"{site} is wanted in two ways; send separate requests", f"{capture.path}.{name}")
+        raise WeirError(f"{site} is wanted in two ways; {_APART}", f"{capture.path}.{name}")
     if (
         asked is not None
         and asked.reduce is not None
         and any(w.positions != capture.positions for w in site_requests if w.site == site)
     ):
         raise WeirError(
-            f"{site} is to be reduced over two choices of positions; send separate requests",
+            f"{site} is to be reduced over two choices of positions; {_APART}",
             f"{capture.path}.positions",
         )
 
