@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,7 @@ from tests.engine.probe_cases import (
 from tests.support.engines import get_llm
 from tests.support.machine import BATCHES, cpu, needs
 from tests.support.measure import rel_err
-from tests.support.probe_reference import Act, GateCase
+from tests.support.probe_reference import Act, GateCase, ProbeCase
 from tests.support.sae_reference import Reference, weights
 from tests.support.steered import chunks
 from vllm_weir.errors import WeirError
@@ -77,6 +78,88 @@ def check_receipt(out, k, act, traced, at):
     gate, fired = out.receipt.gates[k], fired_at(traced.factors[k], at)
     assert (gate["probe"], told(gate), gate["of"]) == (act.gate.probe, fired, len(at))
     assert out.receipt.steered[k] and set(out.receipt.steered[k].values()) == {len(fired)}
+
+
+@dataclass(frozen=True)
+class CosineCase(ProbeCase):
+    """What gives the cosine similarities that a gate by the probe `name`, less ``cosine:``, looks at."""
+
+    def _outputs(self, h):
+        weight = torch.atleast_2d(torch.as_tensor(self.tensors["weight"]).double()).flatten(1)
+        return [torch.nn.functional.cosine_similarity(weight, row[None], dim=1) for row in h]
+
+    def _activated(self, s):
+        return s
+
+
+@dataclass(frozen=True)
+class CosineGate(GateCase):
+    def public(self):
+        return replace(super().public(), probe=self.probe.removeprefix("cosine:"), metric="cosine")
+
+
+def cosine_of(probe):
+    return CosineCase(**{f.name: getattr(probe, f.name) for f in fields(probe)} | {"name": f"cosine:{probe.name}"})
+
+
+@pytest.mark.parametrize("size", [None, 23])
+def test_gates_by_cosine_similarity(llm, truth, size):
+    """Of a bias and an activation that do not count, of rows at several hook points, of one output of several."""
+    llm.reset_prefix_cache()
+    requests = []
+    forms = [{}, {"latch": True}, {"sharpness": 9.0}, {"delay": 1}, {"output": 1}]
+    for k, form in enumerate(forms):
+        ids, site = tokens(30 + k, 50 + k), [("resid_post", 1), ("z", 1), ("mlp_post", 1), ("resid_pre", 1)][k % 4]
+        smooth = ("ema", 0.5) if k == 0 else None
+        probe = random_probe(
+            "p", "linear", site, 50 + k, 2 if "output" in form else 1, activation="sigmoid", smooth=smooth
+        )
+        cosine = cosine_of(probe)
+        scores = truth.gated(ids, len(ids), [cosine], []).scores[cosine.name][1][:, form.get("output", 0)]
+        gate = CosineGate(cosine.name, above=float(scores.sort().values[len(ids) // 2 :][:2].mean()), **form)
+        requests.append((ids, [probe], cosine, Act(add(seed=k), gate)))
+    params = [asked(sampling(6), probes, [act], capture=EVERYTHING) for _, probes, _, act in requests]
+    with chunks(llm, size):
+        outs = llm.generate([{"prompt_token_ids": ids} for ids, *_ in requests], params, use_tqdm=False)
+    for out, (ids, probes, cosine, act) in zip(outs, requests, strict=True):
+        traced = check_gated(out, [*probes, cosine], [act], truth)
+        assert float(out.scores[cosine.name].abs().max()) <= 1 + 1e-6
+        (gate,) = out.receipt.gates
+        at = list(range(len(ids) + 5))
+        assert (gate["probe"], gate["metric"], told(gate)) == ("p", "cosine", fired_at(traced.factors[0], at))
+        assert act.gate.sharpness or act.gate.latch or 0 < gate["fired"] < gate["of"]
+
+
+def test_a_row_of_zeros_is_similar_to_nothing(llm):
+    """Its similarity is 0: where the row was put to zero, `below` a negative number does not hold."""
+    zero = weir.Replace(torch.zeros(D), 1, positions=[2, 3])
+    v = torch.randn(D, generator=torch.Generator().manual_seed(0))
+    params = weir.params(
+        sampling(2),
+        probes=weir.Probe("p", v, 3.0, "resid_post", 1),
+        interventions=[zero, weir.Add(v, 2, when=weir.When("p", above=-1e-9, metric="cosine"))],
+    )
+    (out,) = llm.generate({"prompt_token_ids": tokens(9, 70)}, params, use_tqdm=False)
+    assert out.scores["cosine:p"][2:4, 0].tolist() == [0.0, 0.0] and (out.scores["cosine:p"] != 0).sum() == 8
+    assert {2, 3} <= set(told(out.receipt.gates[1]))
+
+
+def test_a_cosine_gate_that_has_no_direction_is_refused(llm):
+    v = torch.ones(D)
+    probes = [
+        weir.Probe("flat", 0 * v, 1.0, "resid_post", 1),
+        weir.MLPProbe("mlp", v, 0.0, [1.0], 0.0, "resid_post", 1),
+    ]
+    wrong = (("flat", "length zero", "probe"), ("mlp", "no linear probe", "metric"), ("nobody", "", "probe"))
+    for name, words, field in wrong:
+        act = weir.Add(v, 2, when=weir.When(name, above=0.0, metric="cosine"))
+        with pytest.raises(WeirError, match=words) as e:
+            llm.generate(
+                {"prompt_token_ids": tokens(9)},
+                weir.params(sampling(2), probes=probes, interventions=act),
+                use_tqdm=False,
+            )
+        assert e.value.field == f"interventions[0].when.{field}"
 
 
 @pytest.mark.parametrize("size", [None, 23])

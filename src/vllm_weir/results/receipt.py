@@ -21,6 +21,7 @@ class GateCount(TypedDict):
         of: positions that it was asked for.
         spans: where it acted: ranges [first, end] of positions, `end` not included.
         feature: whose activation it looks at, if `probe` is an autoencoder, ``"sae:NAME"``; else missing.
+        metric: ``"cosine"`` if it looks at cosine similarities with the probe's weight; else missing.
     """
 
     probe: str
@@ -28,6 +29,7 @@ class GateCount(TypedDict):
     of: int
     spans: list[list[int]]
     feature: NotRequired[int]
+    metric: NotRequired[str]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.controllers import PREFIX
@@ -17,6 +17,9 @@ from vllm_weir.schema.vectors import number
 MAX_OUTPUT = 2**20
 MAX_FEATURE = 2**31 - 1
 MAX_SAE_NAME = 256
+Metric = Literal["score", "cosine"]
+COSINE_PREFIX = "cosine:"
+"""Comes before a probe's name where its cosine similarities have theirs."""
 SAE_PREFIX = "sae:"
 """Comes before an autoencoder's name where probes have theirs."""
 _FEATURE_NAME = re.compile(rf"({SAE_PREFIX}.+)\[(\d+)\](?: at .*)?", re.DOTALL)
@@ -63,6 +66,9 @@ class When:
             ``scores["sae:NAME[7]"]``. An intervention at the hook point that the autoencoder reads is gated by
             the row before all interventions there, one at a later hook point by the row after them.
             TopK, and autoencoders that normalise each row, are refused.
+        metric: ``"cosine"``: the score is the cosine similarity of the row and the weight of a linear probe, from -1
+            to 1, and 0 for a row of zeros; its bias and activation do not count, its smoothing and positions do. The
+            request's output has it as ``scores["cosine:NAME"]``. ``"score"``: the probe's score.
 
     Where the probe scores no row, its last score counts; before the first one nothing happens.
 
@@ -71,7 +77,7 @@ class When:
     """
 
     wire_fields: ClassVar[tuple[str, ...]] = (
-        "probe", "above", "below", "latch", "delay", "sharpness", "output", "feature",
+        "probe", "above", "below", "latch", "delay", "sharpness", "output", "feature", "metric",
     )  # fmt: skip
     probe: str
     above: float | None = None
@@ -81,9 +87,15 @@ class When:
     sharpness: float | None = None
     output: int | None = None
     feature: int | None = None
+    metric: Metric = "score"
     path: str = field(default="when", repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.metric not in get_args(Metric):
+            raise WeirError(
+                f"unknown metric {brief(self.metric)!r}; choose from {', '.join(get_args(Metric))}",
+                f"{self.path}.metric",
+            )
         if self.feature is None:
             parse_name(self.probe, f"{self.path}.probe")
         else:
@@ -119,6 +131,8 @@ class When:
             )
         if self.output is not None:
             raise WeirError("a feature has one activation; leave output out", f"{self.path}.output")
+        if self.metric != "score":
+            raise WeirError("a gate by a feature looks at its activation; leave metric out", f"{self.path}.metric")
         set_fields(self, feature=parse_feature(self.feature, f"{self.path}.feature"))
 
     @property
@@ -128,7 +142,13 @@ class When:
 
     def _refuse_rules(self) -> None:
         """Raise WeirError if there is a rule beside the controller."""
-        for name, default in (("latch", False), ("delay", 0), ("sharpness", None), ("output", None)):
+        for name, default in (
+            ("latch", False),
+            ("delay", 0),
+            ("sharpness", None),
+            ("output", None),
+            ("metric", "score"),
+        ):
             if getattr(self, name) != default:
                 raise WeirError(
                     f"{self.probe!r} without above or below is a controller, which gives the strength itself; leave "
@@ -178,4 +198,6 @@ class When:
             del values["latch"]
         if not self.delay:
             del values["delay"]
+        if self.metric == "score":
+            del values["metric"]
         return {name: value for name, value in values.items() if value is not None}

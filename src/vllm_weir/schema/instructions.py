@@ -10,7 +10,8 @@ same h:
     BLEND      adds a * (u - h)
     KEEP_NORM  adds s * |h| / |s| - h, where s = h + (a + b * |h|) * u; adds nothing if s = 0
     FEATURE    c = a * act + b, where act = p if p > hi, else 0, and p = w . h + lo
-    SCORE      adds nothing; writes w . h + b into a cell of the token (`resolved_probes`)
+    SCORE      adds nothing; writes w . h + b into a cell of the token (`resolved_probes`); with a above 0
+               w . h / |h| + b, b where |h| = 0
     ACTIVATE   likewise, and writes 0 unless that is above hi: act, as of FEATURE, for a HELD elsewhere, or a gate
     ENCODE     likewise, and writes the activation of feature `a` of the autoencoder `key`, given the whole row
     HELD       c = a * act + b, act being the number in the cell `lo` of the token, counted from 0

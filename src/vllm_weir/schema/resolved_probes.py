@@ -3,7 +3,8 @@
 A probe turns a row h(t) of its site, at the positions that its selector chooses, into k scores:
 
 1. *Raw numbers*, all float32: ``raw_j(t) = w_j . h(t) + offsets_j``, or 0 where that is not above the
-   probe's threshold. The tap of the site computes them with one SCORE or ACTIVATE instruction each.
+   probe's threshold; with `cosine` set, of ``h(t) / |h(t)|``, and ``offsets_j`` where
+   ``|h(t)| = 0``. The tap of the site computes them with one SCORE or ACTIVATE instruction each.
 2. *Outputs* s(t), [k]:
    LINEAR      ``s_i = raw_i``;
    MLP         ``s_i = w_out_i . f(raw) + b_out_i``, f being the activation of the hidden units;
@@ -69,6 +70,7 @@ class ResolvedProbe:
         parameter: a of EMA, the window of MEAN; 0 for the others.
         before: whether it reads the site before the interventions there.
         threshold: raw numbers that are not above it count as 0; None: all count as they are.
+        cosine: whether it measures rows of norm 1.
     """
 
     name: str
@@ -90,6 +92,7 @@ class ResolvedProbe:
     parameter: float = 0.0
     before: bool = False
     threshold: float | None = None
+    cosine: bool = False
 
     @property
     def site(self) -> Site:
@@ -124,7 +127,7 @@ class ResolvedProbe:
             self.name, self.hook, self.layer, self.positions.to_json(), self.kind, self.outputs, self.rows,
             self.offsets, self.start, self.stop, self.hidden, self.out_rows, self.out_offsets, self.heads,
             self.activation, self.smoothing, self.parameter, self.before,
-            self.threshold,
+            self.threshold, self.cosine,
         ]  # fmt: skip
 
     @classmethod
@@ -298,6 +301,8 @@ def scoring_steps(probes: tuple[ResolvedProbe, ...], layout: CellLayout) -> tupl
         how: dict[str, Any] = {"kind": SCORE}
         if probe.threshold is not None:
             how = {"kind": ACTIVATE, "hi": probe.threshold}
+        if probe.cosine:
+            how["a"] = 1.0
         instructions = tuple(
             Instruction(u="", w=row, b=offset, start=probe.start, stop=probe.stop, cell=first + j + 1, **how)
             for j, (row, offset) in enumerate(zip(probe.rows, probe.offsets, strict=True))

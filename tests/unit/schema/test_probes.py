@@ -213,6 +213,11 @@ WRONG_CONDITIONS = {
     "when.probe": [{"above": 1, "probe": ""}],
     "when.latch": [{"above": 1, "latch": 1}],
     "when.delay": [{"above": 1, "delay": delay} for delay in (2, True)],
+    "when.metric": [
+        {"above": 1, "metric": "dot"},
+        {"above": 1, "metric": "cosine", "feature": 1, "probe": "sae:a"},
+        {"metric": "cosine", "probe": "controller:a"},
+    ],
     "when.sharpness": [{"above": 1, "sharpness": 0}, {"above": 1, "sharpness": 2, "latch": True}],
     "when.output": [{"above": 1, "output": output} for output in (-1, 0.5)],
 }

@@ -15,12 +15,13 @@ from vllm_weir.frontend.admission.feature_gates import FeatureReads, FindSAE
 from vllm_weir.frontend.admission.lowering import AdmittedIntervention, CheckSite
 from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.reachable import Vocabulary, asked_of, resolve_tokens
-from vllm_weir.schema.gates import SAE_PREFIX, When
+from vllm_weir.schema.gates import COSINE_PREFIX, SAE_PREFIX, When
 from vllm_weir.schema.hooks import Site, place_of
+from vllm_weir.schema.instructions import VectorCollector
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.probe_base import ProbeBase
 from vllm_weir.schema.probes import AnyProbe
-from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
+from vllm_weir.schema.resolved_probes import LINEAR, NO_ACTIVATION, CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.schema.selectors import Asked
 from vllm_weir.schema.set_activation import Reconstruction, SetActivation
 from vllm_weir.schema.stop_rules import StopRule, StopText
@@ -179,7 +180,10 @@ class ProbeResolver:
         when: When = intervention.when
         if when.controller:
             return self._controlled(intervention, when, own)
-        index = self._feature(intervention) if when.sae else self._index(when.probe, f"{when.path}.probe", own)
+        if when.metric == "cosine":
+            index = self._cosine(when, own)
+        else:
+            index = self._feature(intervention) if when.sae else self._index(when.probe, f"{when.path}.probe", own)
         probe = list(self._probes.values())[index]
         output = _output(
             probe, when.output, f"{when.path}.output", f"say which one gates: output=0..{probe.outputs - 1}"
@@ -189,6 +193,36 @@ class ProbeResolver:
         threshold = float(np.float32(when.threshold))
         sharpness = float(np.float32(when.sharpness or 0.0))
         return ResolvedGate(index, output, threshold, when.above is not None, when.latch, when.delay, sharpness)
+
+    def _cosine(self, when: When, own: bool) -> int:
+        """Return the index of what gives the cosine similarities of rows with the weight of a gate's probe."""
+        field = f"{when.path}.probe"
+        probe = self._own.get(when.probe) if own else None
+        if probe is None:
+            probe = self._registry.find(when.probe, field).at(field)
+        resolved, rows = self._resolve(resolve_tokens(probe, self._vocabulary))
+        if resolved.kind != LINEAR:
+            raise WeirError(
+                f"{when.probe!r} is no linear probe, so it has no direction; leave metric out", f"{when.path}.metric"
+            )
+        collector, units = VectorCollector(), []
+        for row in (rows[digest].astype(np.float64) for digest in resolved.rows):
+            if not (norm := np.linalg.norm(row)):
+                raise WeirError(f"{when.probe!r} has a weight of length zero, which has no direction", field)
+            units.append(collector.add(row / norm))
+        name = COSINE_PREFIX + when.probe
+        found = replace(
+            resolved,
+            name=name,
+            rows=tuple(units),
+            offsets=(0.0,) * len(units),
+            activation=NO_ACTIVATION,
+            cosine=True,
+        )
+        if self._probes.setdefault(name, found) != found:
+            raise WeirError(f"a probe of this request is called {name!r}; name it otherwise", field)
+        self._rows.update(collector.rows)
+        return list(self._probes).index(name)
 
     def _feature(self, intervention: Intervention) -> int:
         """Return the index of what gives the activation of the feature that gates an intervention."""

@@ -31,7 +31,7 @@ from vllm_weir.results.scores import HookValues, Scores
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.controllers import PREFIX
 from vllm_weir.schema.functions import by_authors
-from vllm_weir.schema.gates import split_feature_name
+from vllm_weir.schema.gates import COSINE_PREFIX, split_feature_name
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
@@ -494,15 +494,19 @@ class OutputView:
             most = max(resolved, key=lambda one: one.asked, default=None)
             acted = _NOWHERE if most is None else self._acted(gate, most.intervention)
             controller = admitted.gates[gate].controller
-            name = f"{PREFIX}{controller}" if controller else admitted.probes[admitted.gates[gate].probe].name
-            probe, feature = split_feature_name(name)
+            scored = admitted.probes[admitted.gates[gate].probe]
+            probe, feature = split_feature_name(f"{PREFIX}{controller}" if controller else scored.name)
             counts: GateCount = {
                 "probe": probe,
                 "fired": len(acted),
                 "of": 0 if most is None else most.asked,
                 "spans": _spans(acted),
             }
-            out.append(counts if feature is None else {**counts, "feature": feature})
+            if feature is not None:
+                counts["feature"] = feature
+            if scored.cosine and not controller:
+                counts |= {"probe": probe.removeprefix(COSINE_PREFIX), "metric": "cosine"}
+            out.append(counts)
         return tuple(out)
 
     def _by_intervention(self, verified: Sequence[Sequence[VerifiedIntervention]]) -> list[tuple[dict[Site, int], int]]:

@@ -69,12 +69,22 @@ class Cells:
         cells: int | torch.Tensor,
         rows: torch.Tensor,
         w: torch.Tensor,
+        by_norm: float | torch.Tensor,
         offset: float | torch.Tensor,
         threshold: float | torch.Tensor | None = None,
     ) -> None:
-        """Write ``w . h + offset``, or 0 unless it is above a threshold, for `rows` of tokens numbered `members`."""
+        """Write ``w . h + offset``, or 0 unless it is above a threshold, for `rows` of tokens numbered `members`.
+
+        With `by_norm` above 0, h is divided by its norm, if that is not 0.
+        """
         assert self._cells is not None, "a node has a cell"
-        along = (rows.to(self._dtype).float() * w).sum(1, keepdim=True) + offset
+        rows = rows.to(self._dtype).float()
+        along = (rows * w).sum(1, keepdim=True)
+        divides = torch.as_tensor(by_norm) > 0
+        if divides.any():
+            norm = rows.norm(dim=1, keepdim=True)
+            along = torch.where(divides, torch.where(norm > 0, along / norm, 0.0), along)
+        along = along + offset
         if threshold is not None:
             along = torch.where(along > threshold, along, 0.0)
         self._cells[self._tokens[members], cells] = along[:, 0]
@@ -141,9 +151,9 @@ class Chains:
             cell = (flags >> CELL_BIT) - 1
             if kind in (SCORE, ACTIVATE):
                 assert w_values is not None
-                _, offset, _, above = self._floats[node].tolist()
+                by_norm, offset, _, above = self._floats[node].tolist()
                 own = torch.from_numpy(members), cell, _columns(rows, lo, hi)
-                self._cells.score(*own, w_values, offset, above if kind == ACTIVATE else None)
+                self._cells.score(*own, w_values, by_norm, offset, above if kind == ACTIVATE else None)
             elif kind == DOSE:
                 change = rows.new_zeros(()) if delta is None else delta
                 self._cells.measure(torch.from_numpy(members), cell, rows, change)
@@ -204,7 +214,9 @@ class Chains:
                 assert along is not None
                 own_rows = _columns(rows[members], lo, hi)
                 above = coefficients[3] if kind == ACTIVATE else None
-                self._cells.score(members, as_index(own_cells), own_rows, along, coefficients[1], above)
+                self._cells.score(
+                    members, as_index(own_cells), own_rows, along, coefficients[0], coefficients[1], above
+                )
                 continue
             if kind == DOSE:
                 self._cells.measure(members, as_index(own_cells), rows[members], delta[members])

@@ -135,7 +135,12 @@ def _raw_number(node, row, ints, floats, vectors, width, d_model, offsets, insid
     whole = (lo == 0) & (hi == width) & (shift == 0)
     acts = inside & (offsets >= lo) & (offsets < hi)
     direction = _elements(vectors, w, d_model, offsets, inside, shift, acts, whole)
-    return tl.sum(tl.where(acts, row, 0.0) * direction, axis=0) + _table(floats + node * _FLOATS + 1)
+    h = tl.where(acts, row, 0.0)
+    raw = tl.sum(h * direction, axis=0)
+    if _table(floats + node * _FLOATS) > 0.0:
+        norm = tl.sqrt(tl.sum(h * h, axis=0))
+        raw = tl.where(norm > 0.0, raw / norm, 0.0)
+    return raw + _table(floats + node * _FLOATS + 1)
 
 
 @triton.jit
