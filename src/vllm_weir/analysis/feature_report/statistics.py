@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -114,7 +115,8 @@ def details_of(
         np.add.at(histograms, (at, bins), 1)
         rows = np.searchsorted(record.offsets, found, side="right") - 1
         for peak_of, row, value in _peaks(at, rows, values):
-            _keep(peaks[peak_of], Peak(value, record.record, row), contexts)
+            bisect.insort(peaks[peak_of], Peak(value, record.record, row), key=_rank)
+            del peaks[peak_of][contexts:]
     return {feature: FeatureDetails(histograms[i], tuple(peaks[i])) for i, feature in enumerate(features)}
 
 
@@ -124,15 +126,6 @@ def _peaks(features: np.ndarray, rows: np.ndarray, values: np.ndarray) -> list[t
     _, first = np.unique(features[order], return_index=True)
     chosen = order[first]
     return list(zip(features[chosen].tolist(), rows[chosen].tolist(), values[chosen].tolist()))
-
-
-def _keep(peaks: list[Peak], new: Peak, count: int) -> None:
-    """Insert a peak into the `count` largest, which are sorted."""
-    if len(peaks) == count and _rank(new) >= _rank(peaks[-1]):
-        return
-    index = next((i for i, peak in enumerate(peaks) if _rank(new) < _rank(peak)), len(peaks))
-    peaks.insert(index, new)
-    del peaks[count:]
 
 
 def _rank(peak: Peak) -> tuple[float, int]:
