@@ -23,6 +23,7 @@ REASONS = {
     "GPU": "needs a CUDA device",
     "not shipped": "needs a model, data or a sink that does not come with Weir",
     "object store": "needs a bucket",
+    "second process": "needs another process at its other end; a test starts both",
     "takes long": "takes minutes; another test runs the same code",
 }
 _FENCE = re.compile(
