@@ -198,6 +198,11 @@ def node() -> str | None:
     return None if node_program() else "no Node.js; `apt install nodejs` brings one"
 
 
+def haproxy() -> str | None:
+    """Need a proxy that spreads requests over servers."""
+    return None if shutil.which("haproxy") else "no proxy; `apt install haproxy` brings one"
+
+
 def tmpfs() -> str | None:
     """Need small file systems, to fill them."""
     refusal = refuses_tmpfs()

@@ -16,7 +16,7 @@ from vllm_weir.config.env import disabled
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.guard import refuse
 from vllm_weir.schema.json_text import fits_header
-from vllm_weir.server import hooks, lenses, warm
+from vllm_weir.server import hooks, lenses, store, warm
 from vllm_weir.server.endpoint_plugin import load_route_modules
 from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
 from vllm_weir.server.saes import OPTION as SAE_OPTION
@@ -35,6 +35,7 @@ HELP = f"""Weir's own options, the others are vLLM's:
   it belongs
   {hooks.OPTION} NAME=MODULE:ATTRIBUTE, repeatable: a weir.Hook or a function of (rows, ctx), for requests to name
   {lenses.OPTION} NAME=PATH, repeatable: a Jacobian or tuned lens, for requests to name
+  {store.OPTION} URL: a folder or s3://BUCKET/FOLDER with names and results, shared with the other servers of the model
   {warm.OPTION} on|off: whether the server warms what these name before it is ready; default: on
   {MODULES_OPTION} NAME=FILE ...: modules to register, JSON files with the fields of /v1/steering/modules/register
 """
@@ -90,6 +91,8 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
     hooks.put_options(functions, environ)
     rest, named = take(lenses.OPTION, rest, "name=path")
     lenses.put_options(named, environ)
+    rest, stores = take(store.OPTION, rest, "a URL")
+    store.put_option(stores, environ)
     rest, warms = take(warm.OPTION, rest, "on or off")
     warm.put_option(warms, environ)
     rest, modules = take(MODULES_OPTION, rest, "name=file", several=True)

@@ -106,6 +106,10 @@ def told_layers(layers: tuple[int, ...]) -> str:
     return f"those of {brief(list(layers), 200)}"
 
 
+TUNED_FILES = ("config.json", "params.pt")
+"""Of the directory that holds a lens of the package `tuned-lens`."""
+
+
 def open_lens(path: str | os.PathLike, field: str = "path") -> LensFile:
     """Open the files of a lens; matrices are read when they are asked for.
 
@@ -114,7 +118,7 @@ def open_lens(path: str | os.PathLike, field: str = "path") -> LensFile:
         field: named by errors.
     """
     path = Path(path)
-    content = path / "params.pt" if path.is_dir() else path
+    content = path / TUNED_FILES[1] if path.is_dir() else path
     try:
         status = os.stat(content)
     except (OSError, ValueError) as e:

@@ -32,6 +32,7 @@ ROUTERS = (
 LOADERS = tuple(
     f"vllm_weir.{name}"
     for name in (
+        "server.store",
         "server.saes",
         "compat.rhizonymph.modules",
         "server.hooks",

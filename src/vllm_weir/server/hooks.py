@@ -7,14 +7,17 @@ import os
 import re
 import sys
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.functions import describe_in, find
 from vllm_weir.schema.named_hooks import nearest
 from vllm_weir.schema.user_hooks import Hook
 from vllm_weir.server.limits import HOOKS as VARIABLE
 from vllm_weir.server.names import NamedOption
+from vllm_weir.server.shared.store_state import StoreState
 from vllm_weir.server.state import ServerState
 
 OPTION = "--weir-hook"
@@ -57,8 +60,22 @@ def check_given(environ: Mapping[str, str] = os.environ) -> None:
 async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ) -> None:
     async def register(name: str, place: str) -> None:
         state.frontend.names.register_hook(name, load(place))
+        await state.change(lambda: _share(state, name, place))
 
     await _NAMED.load(state, register, environ)
+
+
+def _share(state: ServerState, name: str, place: str) -> None:
+    """Tell the servers of a store, if there is one, what a name stands for; none imports what another one names."""
+
+    def edit(contents: RegistryContents) -> RegistryContents:
+        there = contents.hooks.get(name, place)
+        if there != place:
+            raise WeirError(f"other servers of the store have it as {there}; name {place} otherwise")
+        return contents if name in contents.hooks else replace(contents, hooks={**contents.hooks, name: place})
+
+    if isinstance(state.names, StoreState):
+        state.names.change(edit)
 
 
 def load(place: str) -> Hook:

@@ -23,6 +23,8 @@ LENSES = "WEIR_SERVE_LENSES"
 """Which lenses the server names; `weir serve` sets it."""
 WARM = "WEIR_SERVE_WARM"
 """Whether the server is warmed when it starts; see `ServerLimits.warm`."""
+STORE = "WEIR_SERVE_STORE"
+"""Where the server has what it shares with others; see `ServerLimits.store`."""
 DEMO = "WEIR_SERVE_DEMO"
 """Set if the server keeps what comes with the shipped model; `weir serve demo` sets it."""
 
@@ -49,6 +51,7 @@ class ServerLimits(BaseModel):
         warm: Whether the server gets ready for requests that name what it was started with before it says
             that it is; `weir serve --weir-warm off` sets it to 0.
         directory: The directory of results; empty for the system's temporary directory.
+        store: The URL of what several servers share; empty for none. `weir serve --weir-store` sets it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -65,6 +68,7 @@ class ServerLimits(BaseModel):
     pace: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 64.0
     warm: bool = True
     directory: str = ""
+    store: str = ""
 
     @classmethod
     def load(cls, environ: Mapping[str, str] = os.environ) -> ServerLimits:

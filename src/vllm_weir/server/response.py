@@ -91,9 +91,7 @@ class ResponseBuilder:
         self.held.release()
 
     def discard(self) -> None:
-        for key in self._spooled:
-            if self._server.spool is not None:
-                self._server.spool.delete(key)
+        self._server.forget(list(self._spooled))
 
     def _weir_object(self, choice: int) -> dict[str, Any]:
         view = whole(self._views.pop(choice))

@@ -23,6 +23,7 @@ from vllm_weir.schema.sae_info import SAEInfo
 from vllm_weir.server.errors import StateNotSaved
 from vllm_weir.server.limits import SAES as VARIABLE
 from vllm_weir.server.names import NamedOption, check_name
+from vllm_weir.server.shared.directory import locked
 from vllm_weir.server.state import ServerState
 
 OPTION = "--weir-sae"
@@ -149,7 +150,7 @@ async def _unload(state: ServerState, name: str) -> bool:
 def _load(state: ServerState, loop: asyncio.AbstractEventLoop, name: str, source: SAESource, again: bool) -> SAEInfo:
     """Do what `load` does, in a thread beside the event loop.
 
-    The state is locked meanwhile, so of several processes one loads.
+    Of several processes of a server one loads.
     """
     there = name in state.names.read().saes
     if not there:
@@ -165,8 +166,9 @@ def _load(state: ServerState, loop: asyncio.AbstractEventLoop, name: str, source
 def _send(state: ServerState, loop: asyncio.AbstractEventLoop, loaded: LoadedSAE) -> bool:
     """Have the workers load an autoencoder; return whether its name was free."""
     assert state.directory is not None
-    file = state.directory.subdirectory("saes") / f"{secrets.token_hex(8)}.safetensors"
-    free = False
+    folder = state.directory.subdirectory("saes")
+    file = folder / f"{secrets.token_hex(8)}.safetensors"
+    free = kept = False
 
     async def call(method: str, *arguments: Any) -> list[Any]:
         done = loading.caller_of(state.engine_client)(method, *arguments)
@@ -177,20 +179,23 @@ def _send(state: ServerState, loop: asyncio.AbstractEventLoop, loaded: LoadedSAE
         free = loaded.name not in contents.saes
         if not free:
             return contents
-        try:
-            transfer.write(loaded.sae, file)
-        except StoreError as e:
-            raise StateNotSaved(f"the server's disk refused a copy of the autoencoder ({e.message})") from None
-        loading.completed(loading.send(call, loaded, file))
         return replace(contents, saes={**contents.saes, loaded.name: SharedSAE(loaded.key, str(file))})
 
-    try:
-        state.names.change(edit)
-    except BaseException:
-        loading.completed(call(loading.UNLOAD, loaded.key))
-        file.unlink(missing_ok=True)
-        raise
-    return free
+    with locked(state.directory.path / "saes.lock"):
+        if loaded.name in state.newest_names().saes:
+            return False
+        try:
+            transfer.write(loaded.sae, file)
+            loading.completed(loading.send(call, loaded, file))
+            state.names.change(edit)
+            kept = free
+        except StoreError as e:
+            raise StateNotSaved(f"the server's disk refused a copy of the autoencoder ({e.message})") from None
+        finally:
+            if not kept:
+                loading.completed(call(loading.UNLOAD, loaded.key))
+                file.unlink(missing_ok=True)
+    return kept
 
 
 async def _awaited(done: Awaitable[list[Any]]) -> list[Any]:

@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.results.activations import Activations
 from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
@@ -23,6 +24,9 @@ from vllm_weir.server.shared.directory import SharedDirectory
 from vllm_weir.server.shared.peers import Peers
 from vllm_weir.server.shared.result_files import ResultFiles
 from vllm_weir.server.shared.state_files import SharedState
+from vllm_weir.server.shared.store import Store, check_url
+from vllm_weir.server.shared.store_results import StoreResults
+from vllm_weir.server.shared.store_state import StoreState
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +45,7 @@ class ServerState:
         directory: The directory shared with the server's other processes; None until Weir's routes
             are on.
         spool: The results by reference; None until Weir's routes are on.
+        model: The name under which vLLM serves the model; empty until Weir's routes are on.
         peers: The server's other API-server processes; None if there are none.
         cpu_lock: Held while a thread builds a response from rows that have arrived. More of them at
             a time would take the interpreter from the event loop without finishing sooner.
@@ -60,8 +65,9 @@ class ServerState:
         self.directory: SharedDirectory | None = None
         self.spool: ResultFiles | None = None
         self.peers: Peers | None = None
+        self.model = ""
         self.cpu_lock = threading.Lock()
-        self._names: SharedState | None = None
+        self._names: SharedState | StoreState | None = None
         self._metrics: ServerMetrics | None = None
         self._registry = registry
         self._threads = ThreadPoolExecutor(THREADS, "weir-answer")
@@ -72,16 +78,25 @@ class ServerState:
     def open(self, key: int, model: str = "") -> None:
         """Open what Weir's routes need; the children of process `key` share the server's directory."""
         self.directory = SharedDirectory(key, self.limits.directory)
-        self.spool = ResultFiles(
-            self.directory.subdirectory("spool"), self.limits.spool_bytes, self.limits.spool_seconds
+        spool, limits = self.directory.subdirectory("spool"), self.limits
+        store = Store(check_url(limits.store)) if limits.store else None
+        if store is None or store.folder is not None:
+            if store is not None and store.folder is not None:
+                spool = store.folder / "results"
+                spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.spool = ResultFiles(spool, limits.spool_bytes, limits.spool_seconds)
+        else:
+            self.spool = StoreResults(store, spool, limits.spool_bytes, limits.spool_seconds)
+        self._names = self.frontend.names.source = (
+            SharedState(self.directory.subdirectory("shared"))
+            if store is None
+            else StoreState(store, self.directory.path)
         )
-        self._names = self.frontend.names.source = SharedState(self.directory.subdirectory("shared"))
-        self.frontend.observer = self._metrics = ServerMetrics(
-            self.frontend, model or self.frontend.model, self.spool, self._registry
-        )
+        self.model = model or self.frontend.model
+        self.frontend.observer = self._metrics = ServerMetrics(self.frontend, self.model, self.spool, self._registry)
 
     @property
-    def names(self) -> SharedState:
+    def names(self) -> SharedState | StoreState:
         """Vectors and modules by name, and the steering of every request.
 
         Raises:
@@ -90,6 +105,12 @@ class ServerState:
         if self._names is None:
             raise WeirError("this server has none of Weir's routes; start it with `weir serve`")
         return self._names
+
+    def newest_names(self) -> RegistryContents:
+        """Return what is under names now, also by other servers of the store; may wait for it."""
+        if isinstance(self.names, StoreState):
+            self.names.refresh()
+        return self.names.read()
 
     async def capabilities(self) -> EngineCapabilities:
         """Return the engine's capabilities, asking its workers once.
@@ -160,6 +181,11 @@ class ServerState:
             assert self.spool is not None, "a request whose frames are to be fetched is refused without routes"
             self.spool.put_frame(key, frame, keys)
             keys.append(key)
+
+    def forget(self, keys: Collection[str]) -> None:
+        """Delete results that nobody will fetch, in a thread: a store may be far away."""
+        if (spool := self.spool) is not None and keys:
+            self._threads.submit(lambda: [spool.delete(key) for key in keys])
 
     def inline_bytes(self, asked: int) -> int:
         """Return the most bytes of inline rows: the server's limit if rows cannot be fetched."""

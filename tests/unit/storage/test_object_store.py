@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +15,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.machine import needs, object_store
-from tests.support.measure import eventually
-from tests.support.ports import free_port
+from tests.support.s3 import s3_server
 from tests.unit.stored import WORKERS, check, length_of, make, write
 from vllm_weir.analysis import load_activation_manifest
 from vllm_weir.errors import WeirError
@@ -35,33 +30,8 @@ NAMES = ["a", "b/c", "d"]
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, Any]]:
     """storage_options of a moto server with a bucket named ``acts``."""
-    port = free_port()
-    # A process of its own: vLLM looks at every attribute of every imported module when an engine starts,
-    # and Flask's proxies raise when looked at.
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL
-    )
-    wait_for(port, server)
-    options = {
-        "key": "k",
-        "secret": "s",
-        "endpoint_url": f"http://127.0.0.1:{port}",
-        "client_kwargs": {"region_name": "eu-west-1"},
-    }
-    fsspec.filesystem("s3", **options).mkdir("acts")
-    yield options
-    server.terminate()
-    server.wait(60)
-
-
-def wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
-    def answers() -> bool:
-        assert server.poll() is None, "the S3 server of the tests ended: is moto[server] installed?"
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return True
-        return False
-
-    eventually(answers, True, 60)
+    with s3_server("acts") as options:
+        yield options
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -23,6 +23,10 @@ class HookRegistry:
     def __init__(self) -> None:
         self._by_name: dict[str, Hook] = {}
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
     def put(self, name: str, hook: Hook) -> None:
         if len(self._by_name) >= MAX_NAMES and name not in self._by_name:
             raise WeirError(f"{MAX_NAMES} hooks are registered already; unregister some", "name")

@@ -46,6 +46,8 @@ class RegistryContents:
         modules: lists of interventions by name.
         always: interventions of every request, in order.
         tiers: how many of `always`, from the first, were given by tier, hook point and block.
+        lenses: name -> paths of the files of a lens; of a store that several servers share.
+        hooks: name -> ``module:attribute`` of a hook; likewise.
     """
 
     generation: int = 0
@@ -55,6 +57,8 @@ class RegistryContents:
     tiers: int = 0
     saes: Mapping[str, SharedSAE] = field(default_factory=dict)
     probes: Mapping[str, RegisteredProbe] = field(default_factory=dict)
+    lenses: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    hooks: Mapping[str, str] = field(default_factory=dict)
 
 
 class RegistryBackend(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, BinaryIO
@@ -14,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.routes.router import State, weir_router
-from vllm_weir.server.shared.result_files import frame_facts, is_frame
+from vllm_weir.server.shared.result_files import file_name, frame_facts, is_frame
 
 MEDIA = "application/octet-stream"
 _PART = re.compile(r"\s*(\d{0,18})-(\d{0,18})\s*", re.ASCII)
@@ -67,7 +66,7 @@ def router() -> APIRouter:
         file = state.spool.open(id) if state.spool is not None else None
         if file is None:
             return _unknown(id)
-        return OpenResultFile(file, os.path.basename(file.name), _frame_headers(id) if is_frame(id) else None)
+        return OpenResultFile(file, file_name(id), _frame_headers(id) if is_frame(id) else None)
 
     @routes.delete(
         "/v1/activations/{id}",

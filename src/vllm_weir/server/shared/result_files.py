@@ -126,7 +126,7 @@ class ResultFiles:
         return self.directory / LOCK
 
     def _path(self, key: str) -> Path:
-        return self.directory / _file_name(key)
+        return self.directory / file_name(key)
 
     def _check_budget(self, size: int) -> None:
         if size > self.budget:
@@ -140,7 +140,7 @@ class ResultFiles:
         self._check_budget(size)
         kept = _parse_count(os.pread(lock, _COUNT.size, 0))
         if kept is None or kept + size > self.budget:
-            kept = self._scan(lock, size, set(map(_file_name, keep_ids)))
+            kept = self._scan(lock, size, set(map(file_name, keep_ids)))
             if kept + size > self.budget:
                 raise WeirError(
                     f"{size} bytes and the other results of this response are more than the server keeps "
@@ -190,7 +190,8 @@ def _parse_count(data: bytes) -> int | None:
     return _COUNT.unpack(data)[0] if len(data) == _COUNT.size else None
 
 
-def _file_name(key: str) -> str:
+def file_name(key: str) -> str:
+    """Return the name of a result's file."""
     return f"{key}{FRAME_SUFFIX if is_frame(key) else SUFFIX}"
 
 
