@@ -7,6 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import vllm_weir as weir
+from tests.conformance.zoo import ZOO
+from tests.conformance.zoo.build import build
 from tests.support.models import make_model
 from tests.unit.refusals import refused
 from vllm_weir.experiments import lens_fit
@@ -18,12 +20,16 @@ TEXTS = [torch.randint(5, 400, (n,), generator=generator).tolist() for n in (9, 
 SHORT = [7, 8, 9, 10]
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("gemma2", marks=pytest.mark.thorough)])
+@pytest.fixture(
+    scope="module", params=["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma2", "cohere"))]
+)
 def model(request, tmp_path_factory):
-    return AutoModelForCausalLM.from_pretrained(
-        make_model(request.param, "a", tmp_path_factory.mktemp("models")), dtype=torch.float32,
-        attn_implementation="eager",
-    )  # fmt: skip
+    where = tmp_path_factory.mktemp("models")
+    if request.param == "cohere":
+        build(ZOO["CohereForCausalLM"], where)
+    else:
+        where = make_model(request.param, "a", where)
+    return AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, attn_implementation="eager")
 
 
 SOME = range(0, 128, 9)
