@@ -227,9 +227,11 @@ def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
     runtime = SimpleNamespace(
         requests=SimpleNamespace(follow=lambda new, finished, resumed, known: joined.extend([*new, known])),
         begin_step=lambda *groups: None,
-        sender=SimpleNamespace(end_step=lambda: None),
-        notifier=SimpleNamespace(),
-        functions=SimpleNamespace(params={}),
+        steps=SimpleNamespace(end_step=lambda: None),
+        parts=SimpleNamespace(
+            notifier=SimpleNamespace(note_waiting=lambda count: None),
+            functions=SimpleNamespace(note_params=lambda params: None),
+        ),
     )
     runner = SimpleNamespace(execute_model=lambda output: None)
     _patch_execute_model(runner, runtime)
@@ -470,5 +472,5 @@ def test_trap_17_who_waits_for_a_worker_s_word_holds_up_nobody_in_the_event_loop
 
 def test_trap_17_plain_requests_that_end_at_the_same_time_go_out_first():
     """Though nothing is left to wait for."""
-    view = SimpleNamespace(finished=True, concluded=lambda: True, verify=list, settle=lambda: None)
+    view = SimpleNamespace(finished=True, concluded=lambda: True, verify=list, settle=lambda: None, routing=list)
     assert generated(("steered", view), ("plain", None), ("plain", None)) == ["plain", "plain", "steered"]
