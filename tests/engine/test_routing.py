@@ -16,10 +16,11 @@ from tests.conformance.oracle import Oracle
 from tests.conformance.zoo import ZOO
 from tests.conformance.zoo.build import build
 from tests.conformance.zoo.loader import LOAD_FORMAT
-from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
-from tests.engine.serving import API_KEY, COMPLETIONS, WEIR, choices, events, post, running
+from tests.engine.common import BOUND, assert_nothing_is_held, directory, prompts, sampling
+from tests.engine.serving import API_KEY, COMPLETIONS, WEIR, choices, events, post, rows_of, running
 from tests.support.engines import async_llm, close_all, get_llm
 from tests.support.machine import GIB, binding, engine_processes, inductor, memory, needs, ranks
+from tests.support.measure import rel_err
 from tests.support.named import ENGINES
 from vllm_weir.client.response_fields import array_of
 
@@ -208,6 +209,8 @@ def test_over_http(root, tmp_path):
     params = weir.params(sampling(6), routing=weir.Routing(weights=True))
     (out,) = llm.generate([text], params, use_tqdm=False)
     wanted, weights = out.outputs[0].routed_experts, out.outputs[0].routing_weights
+    capture = weir.Capture("resid_post", 1, "all")
+    (captured,) = llm.generate([text], weir.params(sampling(6), capture=capture), use_tqdm=False)
     close_all()
     body = {"prompt": text, "weir": {"v": 1, "routing": {"weights": True}}, **common}
     model, more = (
@@ -227,8 +230,11 @@ def test_over_http(root, tmp_path):
         assert answer.status_code == 200, answer.text
         assert np.array_equal(array_of(answer.json()["choices"][0]["routed_experts"]), wanted)
         extras["extra_args"]["weir"] = body["weir"]
-        refused = http.post("/inference/v1/generate", json=generate | {"sampling_params": common | extras})
-        assert refused.status_code == 400 and "routing.weights" in refused.text
+        answer = http.post("/inference/v1/generate", json=generate | {"sampling_params": common | extras})
+        assert np.array_equal(array_of(answer.json()["choices"][0]["weir"]["routing_weights"]), weights)
+        streamed = generate | {"sampling_params": common | extras, "stream": True}
+        assert "routing.weights" in http.post("/inference/v1/generate", json=streamed).text
+        rows_ride_on_generated_tokens(http, out.prompt_token_ids, captured.outputs[0], tmp_path)
         client = weir.Client(str(http.base_url), api_key=API_KEY)
         done = client.generate(text, routing=weir.Routing(weights=True), **common)
         assert np.array_equal(done.routed_experts, wanted) and np.array_equal(done.routing_weights, weights)
@@ -236,6 +242,34 @@ def test_over_http(root, tmp_path):
         assert np.array_equal(chunk.result.routed_experts, wanted) and chunk.result.routing_weights is None
         chat = client.chat([{"role": "user", "content": text}], routing=True, **common)
         assert chat.routed_experts.shape == (len(chat.prompt_token_ids) + 5, 3, 2)
+
+
+def rows_ride_on_generated_tokens(http, prompt_ids, captured, folder):
+    """On ``/inference/v1/generate`` each choice has Weir's object, with rows and receipt; a wrong field is named."""
+
+    def answer(wish, **sampled):
+        common = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "extra_args": {"weir": wish, "mine": 1}}
+        asked = {"token_ids": prompt_ids, "sampling_params": common | sampled}
+        return http.post("/inference/v1/generate", json=asked)
+
+    wish = {"v": 1, "capture": [{"hook": "resid_post", "layers": [1], "positions": "all"}]}
+    told = answer(wish, n=2, temperature=1, top_k=1).json()
+    assert [choice["index"] for choice in told["choices"]] == [0, 1] and told["usage"]["completion_tokens"] == 12
+    for choice in told["choices"]:
+        assert choice["token_ids"] == list(captured.token_ids) and choice["weir"]["receipt"]["complete"]
+        rows = rows_of(http, choice, folder)
+        assert torch.equal(rows.positions, captured.activations.positions)
+        assert rel_err(rows["resid_post", 1], captured.activations["resid_post", 1]) < BOUND
+    wish["capture"][0]["layers"] = [99]
+    refused = answer(wish)
+    assert refused.status_code == 400 and "block 99" in refused.text, refused.text
+    assert answer({"v": 1, "captures": []}).status_code == 400
+    assert (
+        "weir"
+        not in http.post(
+            "/inference/v1/generate", json={"token_ids": prompt_ids, "sampling_params": {"max_tokens": 2}}
+        ).json()["choices"][0]
+    )
 
 
 def test_models_without_experts_refuse_it(root):

@@ -82,6 +82,7 @@ class Patch:
 
 _V1 = "vllm.v1"
 _COMPLETION, _CHAT = "vllm.entrypoints.openai.completion", "vllm.entrypoints.openai.chat_completion"
+_TOKENS = "vllm.entrypoints.scale_out.token_in_token_out"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _GENERATE = "vllm.entrypoints.generate"
 _BEAMS = f"{_GENERATE}.beam_search"
@@ -182,6 +183,12 @@ PATCHES: tuple[Patch, ...] = (
          serving=True),
     Patch(f"{_CHAT}.protocol", "ChatCompletionRequest.to_sampling_params", SERVER,
          "what the body asks of Weir enters the sampling parameters", "server:to_sampling_params", serving=True),
+    Patch(f"{_TOKENS}.serving", "ServingTokens.serve_tokens", SERVER,
+         "what extra_args ask of Weir is read, and the result added to the response", "server:serve_tokens",
+         ("request",), serving=True, recent=True),
+    Patch(f"{_TOKENS}.serving", "ServingTokens.serve_tokens_full_generator", SERVER,
+         "rows of generated tokens are collected", "server:chat_response", ("result_generator",), serving=True,
+         recent=True),
     Patch("vllm.entrypoints.openai.responses.protocol", "ResponsesRequest.to_sampling_params", SERVER,
          "a route whose responses cannot carry rows refuses Weir's keys", "server:to_sampling_params",
          serving=True),

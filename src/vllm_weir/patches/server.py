@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
@@ -81,6 +82,62 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
             return self.create_error_response(str(as_sent), param=as_sent.field or None)
 
     return wrapper
+
+
+def serve_tokens(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``ServingTokens.serve_tokens``: serve what ``sampling_params.extra_args`` asks of Weir.
+
+    Its streams, and subclasses with an answer of their own, cannot carry rows: those are refused where
+    the request enters the engine.
+    """
+    owner = original.__qualname__.partition(".")[0]
+
+    async def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        params = request.sampling_params
+        wish = (params.extra_args or {}).get(WIRE_KEY)
+        if wish is None or request.stream or type(self).__name__ != owner or status.serving_refusal is not None:
+            return await original(self, request, *args, **kwargs)
+        try:
+            server = server_of(self.engine_client)
+            weir_request = WeirRequest.parse(None, {WIRE_KEY: wish}, server.limits)
+            assert weir_request is not None
+            params.extra_args = {**params.extra_args, **weir_request.extra_args}
+            await server.frontend.pacing.wait_to_enter()
+            builder = ResponseBuilder(weir_request, server)
+            return await _respond(self, builder, _with_room(builder, original(self, request, *args, **kwargs)))
+        except WeirFailure as e:
+            return _server_error(self, e)
+        except WeirError as e:
+            return self.create_error_response(str(e), param=e.field or None)
+
+    return wrapper
+
+
+async def _with_room(builder: ResponseBuilder, handled: Awaitable[Any]) -> Any:
+    """Return the response that `handled` results in as one whose choices take further fields."""
+    try:
+        response = await handled
+    except AssertionError:  # vLLM's, for a request that was refused and so has no output
+        if builder.failure is None:
+            raise
+        raise builder.failure from None
+    if not hasattr(response, "choices"):
+        return response
+    kinds: Any = type(response), type(response.choices[0])
+    answer, choice = _open_models(*kinds)
+    choices = [choice.model_construct(**dict(one)) for one in response.choices]
+    return answer.model_construct(**{**dict(response), "choices": choices})
+
+
+@functools.cache
+def _open_models(response: Any, choice: Any) -> tuple[Any, Any]:
+    """Return subclasses of vLLM's models whose choices have what vLLM does not know, in JSON, too."""
+    from pydantic import ConfigDict, create_model
+
+    open_choice: Any = type(
+        choice.__name__, (choice,), {"model_config": ConfigDict(extra="allow"), "__module__": __name__}
+    )
+    return create_model(response.__name__, __base__=response, choices=(list[Any], ...)), open_choice
 
 
 async def _plain(server: ServerState | None, handled: Awaitable[Any]) -> Any:
