@@ -81,4 +81,4 @@ def router() -> APIRouter:
 
 
 def public_limits(limits: ServerLimits) -> dict[str, int | float]:
-    return limits.model_dump(exclude={"directory"})
+    return limits.model_dump(exclude={"directory", "store"})
