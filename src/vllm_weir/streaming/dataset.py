@@ -18,7 +18,7 @@ from vllm_weir.streaming.connection import Connection, connect, parse_address, r
 
 
 class StreamedRows(IterableDataset):
-    """Batches of rows, as an engine computes them; from `stream_rows`, or made in another process.
+    """Batches of rows (`RowBatch`), as an engine computes them; from `stream_rows`, or made in another process.
 
     Batches come in the order of their numbers, also through ``DataLoader(rows, batch_size=None,
     num_workers=n)``, whatever `n` is. Each arrives exactly once: those before `cursor` never, those
@@ -38,9 +38,6 @@ class StreamedRows(IterableDataset):
         shard: (i, n): every n-th batch alone, beginning with the i-th, as for a rank of a
             distributed job. With `checkpoints`, one rank acknowledges for all.
         wait_seconds: How long to wait for a stream that has not begun.
-
-    Yields:
-        RowBatch
 
     Raises:
         WeirError: For a wrong argument, naming it; while iterating, if the stream cannot be reached

@@ -262,14 +262,7 @@ def make_parts(
     lenses = Lenses(unembedding, sites.num_layers, d_model, device)
     read_outs = ReadOuts(compressions, saes.hold, sites.shapes, d_model, device, lenses, dtype.itemsize)
     reducer = TapReducer(ring.buffer)
-    copy_out: CpuCopyOut | CudaCopyOut = CpuCopyOut(ring, host)
-    streamed_copy: StreamedCopy | None = None
-    if device.type == "cuda":
-        copy_out = CudaCopyOut(ring, host)
-        if sends:
-            from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
-
-            streamed_copy = StreamedCopy(ring, copy_out, tensors.ranks, switch.numbers, compressions)
+    copy_out, streamed_copy = _copies(ring, host, tensors, switch, compressions, sends)
     calls = TapCalls(
         table, switch.numbers, saes.find, functions, sites_of, failures.fail_called, device, switch.score_early
     )
@@ -301,3 +294,17 @@ def make_parts(
         step_rows=StepRows(ring, copy_out, streamed_copy, reducer, compressions),
         module_path=ModulePath(model, anchors.values()),
     )
+
+
+def _copies(
+    ring: Ring, host: HostBuffer, tensors: TapTensors, switch: TapSwitch, codecs: Codecs, sends: bool
+) -> tuple[CpuCopyOut | CudaCopyOut, StreamedCopy | None]:
+    """Return what copies rows out of the ring after a step, and what does so while it runs."""
+    if ring.buffer.device.type != "cuda":
+        return CpuCopyOut(ring, host), None
+    copy_out = CudaCopyOut(ring, host)
+    if not sends:
+        return copy_out, None
+    from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
+
+    return copy_out, StreamedCopy(ring, copy_out, tensors.ranks, switch.numbers, codecs)

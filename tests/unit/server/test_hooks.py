@@ -148,7 +148,7 @@ def test_values_and_what_is_saved_through_json(binary):
     )
     assert bool(saved["on"]) and saved["text"] == "x" and saved["n"] == [1, 2.5] and saved["raw"] == b"ab"
     choice = Choice()
-    add_weir_fields(choice, told)
+    add_weir_fields(choice, {"weir": told})
     assert torch.equal(choice.values["rows"], values["rows"]) and choice.saved["text"] == "x"
 
 
@@ -158,7 +158,7 @@ def test_what_is_too_large_is_said_in_its_place():
         told = ValueForm(False, 3999).told(one)
         assert told.keys() == {"values_error"} and "WEIR_SERVE_INLINE_BYTES" in told["values_error"]
         choice = Choice()
-        add_weir_fields(choice, told)
+        add_weir_fields(choice, {"weir": told})
         for name in ("values", "saved"):
             with pytest.raises(WeirError, match="exceed the 3999"):
                 getattr(choice, name)

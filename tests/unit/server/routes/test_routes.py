@@ -204,7 +204,7 @@ def test_a_route_that_this_vllm_does_not_have_is_no_missing_patch_point(monkeypa
     exists = registry._module_exists
     monkeypatch.setattr(registry, "_module_exists", lambda name: name not in modules and exists(name))
     monkeypatch.setattr(registry, "when_imported", lambda name, hold: None)
-    assert registry.install(active=True).serving_refusal is None and len(modules) == 6
+    assert registry.install(active=True).serving_refusal is None and len(modules) == 7
     monkeypatch.setattr(registry, "PATCHES", recent)  # to look at the others is to import all of vLLM
     assert {why for _, why in registry.verify()} == {""}
 
