@@ -69,12 +69,13 @@ class StreamedRows(IterableDataset):
             while (batch := reader.read()) is not None:
                 yield batch
                 del batch  # before it is read whether views are left
-                for segment in reader.unmapped():
-                    connection.send({"unmapped": segment})
                 # Together, since the stream may have room for the next batch only when this one is done.
                 done = {} if self.checkpoints else {"done": number}
                 number += step
-                connection.send(done | {"get": number})
+                with _alive():
+                    for segment in reader.unmapped():
+                        connection.send({"unmapped": segment})
+                    connection.send(done | {"get": number})
 
     def acknowledge(self, cursor: Cursor | tuple[int, int, int] | int) -> None:
         """Let go of the batches before a cursor, which is that of a checkpoint that has been stored.
@@ -90,6 +91,19 @@ class StreamedRows(IterableDataset):
                 raise WeirError(f"the stream at {self.address} ended the connection ({e})", "address") from e
 
 
+@contextlib.contextmanager
+def _alive() -> Iterator[None]:
+    """Raise WeirError if the other end goes."""
+    try:
+        yield
+    except (OSError, EOFError) as e:
+        raise WeirError(
+            f"the stream has ended before its last batch ({e}); when its engine runs again, go on with the "
+            "cursor of the last batch that you used",
+            "address",
+        ) from e
+
+
 class _Reader:
     """Reads the batches that one connection asked for."""
 
@@ -100,7 +114,7 @@ class _Reader:
 
     def read(self) -> RowBatch | None:
         """Return the next batch; None at the end of the stream."""
-        try:
+        with _alive():
             message, fd = self._connection.receive()
             try:
                 if "end" in raise_error(message):
@@ -109,12 +123,6 @@ class _Reader:
             finally:
                 if fd is not None:
                     os.close(fd)
-        except (OSError, EOFError) as e:
-            raise WeirError(
-                f"the stream has ended before its last batch ({e}); when its engine runs again, go on with the "
-                "cursor of the last batch that you used",
-                "address",
-            ) from e
         return batch_of(read_tensors(memory, offset, message["tensors"]), message["cursor"])
 
     def unmapped(self) -> list[int]:

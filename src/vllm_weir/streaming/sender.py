@@ -300,6 +300,9 @@ class RowSender:
         with self._changed:
             self._changed.wait_for(lambda: number < self._next or self._end is not None)
             first = self._next - len(self._batches)
+            if self._closed:  # which lets go of all batches
+                connection.send(self._end or {})
+                return
             if number < first:
                 error = f"batch {number} was acknowledged and is gone; the stream goes on at batch {first}"
                 connection.send({"error": error, "field": "cursor"})
