@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from vllm_weir.util.shipped import demo_model, demo_sae
     from vllm_weir.worker.own_function import HookContext
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "SAE",

