@@ -20,7 +20,9 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOT_PAGES = {f"{name}.md": f"{name.lower()}.md" for name in ("CHANGELOG", "CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY")}
+ROOT_PAGES = {
+    f"{name}.md": f"{name.lower()}.md" for name in ("CHANGELOG", "CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY")
+}
 CODE = {".py": "python", ".toml": "toml", ".js": "javascript", ".cff": "yaml", "": "text"}
 """Languages of files that are shown as pages, by suffix."""
 

@@ -20,7 +20,8 @@ RELEASE = ROOT / "scripts" / "release.py"
 
 
 def test_one_place_has_the_version():
-    told = subprocess.run([sys.executable, RELEASE, "version"], capture_output=True, text=True, check=True).stdout.strip()
+    command = [sys.executable, RELEASE, "version"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     assert told == weir.__version__ and PROJECT["project"]["dynamic"] == ["version"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "vllm_weir.__version__"}
     assert f"\nversion: {told}\n" in (ROOT / "CITATION.cff").read_text()
