@@ -331,11 +331,12 @@ def serve_parser() -> Any:
 def test_a_server_takes_these_options(words: list[str]) -> None:
     from vllm_weir.cli.options import take
     from vllm_weir.cli.serve import OPTION
-    from vllm_weir.server import hooks
+    from vllm_weir.server import hooks, store
 
     rest = words[2:]
     if words[0] == "weir":
         rest, _ = take(OPTION, rest, "a path")
         rest, given = take(hooks.OPTION, rest, "a function")
         hooks.put_options(given, {})
+        rest, _ = take(store.OPTION, rest, "a URL")
     assert serve_parser().parse_args(["serve", *rest]).subparser == "serve"

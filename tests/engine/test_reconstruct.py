@@ -219,3 +219,17 @@ def test_a_reconstruction_that_is_not_finite_fails_its_request(llm, loaded):
     plain = llm.generate(prompt(9, 141), sampling(logprobs=3), use_tqdm=False)
     (out,) = llm.generate(prompt(9, 141), sampling(logprobs=3), use_tqdm=False)
     assert same_answers([out], plain)
+
+
+def test_a_reconstruction_without_memory_fails_its_request(llm, loaded, monkeypatch):
+    loaded("large", random_sae("standard", ("resid_post", 1), 3))
+
+    def reconstructed(self, rows):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(weir.SAE, "reconstructed", reconstructed)
+    with pytest.raises(weir.WeirError, match="no memory left"):
+        run(llm, [[weir.Reconstruct("large")], []], [prompt(9, 140 + k) for k in range(2)])
+    monkeypatch.undo()
+    (out,) = run(llm, [[weir.Reconstruct("large")]], [prompt(9, 142)])
+    assert out.receipt.interventions[0].acted

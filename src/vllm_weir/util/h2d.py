@@ -5,6 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+NO_MEMORY = (
+    "the device has no memory left for what the request needs there; send it again once other requests have ended, or "
+    "start the engine with a lower gpu_memory_utilization"
+)
+"""Why a request fails that runs out of memory."""
+
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return the array as a tensor of `device`; the copy may still be under way, so do not change the array.

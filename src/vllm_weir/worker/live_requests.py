@@ -13,8 +13,8 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.taps import tap_of
+from vllm_weir.util.h2d import NO_MEMORY
 from vllm_weir.worker.parts import Parts
-from vllm_weir.worker.request_failures import NO_MEMORY
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,6 @@ from vllm_weir.worker.steering.unsteered_kv import SteeredKeys
 from vllm_weir.worker.transfer.notifier import Notifier
 
 logger = logging.getLogger(__name__)
-NO_MEMORY = (
-    "the device has no memory left for what the request needs there; send it again once other requests have ended, or "
-    "start the engine with a lower gpu_memory_utilization"
-)
 
 
 class RequestFailures:

@@ -13,10 +13,9 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.taps import GROUPS, NO_GRAPH, function_bits
-from vllm_weir.util.h2d import upload
+from vllm_weir.util.h2d import NO_MEMORY, upload
 from vllm_weir.worker.parts import Parts
 from vllm_weir.worker.planning.step_plan import StepPlan
-from vllm_weir.worker.request_failures import NO_MEMORY
 from vllm_weir.worker.tap.batch import Batch
 from vllm_weir.worker.transfer.copy_out import no_wait
 from vllm_weir.worker.transfer.notifier import StepNotice

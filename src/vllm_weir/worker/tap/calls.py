@@ -19,7 +19,7 @@ from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ENCODE, HOOK, RECONSTRUCT
 from vllm_weir.schema.taps import site_of
-from vllm_weir.util.h2d import upload
+from vllm_weir.util.h2d import NO_MEMORY, upload
 from vllm_weir.worker.functions import Part, WorkerFunctions
 from vllm_weir.worker.row_functions import spoiled
 from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, ProgramTable
@@ -27,6 +27,7 @@ from vllm_weir.worker.tap import cpu_kernel
 from vllm_weir.worker.tap.batch import Batch
 
 Launch = Callable[..., None]
+NOT_FINITE = "the reconstruction of one of its rows is not finite in the model's dtype"
 
 
 class _Round(NamedTuple):
@@ -163,14 +164,18 @@ class TapCalls:
         tokens, node = one.tokens[at], one.nodes[at[0]]
         lo, hi = self._table.ints[node, 5:7].tolist()
         own = rows[self._index(at), lo:hi]
-        new = self._find(self._table.called[int(node)].key).reconstructed(own)
-        bad = spoiled(own, new)
         place = self._index(self._table.floats[one.nodes[at], 2])
-        held[self._index(tokens), place, lo:hi] = torch.where(bad[:, None], own.float(), new)
-        for k in bad.nonzero()[:, 0].tolist():
-            self._fail(
-                self._owner(one, at[k]), "the reconstruction of one of its rows is not finite in the model's dtype"
-            )
+        held[self._index(tokens), place, lo:hi] = own.float()
+        try:
+            new = self._find(self._table.called[int(node)].key).reconstructed(own)
+        except torch.OutOfMemoryError:  # of a float32 copy of the decoder, say
+            failed, why = at.tolist(), NO_MEMORY
+        else:
+            bad = spoiled(own, new)
+            held[self._index(tokens), place, lo:hi] = torch.where(bad[:, None], own.float(), new)
+            failed, why = at[bad.cpu().numpy()].tolist(), NOT_FINITE
+        for request_id in dict.fromkeys(self._owner(one, k) for k in failed):
+            self._fail(request_id, why)
 
     def _run(self, tap: int, one: _Round, at: np.ndarray, rows: torch.Tensor, held: torch.Tensor) -> None:
         """Call a function on rows of the requests that it serves; if it fails they keep them."""
