@@ -31,7 +31,7 @@ MINUTES ?= 60
 help:
 	@echo "make demo [MODEL=<directory or hub id>]   run the demo (under 5 minutes with the set-up)"
 	@echo "make bench [ARGS=--smoke]                 stock vLLM, Weir and others, timed and checked (docs/bench.md)"
-	@echo "make test [WORKERS=2]                     every capability on real engines, in so many processes (10 minutes)"
+	@echo "make test [WORKERS=2]                     every capability on real engines, in so many processes (15 minutes)"
 	@echo "make test-all                             every test that needs no GPU (an hour)"
 	@echo "make test-reached [MINUTES=60]            what test-all has beyond test, of what your change reaches"
 	@echo "make test-gpu [PART=1/4|two]              the tests that hold on NVIDIA GPUs, in parts of at most 9 minutes"
