@@ -160,9 +160,9 @@ class RowFunction:
         return Given(with_part(self._call, rows, new), values, spoiled(own_rows, new), states)
 
     def dtype_of(self, name: str, rows: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a function gets one of `by_row` for rows of a dtype, as `in_dtype` does."""
+        """Return the dtype in which a function gets one of `by_row` for rows of a dtype."""
         dtype, shape = self.by_row[name]
-        return rows if dtype.startswith("float") and shape else getattr(torch, dtype)
+        return _arg_dtype(getattr(torch, dtype), len(shape), rows)
 
     def _constants(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if device.type == "cpu":
@@ -172,15 +172,18 @@ class RowFunction:
         return self._on_device
 
 
-def in_dtype(args: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return args with floating vectors and matrices in the dtype of the rows that they meet.
+def _arg_dtype(own: torch.dtype, dims: int, rows: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a function gets a tensor arg with so many dimensions.
 
     A number, or a tensor without dimensions, does not change the dtype of what it is multiplied with.
     """
+    return rows if own.is_floating_point and dims else own
+
+
+def in_dtype(args: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return args with floating vectors and matrices in the dtype of the rows that they meet."""
     return {
-        name: value.to(dtype)
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim()
-        else value
+        name: value.to(_arg_dtype(value.dtype, value.dim(), dtype)) if isinstance(value, torch.Tensor) else value
         for name, value in args.items()
     }
 

@@ -88,32 +88,29 @@ def _count(url: str, folder: Path, times: int) -> None:
         state.change(_counted)
 
 
+def race(start: str, url: str, folder, processes: int, changes: int) -> None:
+    """Have processes, started in this way, each change the store so often, and expect every change in it."""
+    context = multiprocessing.get_context(start)
+    racing = [context.Process(target=_count, args=(url, folder / str(k), changes)) for k in range(processes)]
+    for process in racing:
+        process.start()
+    for process in racing:
+        process.join(300)
+        assert process.exitcode == 0
+    contents, total = state_of(url, folder).read(), processes * changes
+    assert contents.generation == total and contents.vectors["n"].directions[None].array[0] == total
+
+
 @pytest.mark.thorough
 def test_a_thousand_races_lose_no_change(tmp_path):
     url = check_url(str(tmp_path / "store"))
-    context, folders = multiprocessing.get_context("fork"), [tmp_path / str(k) for k in range(4)]
-    processes = [context.Process(target=_count, args=(url, folder, 250)) for folder in folders]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-        assert process.exitcode == 0
-    contents = state_of(url, tmp_path).read()
-    assert contents.generation == 1000 and contents.vectors["n"].directions[None].array[0] == 1000
+    race("fork", url, tmp_path, processes=4, changes=250)
 
 
 @needs(object_store)
 def test_races_on_s3_lose_no_change(bucket, tmp_path):
     url = f"s3://names/{uuid.uuid4()}"
-    context = multiprocessing.get_context("spawn")  # a fork would share connections
-    processes = [context.Process(target=_count, args=(url, tmp_path / str(k), 15)) for k in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-        assert process.exitcode == 0
-    contents = state_of(url, tmp_path).read()
-    assert contents.generation == 30 and contents.vectors["n"].directions[None].array[0] == 30
+    race("spawn", url, tmp_path, processes=2, changes=15)  # a fork would share connections
 
 
 def test_a_file_is_created_once(url):
