@@ -112,11 +112,13 @@ def test_a_batch_for_each_request_that_has_rows():
     assert [b.requests.unique().tolist() for b in batches] == [[n] for n in range(30) if len(rows_of(n))]
 
 
-@pytest.mark.parametrize("cut", [0, 1, 7])
-def test_an_engine_that_died_goes_on_from_the_cursor(cut):
+@pytest.mark.parametrize(("cut", "row"), [(0, 0), (1, 0), (2, 2), (9, 2)])
+def test_an_engine_that_died_goes_on_from_the_cursor(cut, row):
+    """Between two requests, and in the middle of one."""
     with stream.stream_rows(None, requests(40), batch_size=8) as rows:
         first = [batch for batch, _ in zip(rows, range(cut), strict=False)]
     cursor = first[-1].cursor if first else Cursor()
+    assert cursor.row == row
     with stream.stream_rows(None, requests(40), batch_size=8, start=json.loads(json.dumps(cursor))) as rows:
         found, owners = joined([*first, *rows])
     values, wanted = expected(40)

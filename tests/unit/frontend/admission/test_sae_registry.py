@@ -271,3 +271,10 @@ def test_which_block_of_a_cross_layer_transcoder():
     features = weir.Features("it", layers=[2, 0])
     assert features.to_json()["layers"] == [0, 2] and weir.Features.from_json(features.to_json()) == features
     assert "layers" not in weir.Features("it").to_json()
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_a_reconstruction_leaves_the_error_out_unless_it_is_asked_for(error):
+    registry, _ = registry_of("jumprelu")
+    found = registry.resolve(weir.Reconstruct("it", error=error))
+    assert len(found.lower((D_IN,), unnamed).instructions) == (not error)

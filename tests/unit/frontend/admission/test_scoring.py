@@ -477,3 +477,15 @@ def test_selectors_of_probes_that_select_nothing_are_refused(frontend):
 def test_modules_keep_their_gates_when_they_are_scaled():
     (one,) = scaled([add(when=When("a", above=0))], 2.0, "scale")
     assert one.when == When("a", above=0) and one.scale == 2.0
+
+
+@pytest.mark.parametrize("side", ["above", "below"])
+def test_a_cosine_gate_has_a_weight_of_norm_1_and_no_bias(side):
+    own = probe("a", activation="sigmoid")
+    found = admitted([own], add(when=When("a", metric="cosine", **{side: 0.25})))
+    of_scores, of_cosines = found.probes
+    weight = own.weight.array[0].astype(np.float64)
+    assert np.allclose(found.rows[of_cosines.rows[0]], weight / np.linalg.norm(weight), atol=1e-6)
+    assert of_cosines.cosine and of_cosines.offsets == (0.0,) and not of_scores.cosine
+    (gate,) = found.gates
+    assert (gate.probe, gate.threshold, gate.above) == (1, 0.25, side == "above")

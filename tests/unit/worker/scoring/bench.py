@@ -176,9 +176,9 @@ class Bench:
         self._new: list = []
         self._finished: list[str] = []
 
-    def join(self, request_id, asked, prompt_ids):
+    def join(self, request_id, asked, prompt_ids, **fields):
         carried = {digest: row.tobytes() for digest, row in asked.vectors.items()}
-        engine_request = EngineRequest(asked.spec.wire, ENDPOINT, vectors=carried, core_refusal="")
+        engine_request = EngineRequest(asked.spec.wire, ENDPOINT, vectors=carried, core_refusal="", **fields)
         self._new.append((request_id, engine_request, len(prompt_ids), prompt_ids, 0))
         self.got[request_id] = Got()
 

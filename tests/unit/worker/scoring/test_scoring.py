@@ -16,7 +16,7 @@ from tests.unit.worker.scoring.bench import Asked, Bench, D, Draw, blocks
 from tests.unit.worker.scoring.plain_scores import PlainModel
 from vllm_weir.schema.instructions import CONST, Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.resolved_probes import EMA, LINEAR, MEAN, MLP, NO_SMOOTHING, ResolvedGate
+from vllm_weir.schema.resolved_probes import EMA, LINEAR, MEAN, MLP, NO_ACTIVATION, NO_SMOOTHING, ResolvedGate
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 
@@ -265,3 +265,16 @@ def test_a_probe_whose_vectors_move_in_their_table_goes_on():
     bench.leave("m")
     bench.leave("b")
     bench.close()
+
+
+def test_cosine_similarities_do_not_depend_on_the_norm_of_a_row(bench):
+    draw = Draw(3)
+    probe = replace(linear(draw, "p", 0), offsets=(0.0,), activation=NO_ACTIVATION, cosine=True)
+    w = torch.from_numpy(draw.vectors[probe.rows[0]])
+    rows = torch.randn(5, D, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.1], [1], [5], [20], [100]])
+    bench.join("cosine", Asked((), (probe,), (), draw.vectors), [0] * 5)
+    bench.step({"cosine": (0, rows)}, {"cosine": [0] * 5})
+    bench.leave("cosine")
+    h = blocks()[0](rows).double()
+    wanted = (h @ w.double() / h.norm(dim=1)).tolist()
+    assert [float(bench.got["cosine"].cells[k][0]) for k in range(5)] == pytest.approx(wanted, rel=1e-5, abs=1e-6)

@@ -10,12 +10,14 @@ from tests.support.sae_reference import weights
 from tests.unit.worker.scoring.bench import Asked, Bench, D, blocks
 from vllm_weir.sae import transfer
 from vllm_weir.schema.instructions import ResolvedIntervention
-from vllm_weir.schema.set_activation import SetActivation
+from vllm_weir.schema.set_activation import Reconstruction, SetActivation
+from vllm_weir.schema.user_hooks import Hook
 
 KEY, LAYER, K = "it#1", 1, 3
 SAE = weir.SAE.from_tensors("topk", ("resid_post", LAYER), k=K, **weights("topk", 5, D, 12))
 IDS = [3, 1, 4, 1, 5, 2]
 EVERYWHERE = (True,) * len(IDS)
+FACTORS = {"a": torch.tensor(2.0), "b": torch.tensor(-3.0)}
 
 
 @pytest.fixture
@@ -109,3 +111,51 @@ def test_an_engine_whose_only_graphs_have_the_taps(bench):
     bench.step({"a": (0, rows_of())}, {"a": IDS})
     (reason,) = bench.got["a"].failures
     assert "one set of CUDA graphs" in reason and "enforce_eager" in reason
+
+
+def changed(rows, change):
+    """What leaves the last block if a function changes what leaves `LAYER`."""
+    for k, block in enumerate(blocks()):
+        rows = change(block(rows)) if k == LAYER else block(rows)
+    return rows
+
+
+def check_changed(bench, name, rows, change):
+    got, wanted = torch.stack([bench.got[name].rows[k] for k in range(len(IDS))]), changed(rows, change)
+    assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+    assert not bench.got[name].failures
+
+
+def test_rows_are_reconstructed_by_the_autoencoder_of_their_request(bench, tmp_path):
+    """Beside a plain request, which comes first and keeps its bits."""
+    other = weir.SAE.from_tensors("topk", ("resid_post", LAYER), k=K, **weights("topk", 6, D, 12))
+    transfer.write(other, tmp_path / "other.safetensors")
+    bench.runtime.parts.saes.load("other#1", str(tmp_path / "other.safetensors"))
+    coders, batch = {"a": SAE, "b": other}, {name: (0, rows_of(seed=k)) for k, name in enumerate(("plain", "a", "b"))}
+    bench.join("plain", Asked((), (), (), {}), IDS)
+    for name, key in (("a", KEY), ("b", "other#1")):
+        one = Reconstruction(key, LAYER, "resid_post")
+        move = ResolvedIntervention("resid_post", (LAYER,), one.positions, 0, one.lower((D,), None).instructions)
+        bench.join(name, Asked((move,), (), (), {}), IDS)
+    bench.step(batch, dict.fromkeys(batch, IDS))
+    for name, sae in coders.items():
+        check_changed(bench, name, batch[name][1], lambda h, sae=sae: sae.decode(sae.encode(h), h))
+    plain = torch.stack([bench.got["plain"].rows[k] for k in range(len(IDS))])
+    assert torch.equal(plain, changed(batch["plain"][1], lambda h: h))
+
+
+def _scaled(rows, ctx):
+    return rows * ctx.args["by"]
+
+
+def test_compiled_hooks_of_several_requests_each_get_their_own_args(bench):
+    """One call serves both, as neither keeps the step out of a graph."""
+    hooks = {name: Hook(_scaled, "resid_post", LAYER, args={"by": by}, mode="compiled") for name, by in FACTORS.items()}
+    batch = {name: (0, rows_of(seed=k)) for k, name in enumerate(hooks)}
+    for name, hook in hooks.items():
+        lowered = hook.lower((D,), None)
+        move = ResolvedIntervention("resid_post", (LAYER,), hook.positions, 0, lowered.instructions)
+        bench.join(name, Asked((move,), (), (), {}), IDS, calls=lowered.calls)
+    bench.step(batch, dict.fromkeys(batch, IDS))
+    for name, (_, rows) in batch.items():
+        check_changed(bench, name, rows, lambda h, by=FACTORS[name]: h * by)
