@@ -116,7 +116,9 @@ class Store:
                 found = self._fs.find(self._path(folder), detail=True)
             except FileNotFoundError:
                 return {}
-        names = {path[len(self._root) + 1 :]: info for path, info in found.items()}
+        # s3fs lists the folder itself where its first file is made while it looks.
+        files = {path: info for path, info in found.items() if info["type"] != "directory"}
+        names = {path[len(self._root) + 1 :]: info for path, info in files.items()}
         return {name: (_time_of(info), info["size"]) for name, info in names.items() if "/." not in name}
 
     def remove(self, name: str) -> bool:

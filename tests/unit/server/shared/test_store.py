@@ -143,6 +143,56 @@ def test_who_was_away_for_long_begins_with_the_newest(url, tmp_path, monkeypatch
     assert away.change(with_vector("b", 1)).generation == 9 and set(away.read().vectors) == {"a", "b"}
 
 
+def test_a_change_that_took_long_does_not_make_an_old_generation_again(url, tmp_path, monkeypatch):
+    """It was there and is gone by then, so that a store would create it."""
+    monkeypatch.setattr(store_state, "_TIDIED", 4)
+    monkeypatch.setattr(store_state, "KEPT", -10.0)
+    slow, other = state_of(url, tmp_path), state_of(url, tmp_path)
+    edited = []
+
+    def edit(contents):
+        if not edited:
+            for k in range(1, 9):
+                other.change(with_vector("a", k))
+            slow._checked -= store_state.FRESH + 1
+        edited.append(contents.generation)
+        return with_vector("b", 1)(contents)
+
+    assert slow.change(edit).generation == 9 and edited == [0, 8] and set(slow.read().vectors) == {"a", "b"}
+
+
+def test_who_loses_a_race_changes_what_the_winner_made(url, tmp_path):
+    loser, winner = state_of(url, tmp_path), state_of(url, tmp_path)
+    edited = []
+
+    def edit(contents):
+        if not edited:
+            winner.change(with_vector("a", 1))
+        edited.append(contents.generation)
+        return with_vector("b", 1)(contents)
+
+    assert loser.change(edit).generation == 2 and edited == [0, 1]
+    winner.refresh()
+    assert set(winner.read().vectors) == {"a", "b"}
+
+
+@needs(object_store)
+def test_a_folder_whose_first_file_is_made_meanwhile_is_empty(bucket, monkeypatch):
+    """s3fs finds no file, looks for one of the folder's name, and finds the folder."""
+    made = Store(f"s3://names/{uuid.uuid4()}")
+    listed = made._fs._lsdir
+
+    async def late(*args, **kwargs):
+        found = await listed(*args, **kwargs)
+        await made._fs._pipe_file(made._path("f/first"), b"1")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made._fs, "_lsdir", late)
+        assert made.files("f") == {}
+    assert set(made.files("f")) == {"f/first"}
+
+
 def test_a_store_that_cannot_be_written_changes_nothing(url, tmp_path, monkeypatch):
     state = state_of(url, tmp_path)
     known = state.change(with_vector("a", 1))
