@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
@@ -60,6 +60,50 @@ class VerifiedEffect(EstimatedEffect):
     effect: float
 
 
+@dataclass(frozen=True)
+class FeatureEffect:
+    """What putting in one feature's activation, at one position, is estimated to do to the metric.
+
+    Attributes:
+        feature: its id.
+        position: of the token.
+        token: its text, in the run that is patched.
+        activation: in the run that is patched.
+        put_in: in the other run.
+        estimate: to first order.
+        label: what the feature stands for; empty if the autoencoder does not say.
+    """
+
+    feature: int
+    position: int
+    token: str
+    activation: float
+    put_in: float
+    estimate: float
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class FeatureEffects:
+    """The features of one autoencoder as places that are patched.
+
+    Attributes:
+        site: whose rows it encodes.
+        top: features by position with the largest estimates by magnitude, largest first. Those
+            with the same activation in both runs are left out.
+        positions: those of the grid.
+        totals: by position, the sum of the estimates of all features, not of `top` alone.
+        errors: by position, the estimate of putting in what the autoencoder does not reconstruct.
+            With `totals` it is the estimate of the whole row.
+    """
+
+    site: Site
+    top: tuple[FeatureEffect, ...]
+    positions: tuple[int, ...]
+    totals: tuple[float, ...]
+    errors: tuple[float, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Attribution:
     """First-order estimates of what every patch does to a metric; the largest are verified.
@@ -81,6 +125,8 @@ class Attribution:
         tokens: texts of the tokens of the run that is patched.
         method: ``"gradient"`` or ``"integrated_gradients"``.
         steps: how many gradients each estimate is the mean of.
+        features: those of each autoencoder that was given, by its name. They are not verified:
+            ``weir.SetFeature`` patches one in an engine.
     """
 
     grid: Grid
@@ -95,6 +141,7 @@ class Attribution:
     tokens: tuple[str, ...]
     method: str = "gradient"
     steps: int = 1
+    features: dict[str, FeatureEffects] = field(default_factory=dict)
 
     def table(self) -> str:
         """Return `verified` as text, one place a line."""

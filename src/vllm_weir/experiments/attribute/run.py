@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import torch
 from vllm_weir.api import engine, params
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.adapter import Adapter
+from vllm_weir.experiments.attribute.features import check_saes, feature_effects, parse_saes
 from vllm_weir.experiments.attribute.question import (
     AskedSites,
     LogitsMetric,
@@ -33,6 +34,7 @@ from vllm_weir.experiments.attribute.result import Attribution, VerifiedEffect, 
 from vllm_weir.experiments.attribute.twin import RowPatch, Twin
 from vllm_weir.experiments.grid import Grid
 from vllm_weir.experiments.metrics import DENOISE, Baseline, Mode, parse_mode
+from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.schema.capture import Capture, parse_layers
 from vllm_weir.schema.fields import right_words
 from vllm_weir.schema.hooks import HookPoint, Site
@@ -63,6 +65,8 @@ def attribute(
     method: Method = "gradient",
     steps: int | None = None,
     lora: Any = None,
+    saes: Any = (),
+    top_features: int = 10,
 ) -> Attribution:
     """Estimate what patching each hook point does to a metric; make the largest patches to verify it.
 
@@ -98,6 +102,9 @@ def attribute(
             16. Each takes a forward and a backward pass for each site.
         lora: ``LoRARequest``, or the path of an adapter's folder: the engine runs under it, and it is
             merged into the twin's weights until the call ends.
+        saes: a ``weir.SAE``, a list of them or {name: SAE}, whose features are places of their own, at
+            the hook point that each reads (Marks et al. 2024, arXiv:2403.19647).
+        top_features: how many features of each are listed.
 
     Returns:
         The estimates, and the real effects of the largest.
@@ -108,6 +115,7 @@ def attribute(
     """
     count = parse_count(top_k, "top_k")
     method, parts = parse_method(method, steps)
+    autoencoders, listed = parse_saes(saes), parse_count(top_features, "top_features", 1)
     names, blocks = parse_hooks(hooks), parse_layers(layers, "layers")
     parse_mode(mode)
     Positions.parse(positions, "positions")
@@ -121,23 +129,34 @@ def attribute(
     longest = None if engine is None else engine.model.max_model_len - 1
     prompts = PromptPair.encode(clean, corrupt, mode, tokenizer, twin.vocab_size, longest)
     asked = AskedSites.parse(hooks, layers, heads, twin.num_layers, lambda site: _shape(twin, site))
+    read = check_saes(autoencoders, twin)
     chosen = prompts.select(positions, () if tokenizer is None else tokenizer.all_special_ids)
     function, name = parse_metric(metric, tokenizer, twin.vocab_size)
     with contextlib.nullcontext() if adapter is None else adapter.merged(twin.network):
-        return _attributed(engine, twin, prompts, asked, chosen, function, name, count, method, parts)
+        return _attributed(
+            engine, twin, prompts, asked, chosen, function, name, count, method, parts, autoencoders, read, listed
+        )
 
 
 def _attributed(
     engine: EngineRuns | None, twin: Twin, prompts: PromptPair, asked: AskedSites, chosen: tuple[int, ...],
     function: LogitsMetric, name: str, count: int, method: Method, parts: int,
+    saes: Mapping[str, SAE], read: Sequence[Site], listed: int,
 ) -> Attribution:  # fmt: skip
-    """Estimate all patches, and make the `count` largest."""
-    rows = twin.rows(prompts.source, asked.sites)
+    """Estimate all patches, and make the `count` largest; autoencoders `read` their own hook points."""
+    sites = list(dict.fromkeys([*asked.sites, *read]))
+    rows = twin.rows(prompts.source, sites)
     error = None
     if engine is not None:
-        own = engine.rows(prompts.source, asked.sites)
+        own = engine.rows(prompts.source, sites)
         error = engine.check_twin(own, rows)
-    grid, baseline = _estimate(twin, prompts, asked, chosen, rows, function, 0 if method == "gradient" else parts)
+    places, baseline = _differentiate(
+        twin, prompts, sites, chosen, rows, function, 0 if method == "gradient" else parts
+    )
+    grid = _estimate(asked, chosen, places)
+    features = {
+        key: feature_effects(sae, chosen, prompts.texts, *places[sae.site], listed) for key, sae in saes.items()
+    }
     top = effects_of(largest(grid, count), prompts.texts)
     put_in = rows if engine is None else own
     patches = [RowPatch(e.site, e.position, _part(put_in[e.site][e.position], e.head), e.head) for e in top]
@@ -148,7 +167,7 @@ def _attributed(
     verified = [VerifiedEffect(**e.__dict__, effect=effect) for e, effect in zip(top, effects, strict=True)]
     return Attribution(
         grid, top, tuple(verified), "twin" if engine is None else "engine", baseline, in_engine, error, prompts.mode,
-        name, prompts.texts, method, parts,
+        name, prompts.texts, method, parts, features,
     )  # fmt: skip
 
 
@@ -186,29 +205,42 @@ def _part(row: torch.Tensor, head: int | None) -> torch.Tensor:
     return row if head is None else row[head]
 
 
-def _estimate(
-    twin: Twin, prompts: PromptPair, asked: AskedSites, positions: tuple[int, ...],
+class Slope(NamedTuple):
+    """Rows [positions, ...] of a site in the run that is patched, the metric's gradient there, and the rows put in."""
+
+    rows: torch.Tensor
+    gradient: torch.Tensor
+    put_in: torch.Tensor
+
+
+def _differentiate(
+    twin: Twin, prompts: PromptPair, sites: Sequence[Site], positions: tuple[int, ...],
     source: Mapping[Site, torch.Tensor], metric: LogitsMetric, steps: int,
-) -> tuple[Grid, Baseline]:  # fmt: skip
-    """Return the estimates, and the metric of the unpatched runs; `steps` are of integrated gradients, 0 for none."""
-    base = twin.differentiate(prompts.base, metric, asked.sites)
-    at = list(positions)
-    estimates = {}
-    for site in asked.sites:
+) -> tuple[dict[Site, Slope], Baseline]:  # fmt: skip
+    """Return each site's slope, and the metric of the unpatched runs; `steps` are of integrated gradients, or 0."""
+    base, at, slopes = twin.differentiate(prompts.base, metric, sites), list(positions), {}
+    for site in sites:
         rows, gradient, put_in = base.rows[site][at], base.gradients[site][at], source[site][at]
         if steps:
             way = [rows + (k + 0.5) / steps * (put_in - rows) for k in range(steps)]
-            slopes = (twin.slope_at(prompts.base, metric, site, at, one)[at].double() for one in way)
-            gradient = sum(slopes, torch.zeros_like(rows, dtype=torch.float64)) / steps
+            each = (twin.slope_at(prompts.base, metric, site, at, one)[at].double() for one in way)
+            gradient = sum(each, torch.zeros_like(rows, dtype=torch.float64)) / steps
+        slopes[site] = Slope(rows, gradient, put_in)
+    other = float(metric(twin.logits(prompts.source)))
+    clean, corrupt = (other, base.metric) if prompts.mode == DENOISE else (base.metric, other)
+    return slopes, Baseline(clean, corrupt)
+
+
+def _estimate(asked: AskedSites, positions: tuple[int, ...], slopes: Mapping[Site, Slope]) -> Grid:
+    estimates = []
+    for site in asked.sites:
+        rows, gradient, put_in = slopes[site]
         estimate = first_order(put_in, rows, gradient, by_head=asked.heads is not None)
-        estimates[site] = estimate if asked.heads is None else estimate[:, list(asked.heads)]
+        estimates.append(estimate if asked.heads is None else estimate[:, list(asked.heads)])
     axes: dict[str, tuple] = {"hook": asked.hooks, "layer": asked.layers, "position": positions}
     if asked.heads is not None:
         axes["head"] = asked.heads
-    array = np.stack([estimates[site] for site in asked.sites]).reshape([len(labels) for labels in axes.values()])
-    other = float(metric(twin.logits(prompts.source)))
-    clean, corrupt = (other, base.metric) if prompts.mode == DENOISE else (base.metric, other)
-    return Grid(array, axes), Baseline(clean, corrupt)
+    return Grid(np.stack(estimates).reshape([len(labels) for labels in axes.values()]), axes)
 
 
 def _effect_on_twin(

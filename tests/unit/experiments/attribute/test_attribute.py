@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import vllm_weir as weir
+from tests.support.sae_reference import weights
 from tests.unit.refusals import refused
 from vllm_weir.errors import WeirError
 
@@ -97,6 +98,101 @@ def test_integrated_gradients(network, hook, heads):
     first = weir.attribute(network, ids(HAPPY), ids(SAD), positions=chosen, **asked)
     assert abs(first.grid.array.sum() - effect) > 2 * abs(fine.grid.array.sum() - effect)
     assert (first.method, first.steps) == ("gradient", 1)
+
+
+def autoencoder(architecture="jumprelu", site=("resid_post", 2), name="s", d_sae=40, **more):
+    tensors = weights(architecture, 3, 256, d_sae)
+    return weir.SAE.from_tensors(architecture, site, name=name, labels={7: "seven"}, **tensors, **more)
+
+
+@pytest.mark.parametrize("method", ["gradient", "integrated_gradients"])
+def test_features(network, method):
+    """Against torch, where the block's rows are the features decoded and an error that is kept."""
+    sae, chosen, every = autoencoder(), [8, 9, 15, 19], 4 * 40
+    asked = {"hooks": "resid_post", "layers": 2, "positions": chosen, "top_k": 0, "method": method, "steps": None}
+    asked |= {"steps": 4} if method == "integrated_gradients" else {}
+    found = weir.attribute(
+        network, ids(HAPPY), ids(SAD), metric=lambda x: x[5] - x[9], saes=sae, top_features=every, **asked
+    )
+    got, seen, state = found.features["s"], [], {}
+
+    def act(module, args, out):
+        rows = (out if torch.is_tensor(out) else out[0]).clone()
+        if "put" not in state:
+            seen.append(rows[0, chosen])
+            return None
+        features, error = state["put"]
+        rows[0, chosen] = features @ sae.tensors["W_dec"] + error
+        return rows if torch.is_tensor(out) else (rows, *out[1:])
+
+    def metric(text):
+        logits = network(input_ids=torch.tensor([ids(text)])).logits[0, -1]
+        return logits[5] - logits[9]
+
+    handle = network.model.layers[2].register_forward_hook(act)
+    with torch.no_grad():
+        metric(HAPPY), metric(SAD)
+    clean, corrupt = (sae.encode(rows) for rows in seen)
+    errors = [rows - features @ sae.tensors["W_dec"] for rows, features in zip(seen, (clean, corrupt), strict=True)]
+    steps = 4 if method == "integrated_gradients" else 1
+    total = torch.zeros_like(clean)
+    error_total = torch.zeros_like(errors[0])
+    for k in range(steps):
+        share = (k + 0.5) / steps if steps > 1 else 0.0
+        live = (corrupt + share * (clean - corrupt)).requires_grad_(True)
+        error = (errors[1] + share * (errors[0] - errors[1])).requires_grad_(True)
+        state["put"] = live, error
+        of_features, of_error = torch.autograd.grad(metric(SAD), [live, error])
+        total, error_total = total + of_features / steps, error_total + of_error / steps
+    handle.remove()
+    wanted = (clean - corrupt) * total
+    for one in got.top:
+        at = chosen.index(one.position)
+        assert one.estimate == pytest.approx(float(wanted[at, one.feature]), abs=1e-4 * float(wanted.abs().max()))
+        assert one.activation == pytest.approx(float(corrupt[at, one.feature]), abs=1e-4)
+        assert one.put_in == pytest.approx(float(clean[at, one.feature]), abs=1e-4)
+        assert one.label == ("seven" if one.feature == 7 else "") and one.token == found.tokens[one.position]
+    assert len(got.top) == int((wanted != 0).sum())
+    sizes = [abs(one.estimate) for one in got.top]
+    assert sizes == sorted(sizes, reverse=True) and got.positions == tuple(chosen)
+    wanted_errors = ((errors[0] - errors[1]) * error_total).sum(1).numpy()
+    whole = found.grid.array.reshape(-1)
+    size = np.abs(np.stack([whole, got.totals, got.errors])).max()
+    assert np.abs(got.errors - wanted_errors).max() <= 1e-4 * size
+    # Decoders are affine: features and error are the whole row.
+    assert np.abs(np.add(got.totals, got.errors) - whole).max() <= 1e-4 * size
+
+
+def test_features_of_a_point_that_is_not_asked_about(tmp_path):
+    asked = {"metric": METRIC, "hooks": "mlp_out", "layers": [1], "top_k": 0}
+    saes = {"a": autoencoder(), "b": autoencoder("topk", ("resid_pre", 4), k=5)}
+    found = weir.attribute(weir.demo_model(), HAPPY, SAD, saes=saes, top_features=3, **asked)
+    alone = weir.attribute(weir.demo_model(), HAPPY, SAD, **asked)
+    assert np.array_equal(found.grid.array, alone.grid.array) and alone.features == {}
+    assert [len(found.features[name].top) for name in ("a", "b")] == [3, 3]
+    assert found.features["b"].site == saes["b"].site
+    again = weir.Attribution.load(found.save(tmp_path / "a.npz"))
+    assert again.features == found.features
+
+
+def test_autoencoders_that_are_refused():
+    skip = weights("skip_transcoder", 3, 256, 40)
+    cases = [
+        ("saes", 3, "expected a weir.SAE, a list"),
+        ("saes[0]", [3], "weir.SAE.load"),
+        ("saes[1]", [autoencoder(), autoencoder()], "two autoencoders are named"),
+        ("saes[0]", [autoencoder(normalize_activations="layer_norm")], "scales each row"),
+        ("saes[x]", {"x": weir.SAE.from_tensors("skip_transcoder", ("mlp_in", 1), **skip)}, "is a transcoder"),
+        ("saes", autoencoder(site=("resid_post", 99)), "resid_post"),
+        ("saes", autoencoder(site=("mlp_post", 1)), "encodes rows of 256 numbers"),
+    ]
+    for name, saes, words in cases:
+        with pytest.raises(WeirError, match=words) as e:
+            weir.attribute(weir.demo_model(), HAPPY, SAD, metric=METRIC, saes=saes, top_k=0)
+        assert e.value.field == name
+    with pytest.raises(WeirError) as e:
+        weir.attribute(weir.demo_model(), HAPPY, SAD, metric=METRIC, saes=autoencoder(), top_features=0)
+    assert e.value.field == "top_features"
 
 
 def test_same_prompts_have_nothing_to_attribute():
