@@ -85,6 +85,8 @@ function showSAEs(loaded) {
 }
 
 function showExamples(texts) {
+  // Leaving the key's field connects again, while a button is being pressed: it has to stay to be clicked.
+  if ([...$("try").children].map((button) => button.textContent).join("\n") === texts.join("\n")) return;
   $("try").replaceChildren(...texts.map((text) => {
     const button = Object.assign(document.createElement("button"), { type: "button", textContent: text });
     button.addEventListener("click", () => state.stop || send(text));
