@@ -92,6 +92,16 @@ def test_commands_of_big_runs(name: str) -> None:
     check_weir(shlex.split(command)[1:], name)
 
 
+def test_parts_of_a_dataset_are_kept_apart() -> None:
+    """By the name without its last ending, of which parts may have several."""
+    [out] = re.findall(r'--out "\$out/(\S+)"', (DEPLOY / "extract.sbatch").read_text())
+    names = [
+        subprocess.run(["bash", "-c", f"name={name}; echo {out}"], capture_output=True, text=True).stdout.strip()
+        for name in ("texts.000.jsonl", "texts.001.jsonl")
+    ]
+    assert names == ["texts.000", "texts.001"]
+
+
 def test_the_dashboard_shows_every_metric() -> None:
     source = Path(metrics.__file__).read_text()
     counters = set(re.findall(r'(?:counter\(|Counter\(\s*)"(weir_\w+)"', source))
