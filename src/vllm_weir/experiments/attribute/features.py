@@ -18,7 +18,6 @@ from vllm_weir.experiments.attribute.result import FeatureEffect, FeatureEffects
 from vllm_weir.experiments.attribute.twin import Twin
 from vllm_weir.sae import activations
 from vllm_weir.sae.autoencoder import SAE
-from vllm_weir.schema.hooks import Site
 
 
 def parse_saes(saes: Any) -> dict[str, SAE]:
@@ -46,14 +45,13 @@ def parse_saes(saes: Any) -> dict[str, SAE]:
     return named
 
 
-def check_saes(saes: Mapping[str, SAE], twin: Twin) -> list[Site]:
-    """Return their hook points, each once; raise WeirError where the twin has none, or rows of another width."""
+def check_saes(saes: Mapping[str, SAE], twin: Twin) -> None:
+    """Raise WeirError where the twin does not have an autoencoder's hook point, or has rows of another width there."""
     for name, sae in saes.items():
         twin.require(sae.site, "saes")
         width = torch.Size(twin.shape(sae.site)).numel()
         if sae.d_in != width:
             raise WeirError(f"{name!r} encodes rows of {sae.d_in} numbers, and {sae.site} has {width}", "saes")
-    return list(dict.fromkeys(sae.site for sae in saes.values()))
 
 
 def feature_effects(

@@ -129,22 +129,22 @@ def attribute(
     longest = None if engine is None else engine.model.max_model_len - 1
     prompts = PromptPair.encode(clean, corrupt, mode, tokenizer, twin.vocab_size, longest)
     asked = AskedSites.parse(hooks, layers, heads, twin.num_layers, lambda site: _shape(twin, site))
-    read = check_saes(autoencoders, twin)
+    check_saes(autoencoders, twin)
     chosen = prompts.select(positions, () if tokenizer is None else tokenizer.all_special_ids)
     function, name = parse_metric(metric, tokenizer, twin.vocab_size)
     with contextlib.nullcontext() if adapter is None else adapter.merged(twin.network):
         return _attributed(
-            engine, twin, prompts, asked, chosen, function, name, count, method, parts, autoencoders, read, listed
+            engine, twin, prompts, asked, chosen, function, name, count, method, parts, autoencoders, listed
         )
 
 
 def _attributed(
     engine: EngineRuns | None, twin: Twin, prompts: PromptPair, asked: AskedSites, chosen: tuple[int, ...],
     function: LogitsMetric, name: str, count: int, method: Method, parts: int,
-    saes: Mapping[str, SAE], read: Sequence[Site], listed: int,
+    saes: Mapping[str, SAE], listed: int,
 ) -> Attribution:  # fmt: skip
-    """Estimate all patches, and make the `count` largest; autoencoders `read` their own hook points."""
-    sites = list(dict.fromkeys([*asked.sites, *read]))
+    """Estimate all patches, and make the `count` largest; list as many features of each autoencoder as are `listed`."""
+    sites = list(dict.fromkeys([*asked.sites, *(sae.site for sae in saes.values())]))
     rows = twin.rows(prompts.source, sites)
     error = None
     if engine is not None:
