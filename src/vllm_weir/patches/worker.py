@@ -110,7 +110,7 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
         runtime = WorkerRuntime(
             model, model_info, settings, sites, unembedding, controllers, parameters_of(model, config)
         )
-        warmup.add({shard.stop - shard.start for shard in runtime.layout.shards.values()})
+        warmup.add({shard.stop - shard.start for shard in runtime.layout.shards.values()}, unembedding.vocabulary)
         patch_inputs = _v2_inputs(runner) if worker.use_v2_model_runner else _v1_inputs(runner)
     except (WeirError, AttributeError, TypeError) as e:
         if not stages_told:

@@ -10,6 +10,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.sae.config import ROW_NORMALISATIONS, SAEConfig, chooses_k
+from vllm_weir.util.top import Rectifier, top_values
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -22,32 +23,53 @@ def encode(config: SAEConfig, tensors: Tensors, rows: torch.Tensor) -> torch.Ten
     """Return the activations [n, d_sae] of rows [n, d_in], float32."""
     if config.architecture == "matching_pursuit":
         return _matching_pursuit(config, tensors, rows)
-    projected = _projected(config, tensors, rows)
+    products, shift = _products(config, tensors, rows)
     if config.architecture == "gated":
-        return _gated(tensors, projected)
-    pre = projected + tensors["b_enc"].float()
+        return _gated(tensors, products if shift is None else products - shift)
+    rectifier = _rectifier(config, tensors, shift)
     if chooses_k(config.architecture):
-        return _top_k(config, tensors, pre)
-    if config.has_threshold:
-        return pre.relu() * (pre > tensors["threshold"].float())
-    return pre.relu()
+        return _top_k(config, tensors, products + rectifier.bias)
+    return rectifier(products)
 
 
-def _projected(config: SAEConfig, tensors: Tensors, rows: torch.Tensor) -> torch.Tensor:
-    """Return the products [n, d_sae] of rows [n, d_in] with the encoder, float32, without its bias."""
+def top(config: SAEConfig, tensors: Tensors, rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids, int64 [n, k], and values of the most active features of rows [n, d_in]; see `SAE.top`."""
+    selects = config.architecture.startswith("topk") and not config.rescale_acts_by_decoder_norm
+    if config.is_rectified or (selects and k <= config.k):
+        # Of TopK, the k largest of the config.k largest are the k largest of all.
+        products, shift = _products(config, tensors, rows)
+        ids, values = top_values(products, k, _rectifier(config, tensors, shift))
+        return ids.long(), values
+    features = encode(config, tensors, rows)
+    if not config.is_signed:
+        ids, values = top_values(features, k)
+        return ids.long(), values
+    signed = top_values(features.abs(), k)[0].long()
+    return signed, features.gather(1, signed)
+
+
+def _rectifier(config: SAEConfig, tensors: Tensors, shift: torch.Tensor | None) -> Rectifier:
+    """Return what products go through, from each of which `shift` is to be subtracted."""
+    bias = tensors["b_enc"].float()
+    thresholds = tensors["threshold"].float() if config.has_threshold else None
+    return Rectifier(bias if shift is None else bias - shift, thresholds)
+
+
+def _products(config: SAEConfig, tensors: Tensors, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return products [n, d_sae] with the encoder, float32, and what is to be subtracted of each, [d_sae] or None."""
     w_enc, b_dec = tensors["W_enc"], tensors["b_dec"]
     alike = rows.dtype == w_enc.dtype == b_dec.dtype != torch.float32
     if rows.is_cuda and alike and config.normalize_activations == "none":
         # Tensor cores add up exact products in float32, and read the weights as they are. The
-        # difference of a row and b_dec would be rounded, so the products are subtracted.
+        # difference of a row and b_dec would be rounded, so products are subtracted.
         if not config.apply_b_dec_to_input:
-            return torch.mm(rows, w_enc, out_dtype=torch.float32)
+            return torch.mm(rows, w_enc, out_dtype=torch.float32), None
         products = torch.mm(torch.cat([rows, b_dec[None]]), w_enc, out_dtype=torch.float32)
-        return products[:-1] - products[-1:]
+        return products[:-1], products[-1]
     x = normalised(config, rows.float())
     if config.apply_b_dec_to_input:
         x = x - b_dec.float()
-    return x @ w_enc.float()
+    return x @ w_enc.float(), None
 
 
 def decode(config: SAEConfig, tensors: Tensors, features: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:

@@ -20,7 +20,6 @@ from vllm_weir.sae.tensors import as_tensor, check_tensors, parse_dtype
 from vllm_weir.schema.fields import set_fields
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.scalars import is_int, plain
-from vllm_weir.util.top import top_values
 
 MAX_DENSE = 1 << 24
 """Activations of all features that are held at a time."""
@@ -320,6 +319,7 @@ class SAE:
         """Do what `reconstruct` does to rows of an autoencoder, so many at a time that all features fit into memory."""
         return torch.cat([self.reconstruct(some) for some in self._in_parts(rows)])
 
+    @torch.no_grad()
     def top(self, rows: torch.Tensor | ArrayLike, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the most active features of each row.
 
@@ -330,17 +330,13 @@ class SAE:
         """
         if not is_int(k) or not 0 < k <= self.d_sae:
             raise WeirError(f"k is from 1 to {self.d_sae}, got {brief(k)}", "k")
-        found = [self._largest(some, k) for some in self._encoded(as_tensor(rows, "rows"))]
+        self._check_one_block("rows")
+        found = [
+            activations.top(self.config, self.tensors, self._flat(some), k)
+            for some in self._in_parts(as_tensor(rows, "rows"))
+        ]
         ids, values = zip(*found, strict=True)
         return torch.cat(ids), torch.cat(values)
-
-    def _largest(self, features: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids, int64, and values of the most active of features."""
-        if not self.config.is_signed:
-            ids, values = top_values(features, k)
-            return ids.long(), values
-        signed = top_values(features.abs(), k)[0].long()
-        return signed, features.gather(1, signed)
 
     def chosen(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the activations of some features, float32 [n, ids]; `ids` is int64, on the rows' device."""
@@ -384,11 +380,11 @@ class SAE:
     def _first(self, name: str) -> torch.Tensor | None:
         return self.tensors.get(cross_layer.named(name, self.layers[0]) if self.layers else name)
 
-    def _check_one_block(self) -> None:
+    def _check_one_block(self, field: str = "layer") -> None:
         """Raise WeirError for a cross-layer transcoder, of which one block has to be taken."""
         if self.layers:
             first, last = self.layers[0], self.layers[-1]
-            raise WeirError(f"a cross-layer transcoder has features at blocks {first} to {last}: block(layer)", "layer")
+            raise WeirError(f"a cross-layer transcoder has features at blocks {first} to {last}: block(layer)", field)
 
     def _by_block(self, given: Any, field: str) -> Mapping[int, Any]:
         if not isinstance(given, Mapping):

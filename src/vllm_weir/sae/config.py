@@ -142,6 +142,11 @@ class SAEConfig:
         return selects or self.normalize_activations in ROW_NORMALISATIONS
 
     @property
+    def is_rectified(self) -> bool:
+        """Whether a feature's activation is a ReLU or JumpReLU of its own product with the row."""
+        return not chooses_k(self.architecture) and self.architecture not in ("gated", "matching_pursuit")
+
+    @property
     def is_signed(self) -> bool:
         """Whether activations may be negative, so that the most active are those of the largest absolute value."""
         return self.architecture.startswith("abstopk")

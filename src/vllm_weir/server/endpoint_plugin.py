@@ -37,7 +37,6 @@ LOADERS = tuple(
         "compat.rhizonymph.modules",
         "server.hooks",
         "server.lenses",
-        "compat.default_capture",
         "server.shipped",
         "server.warm",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +13,24 @@ MAX_KERNEL_K = 64
 """Values per row up to which a kernel finds them on CUDA."""
 
 
-def top_values(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+class Rectifier(NamedTuple):
+    """A ReLU or JumpReLU of values with a bias: with p = value + bias, p where p > 0 and p > threshold, else 0.
+
+    Attributes:
+        bias: float32 [m].
+        thresholds: float32 [m], None for a ReLU.
+    """
+
+    bias: torch.Tensor
+    thresholds: torch.Tensor | None = None
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the activations [n, m] of values [n, m], float32."""
+        pre = values + self.bias
+        return pre.relu() if self.thresholds is None else pre.relu() * (pre > self.thresholds)
+
+
+def top_values(values: torch.Tensor, k: int, rectifier: Rectifier | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k largest values of each row and where they are, the largest first.
 
     Of equal values the one with the smallest index comes first; NaN comes before all numbers.
@@ -23,6 +41,7 @@ def top_values(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     Args:
         values: float32 [n, m].
         k: at most m.
+        rectifier: what the values go through first.
 
     Returns:
         (indices [n, k], int32 or int64, values float32 [n, k]).
@@ -30,8 +49,9 @@ def top_values(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     if values.is_cuda and k <= MAX_KERNEL_K:
         from vllm_weir.util import top_kernel
 
-        ids, found, _ = top_kernel.largest(values, k)
+        ids, found, _ = top_kernel.largest(values, k, rectifier=rectifier)
         return ids, found
+    values = values if rectifier is None else rectifier(values)
     m = values.shape[1]
     size = 1 << round(math.log2(max(1.0, m / max(1, k))) / 2)  # about as many maxima as candidates
     count = m // size
@@ -64,7 +84,8 @@ def _sorted(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `top_values` does, by sorting all values."""
     # Integers in the order of the values, with the index in the lower half: no two are equal.
     bits = (values + 0.0).contiguous().view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = torch.where(values.isnan(), 0x7FFFFFFF, ordered).long()
     backwards = torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
     keys = (ordered << 32 | backwards).topk(k, dim=1).values
     ids = values.shape[1] - 1 - (keys & 0xFFFFFFFF)

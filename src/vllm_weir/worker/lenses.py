@@ -12,9 +12,11 @@ from vllm_weir.lenses.files import LensFile, Translator, open_lens
 from vllm_weir.schema.read_outs import ReadOut
 from vllm_weir.util.top import as_records, top_logprobs
 
-MAX_LOGITS = 1 << 25
+MAX_LOGITS = 1 << 26
 """Logits that are computed at once. Fewer would read the unembedding's weights more often than its
 products take."""
+TILE_ROWS = 256
+"""Rows of a tile of a matrix product on a GPU; a tile that is filled in part takes as long as a whole one."""
 MAX_FITTED = 4
 """Fitted lenses whose translators are kept ready, of the blocks that were asked for."""
 
@@ -65,6 +67,8 @@ class LensReader:
     def read(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the records of rows [n, width], int32 [n, 2 top_k], or [n, ids]."""
         size = max(1, MAX_LOGITS // max(1, self.unembedding.vocabulary))
+        if size > TILE_ROWS:
+            size -= size % TILE_ROWS
         return torch.cat([self._records(some) for some in rows.split(size)])
 
     def _records(self, rows: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.sae import transfer
+from vllm_weir.sae import activations, transfer
 from vllm_weir.sae.autoencoder import SAE, without_decoder
 from vllm_weir.sae.cross_layer import split_key
 from vllm_weir.util.memory import available_bytes
@@ -100,9 +100,15 @@ class WorkerSAEs(Mapping[str, SAE]):
         self._check_room(mapped.nbytes)
         try:
             tensors = {name: tensor.to(self._device, copy=True) for name, tensor in mapped.tensors.items()}
+            sae = SAE(mapped.config, tensors)
+            if self._device.type == "cuda":
+                # A kernel for so many features is compiled now rather than in the first request.
+                one = sae.block(sae.layers[0]) if sae.layers else sae
+                row = torch.zeros(1, one.d_in, dtype=next(iter(one.tensors.values())).dtype, device=self._device)
+                activations.top(one.config, one.tensors, row, min(32, one.d_sae))
         except torch.OutOfMemoryError:
             raise WeirError(self._full(mapped.nbytes, "the device is full"), "settings.sae_bytes") from None
-        return SAE(mapped.config, tensors)
+        return sae
 
     def _check_room(self, size: int) -> None:
         if self._limit is not None:

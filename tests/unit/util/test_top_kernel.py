@@ -22,7 +22,7 @@ shapes = ((1, 1, 1), (3, 16, 5), (2, 17, 17), (3, 300, 7), (0, 40, 3))
 cases = [(64, *shape, kind, fp32) for shape in shapes for kind in (2, 0)]
 cases += [(256, 3, 300, 7, 2, fp32), (256, 3, 300, 7, 0, bf16), (64, 3, 300, 7, 0, bf16), (64, 2, 17, 17, 2, bf16)]
 for chunk, n, m, k, kind, dtype in cases:
-    top_kernel.CHUNK = chunk
+    top_kernel.TILE = chunk
     values = torch.randn(n, m, generator=source)
     if kind:
         values = torch.randint(kind, (n, m), generator=source).float() - kind // 2
@@ -33,7 +33,7 @@ for chunk, n, m, k, kind, dtype in cases:
     assert torch.equal(ids.long(), wanted_ids) and torch.equal(found, wanted), (chunk, n, m, k, kind, dtype)
     torch.testing.assert_close(sums, rows.float().logsumexp(1), rtol=1e-6, atol=1e-5)
 
-top_kernel.CHUNK = 64
+top_kernel.TILE = 64
 odd = torch.zeros(1, 90)
 odd[0, 89], odd[0, 7], odd[0, 3] = math.nan, math.inf, -0.0
 odd[0, 16:80] = -math.inf

@@ -16,6 +16,9 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.model_facts import AttentionFacts, RoutingFacts
 from vllm_weir.schema.positions import Positions
 
+JOINED_KEYS = 1 << 18
+"""Values of keys, of all layers that are computed together; with more, joining them takes longer than calls do."""
+
 
 class Source(NamedTuple):
     """A site whose rows a recipe needs.
@@ -140,11 +143,12 @@ def compute_all(recipes: Sequence[Recipe], inputs: Sequence[Inputs]) -> dict[Sit
 
 
 def _parts(group: list[tuple[AttentionRecipe, Inputs]]) -> list[list[tuple[AttentionRecipe, Inputs]]]:
-    """Divide layers into runs with the same positions, each with at most `CHUNK_VALUES` values and keys."""
+    """Divide layers into runs with the same positions, each with at most `CHUNK_VALUES` values and `JOINED_KEYS`."""
     parts: list[list[tuple[AttentionRecipe, Inputs]]] = []
     for recipe, given in group:
         queries, keys = (given.rows[source.site] for source in recipe.sources)
-        most = CHUNK_VALUES // max(1, recipe.width(len(keys)) * len(queries), keys.numel())
+        values = recipe.width(len(keys)) * len(queries)
+        most = min(CHUNK_VALUES // max(1, values), JOINED_KEYS // max(1, keys.numel()))
         if parts and len(parts[-1]) < most and _same_positions(parts[-1][0], (recipe, given)):
             parts[-1].append((recipe, given))
         else:
@@ -198,7 +202,9 @@ class RoutingRecipe(Recipe):
 
 
 def _by_position(rows: torch.Tensor, positions: torch.Tensor, end: int) -> torch.Tensor:
-    """Return the rows at positions 0..end-1, zeros where there is none."""
+    """Return the rows at positions 0..end-1, zeros where there is none; positions ascend."""
+    if 0 < end <= len(positions) and positions[end - 1] == end - 1:  # all are there
+        return rows[:end]
     rows, positions = rows[positions < end], positions[positions < end]
     if len(rows) == end:
         return rows

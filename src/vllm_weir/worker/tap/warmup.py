@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.util.top import top_logprobs
 from vllm_weir.worker.planning.columns import JOIN_FIELDS
 from vllm_weir.worker.scoring.probe_table import ProbeTable
 from vllm_weir.worker.scoring.scorer import Scorer
@@ -41,12 +42,14 @@ class TapWarmup:
         self._done: list[Future[None]] = []
         self.add(widths)
 
-    def add(self, widths: Iterable[int]) -> None:
-        """Compile kernels for rows of these widths, too."""
+    def add(self, widths: Iterable[int], vocabulary: int = 0) -> None:
+        """Compile kernels for rows of these widths, too, and for lenses with so many logits."""
         if self._device.type == "cuda":
             thread = ThreadPoolExecutor(1, thread_name_prefix="weir-warm")
             scores = self._cells, self._copies
             self._done.append(thread.submit(_launch, self._d_model, self._dtype, self._device, widths, *scores))
+            if vocabulary:
+                self._done.append(thread.submit(_launch_lens, vocabulary, self._dtype, self._device))
             thread.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -74,6 +77,12 @@ def _launch(
     join(work, 1, *torch.zeros(2, 1, d_model, dtype=torch.float32, device=device))
     if cells:
         score(0, score_stand_in(d_model, cells, device, copies))
+    torch.cuda.current_stream().synchronize()
+
+
+def _launch_lens(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+    torch.cuda.set_device(device)
+    top_logprobs(torch.zeros(1, vocabulary, dtype=dtype, device=device), 1)
     torch.cuda.current_stream().synchronize()
 
 
