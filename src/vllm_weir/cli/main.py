@@ -113,8 +113,9 @@ def serve(context: typer.Context) -> None:
     repeatable; the place is for files that do not say theirs; --weir-hook NAME=MODULE:ATTRIBUTE,
     repeatable, functions that requests name; --weir-lens NAME=PATH, repeatable, fitted lenses that
     requests name; --weir-warm on|off, whether the server warms what these name before it is ready;
-    --weir-store URL, a folder or bucket that servers of one model share; and --steering-modules
-    NAME=FILE ...
+    --weir-store URL, a folder or bucket that servers of one model share; --weir-default-capture
+    LAYERS and --weir-default-capture-dir DIR, what plain requests leave in files for trainers of
+    draft models; and --steering-modules NAME=FILE ...
     """
     from vllm_weir.errors import WeirError
     from vllm_weir.guard.refuse import cause_of

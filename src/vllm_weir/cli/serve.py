@@ -10,6 +10,7 @@ from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 
 from vllm_weir.cli.options import take
+from vllm_weir.compat import default_capture
 from vllm_weir.compat.rhizonymph.modules import OPTION as MODULES_OPTION
 from vllm_weir.compat.rhizonymph.modules import put_options as put_modules
 from vllm_weir.config.env import disabled
@@ -36,6 +37,8 @@ HELP = f"""Weir's own options, the others are vLLM's:
   {hooks.OPTION} NAME=MODULE:ATTRIBUTE, repeatable: a weir.Hook or a function of (rows, ctx), for requests to name
   {lenses.OPTION} NAME=PATH, repeatable: a Jacobian or tuned lens, for requests to name
   {store.OPTION} URL: a folder or s3://BUCKET/FOLDER with names and results, shared with the other servers of the model
+  {default_capture.OPTION} LAYERS: eagle3, mtp, all, or blocks: what plain requests leave in files, for draft models
+  {default_capture.FOLDER_OPTION} DIR: the folder of these files; default: one that the server removes when it ends
   {warm.OPTION} on|off: whether the server warms what these name before it is ready; default: on
   {MODULES_OPTION} NAME=FILE ...: modules to register, JSON files with the fields of /v1/steering/modules/register
 """
@@ -93,6 +96,9 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
     lenses.put_options(named, environ)
     rest, stores = take(store.OPTION, rest, "a URL")
     store.put_option(stores, environ)
+    rest, layers = take(default_capture.OPTION, rest, "blocks")
+    rest, folders = take(default_capture.FOLDER_OPTION, rest, "a folder")
+    default_capture.put_option(layers, folders, environ)
     rest, warms = take(warm.OPTION, rest, "on or off")
     warm.put_option(warms, environ)
     rest, modules = take(MODULES_OPTION, rest, "name=file", several=True)

@@ -51,9 +51,13 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
     async def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         body = request.model_extra or {}
         lora = body.get(LORA_KEY)
-        if type(self).__name__ != owner or (lora is None and not asks(request.vllm_xargs, body)):
-            return await _plain(getattr(self.engine_client, SERVER, None), original(self, request, *args, **kwargs))
+        here: ServerState | None = getattr(self.engine_client, SERVER, None)
+        asked = lora is not None or asks(request.vllm_xargs, body)
+        if type(self).__name__ != owner or not (asked or (here is not None and here.by_default is not None)):
+            return await _plain(here, original(self, request, *args, **kwargs))
         if lacks_key(kwargs.get("raw_request", args[0] if args else None)):
+            if not asked:  # vLLM serves it, and nothing is written for whom the operator does not know
+                return await _plain(here, original(self, request, *args, **kwargs))
             field = LORA_KEY if lora is not None else WIRE_KEY
             return self.create_error_response(f"{field}: {NO_KEY}", "Unauthorized", HTTPStatus.UNAUTHORIZED, field)
         weir_request = None
@@ -63,13 +67,9 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
             if lora is not None and (problem := await _use_lora(self.models, request, lora)) is not None:
                 return problem
             server = server_of(self.engine_client)
-            names = await http.known_names(server) if not fork_fields(body).keys().isdisjoint(FORK_LISTS) else None
-            weir_request = WeirRequest.parse(request.vllm_xargs, body, server.limits)
+            weir_request = await _read(server, request, body)
             if weir_request is None:
                 return await _plain(server, original(self, request, *args, **kwargs))
-            weir_request = http.translate(weir_request, body, names, server.spool is not None)
-            if request.use_beam_search:
-                raise WeirError("is not served together with Weir's keys", "use_beam_search")
             await server.frontend.pacing.wait_to_enter()
             return await _respond(self, ResponseBuilder(weir_request, server), original(self, request, *args, **kwargs))
         except WeirFailure as e:
@@ -82,6 +82,18 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
             return self.create_error_response(str(as_sent), param=as_sent.field or None)
 
     return wrapper
+
+
+async def _read(server: ServerState, request: Any, body: Mapping[str, Any]) -> WeirRequest | None:
+    """Return what a request asks of Weir, or what is done with a plain one; raise WeirError naming the field."""
+    names = await http.known_names(server) if not fork_fields(body).keys().isdisjoint(FORK_LISTS) else None
+    found = WeirRequest.parse(request.vllm_xargs, body, server.limits)
+    if found is None:
+        return None if server.by_default is None else server.by_default.request(request)
+    found = http.translate(found, body, names, server.spool is not None)
+    if request.use_beam_search:
+        raise WeirError("is not served together with Weir's keys", "use_beam_search")
+    return found
 
 
 def serve_tokens(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
@@ -193,7 +205,7 @@ async def _finish(serving: Any, builder: ResponseBuilder, result: Any) -> Any:
             if (routed := choice.weir.pop(ROUTED, None)) is not None:
                 choice.routed_experts = routed  # not in every version a field that vLLM fills itself
     for name, value in builder.fields.items():
-        setattr(result, name, value)
+        setattr(result, name, {**(getattr(result, name, None) or {}), **value})
     return result
 
 

@@ -37,6 +37,7 @@ LOADERS = tuple(
         "compat.rhizonymph.modules",
         "server.hooks",
         "server.lenses",
+        "compat.default_capture",
         "server.shipped",
         "server.warm",
     )

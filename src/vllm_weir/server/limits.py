@@ -23,6 +23,8 @@ LENSES = "WEIR_SERVE_LENSES"
 """Which lenses the server names; `weir serve` sets it."""
 WARM = "WEIR_SERVE_WARM"
 """Whether the server is warmed when it starts; see `ServerLimits.warm`."""
+DEFAULT_CAPTURE = "WEIR_SERVE_DEFAULT_CAPTURE"
+"""What the server captures of plain requests, and where their files go; `weir serve` sets it."""
 STORE = "WEIR_SERVE_STORE"
 """Where the server has what it shares with others; see `ServerLimits.store`."""
 DEMO = "WEIR_SERVE_DEMO"
@@ -78,7 +80,7 @@ class ServerLimits(BaseModel):
             PREFIX,
             [
                 *map(str.upper, cls.model_fields),
-                *(name.removeprefix(PREFIX) for name in (SAES, MODULES, HOOKS, LENSES, DEMO)),
+                *(name.removeprefix(PREFIX) for name in (SAES, MODULES, HOOKS, LENSES, DEFAULT_CAPTURE, DEMO)),
             ],
         )
         variables = {name: PREFIX + name.upper() for name in cls.model_fields}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.results.activations import Activations
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import KEYS, PROJECTED_KEYS, WIRE_KEY, fork_fields, misplaced, places, refuse_lens
@@ -28,6 +29,8 @@ class WeirRequest:
         binary: Whether the values of hooks come as base64 instead of numbers.
         answer: Returns another system's fields of the response, and what is to be stored for them by its key;
             None for none.
+        deposit: Puts the rows of the first sequence where another system looks for them, in place of an object
+            ``weir``; returns fields of the response, and what removes the rows again. None for an object ``weir``.
         own: Whether the key ``weir`` was given, so that rows come in Weir's form.
         origins: For the lists in ``weir``, the fields of another system that their first entries stand for.
     """
@@ -37,6 +40,7 @@ class WeirRequest:
     stream: bool = False
     binary: bool = False
     answer: Callable[[Activations, ServerLimits], tuple[dict[str, Any], dict[str, bytes]]] | None = None
+    deposit: Callable[[OutputView], tuple[dict[str, Any], Callable[[], None]]] | None = None
     own: bool = False
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -82,6 +86,16 @@ class WeirRequest:
             binary=options.binary,
             own=WIRE_KEY in extra_args,
         )
+
+
+class ByDefault(Protocol):
+    """What a server does with a request that has none of Weir's keys."""
+
+    def extra_args(self) -> Mapping[str, Any]:
+        """Return it as `WeirRequest.extra_args` of usual requests."""
+
+    def request(self, body: Any) -> WeirRequest:
+        """Return it for one of vLLM's requests; raise WeirError naming a field with which it cannot be done."""
 
 
 def _gather(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -41,6 +41,7 @@ class ResponseBuilder:
         self._views: dict[int, OutputView] = {}
         self._streamed_ends: dict[int, tuple[int, int]] = {}  # choice -> ends of the rows, and of the scores, streamed
         self._value_form = ValueForm(request.binary, server.limits.inline_bytes)
+        self._take_back: Callable[[], None] = _nothing  # removes rows that were deposited
         self._spooled: list[str] = []  # ids of the results that this response refers to
 
     def add_view(self, choice: int, view: OutputView | None) -> None:
@@ -55,10 +56,13 @@ class ResponseBuilder:
         """
 
         def build() -> dict[int, dict[str, Any]]:
+            if self.request.deposit is not None:
+                self._deposit()
+                return {}
             return {choice: self._weir_object(choice) for choice in sorted(self._views)}
 
         try:
-            if all(map(_receipt_only, self._views.values())):
+            if self.request.deposit is None and all(map(_receipt_only, self._views.values())):
                 return build()
             return await self._server.run(build, self.discard)
         except WeirError:
@@ -91,6 +95,8 @@ class ResponseBuilder:
         self.held.release()
 
     def discard(self) -> None:
+        """Remove what was kept for a response that nobody gets."""
+        self._take_back()
         self._server.forget(list(self._spooled))
 
     def _weir_object(self, choice: int) -> dict[str, Any]:
@@ -115,9 +121,19 @@ class ResponseBuilder:
         self._spooled.append(reference["id"])
         return reference
 
+    def _deposit(self) -> None:
+        """Put the rows of choice 0 where another system looks for them."""
+        assert self.request.deposit is not None
+        view = whole(self._views.pop(0))
+        try:
+            view.wait()
+            self.fields, self._take_back = self.request.deposit(view)
+        finally:
+            view.drop()
+
     async def _rewrite(self, chunk: str) -> str:
         if chunk.startswith(DONE):
-            return f"{_event(self.fields)}{chunk}" if self.fields else chunk
+            return f"{_event(self.fields)}{chunk}" if self.fields and self.request.deposit is None else chunk
         if not chunk.startswith(f"{DATA}{{"):
             return chunk
         data = json.loads(chunk[len(DATA) :])
@@ -127,6 +143,11 @@ class ResponseBuilder:
             if self.failed:
                 data["error"] |= {"type": TYPES[500], "code": 500}
             return _event(data)
+        if self.request.deposit is not None:
+            if not any(choice.get("finish_reason") is not None for choice in data.get("choices", ())):
+                return chunk
+            await self._server.run(self._deposit, self.discard)
+            return _event(data | self.fields)
         changed = [await self._add_weir(choice) for choice in data.get("choices", ())]
         return _event(data) if any(changed) else chunk
 
@@ -167,6 +188,10 @@ class ResponseBuilder:
         except WeirError as e:  # the tokens are out already, so the choice carries the error
             self.discard()
             return {"error": str(e)}
+
+
+def _nothing() -> None:
+    pass
 
 
 def _streams(view: OutputView) -> bool:

@@ -20,6 +20,7 @@ from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.results.activations import Activations
 from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
 from vllm_weir.server.metrics import ServerMetrics
+from vllm_weir.server.request import ByDefault
 from vllm_weir.server.shared.directory import SharedDirectory
 from vllm_weir.server.shared.peers import Peers
 from vllm_weir.server.shared.result_files import ResultFiles
@@ -46,6 +47,7 @@ class ServerState:
             are on.
         spool: The results by reference; None until Weir's routes are on.
         model: The name under which vLLM serves the model; empty until Weir's routes are on.
+        by_default: What is done with requests that have none of Weir's keys; None for nothing.
         peers: The server's other API-server processes; None if there are none.
         cpu_lock: Held while a thread builds a response from rows that have arrived. More of them at
             a time would take the interpreter from the event loop without finishing sooner.
@@ -66,6 +68,7 @@ class ServerState:
         self.spool: ResultFiles | None = None
         self.peers: Peers | None = None
         self.model = ""
+        self.by_default: ByDefault | None = None
         self.cpu_lock = threading.Lock()
         self._names: SharedState | StoreState | None = None
         self._metrics: ServerMetrics | None = None

@@ -34,7 +34,7 @@ def put_option(values: list[str], environ: MutableMapping[str, str]) -> None:
 
 
 async def load_given(state: ServerState) -> None:
-    """Warm the engine for requests that name autoencoders, modules, hooks, lenses and probes, one name at a time.
+    """Warm the engine for requests that name what the server has, one name at a time, and for what plain ones capture.
 
     What cannot be warmed is logged, and is warm once requests have used it.
     """
@@ -69,5 +69,9 @@ def _requests(state: ServerState) -> Iterator[tuple[str, SamplingParams]]:
             yield f"the hook {hook!r}", params(hooks=Use(hook))
     for lens in names.lenses.infos():
         yield f"the lens {lens!r}", params(lens=Lens(name=lens))
+    if state.by_default is not None:
+        one = params()
+        one.extra_args = dict(state.by_default.extra_args())
+        yield "what plain requests capture", one
     for probe in names.probes.infos():
         yield f"the probe {probe!r}", params(probes=probe)

@@ -52,22 +52,7 @@ class SpeculatorsWriter(BufferedWriter):
         super()._check_open(request_id)
 
     def _publish_request(self, request_id: str, sites: list[SiteRows], metadata: str) -> None:
-        _check_sites(request_id, sites)
-        first = sites[0]
-        code, shape, nbytes = tensor_layout(first.header, len(first.positions))
-        states = np.stack([site.records for site in sites], axis=1)
-        tokens = first.token_ids.astype("<i8")
-        meta = {
-            "weir": LAYOUT,
-            "request": request_id,
-            "layer_ids": json.dumps([site.site.layer + 1 for site in sites]),
-            "metadata": metadata,
-        }
-        tensors = {
-            "hidden_states": ((code, [shape[0], len(sites), *shape[1:]], nbytes * len(sites)), states),
-            "token_ids": (("I64", [len(tokens)], tokens.nbytes), tokens),
-        }
-        publish_tensors(self.store, file_of(request_id), tensors, meta)
+        publish_states(self.store, file_of(request_id), request_id, sites, metadata)
         self._files.add(file_of(request_id))
         self.held_bytes -= sum(site.records.nbytes for site in sites)
 
@@ -76,6 +61,26 @@ def file_of(request_id: str) -> str:
     """Return the name of a request's file."""
     record = _RECORD.fullmatch(request_id)
     return f"hs_{int(record[1])}{SUFFIX}" if record else f"{safe_name(request_id)}{SUFFIX}"
+
+
+def publish_states(store: ObjectStore, name: str, request_id: str, sites: list[SiteRows], metadata: str = "") -> None:
+    """Publish the file of one request; raise WeirError if these are not rows of all positions from the first on."""
+    _check_sites(request_id, sites)
+    first = sites[0]
+    code, shape, nbytes = tensor_layout(first.header, len(first.positions))
+    states = np.stack([site.records for site in sites], axis=1)
+    tokens = first.token_ids.astype("<i8")
+    meta = {
+        "weir": LAYOUT,
+        "request": request_id,
+        "layer_ids": json.dumps([site.site.layer + 1 for site in sites]),
+        "metadata": metadata,
+    }
+    tensors = {
+        "hidden_states": ((code, [shape[0], len(sites), *shape[1:]], nbytes * len(sites)), states),
+        "token_ids": (("I64", [len(tokens)], tokens.nbytes), tokens),
+    }
+    publish_tensors(store, name, tensors, meta)
 
 
 def _check_sites(request_id: str, sites: list[SiteRows]) -> None:
