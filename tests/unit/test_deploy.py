@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.machine import haproxy, needs
+from tests.support.machine import haproxy, haproxy_program, needs
+from tests.support.serve_parser import serve_parser
 from tests.unit.test_docs import check_weir, variables
-from vllm_weir.cli.serve import HELP
+from vllm_weir.cli.serve import HELP, prepare
 from vllm_weir.server import metrics, store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +29,11 @@ YAML = {path.name: yaml.safe_load(path.read_text()) for path in DEPLOY.glob("*.y
 
 def serve_options(words: list[str]) -> set[str]:
     return {word.partition("=")[0] for word in words if word.startswith("--weir-")}
+
+
+def check_serve(options: list[str]) -> Any:
+    """Return what vLLM's parser makes of a server's command line; Weir's own options are checked and taken out."""
+    return serve_parser().parse_args(["serve", *prepare(options, {})])
 
 
 def check_environment(names: list[str]) -> None:
@@ -56,6 +62,7 @@ def test_compose() -> None:
     for name in ("one", "two"):
         server = services[name]
         assert serve_options(server["command"]) == {store.OPTION} <= serve_options(HELP.split())
+        assert check_serve(server["command"]).served_model_name == ["demo"]
         assert (DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]).is_file()
         check_environment(list(server["environment"]))
         [folder] = {volume.partition(":")[2] for volume in server["volumes"]}
@@ -69,7 +76,7 @@ def test_compose() -> None:
 def test_the_proxy_takes_its_configuration(tmp_path: Path) -> None:
     config = tmp_path / "haproxy.cfg"
     config.write_text(re.sub(r" (one|two):8000", " 127.0.0.1:8000", (DEPLOY / "haproxy.cfg").read_text()))
-    done = subprocess.run(["haproxy", "-c", "-f", str(config)], capture_output=True, text=True)
+    done = subprocess.run([str(haproxy_program()), "-c", "-f", str(config)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -77,10 +84,18 @@ def test_charts() -> None:
     [stack] = YAML["production-stack.yaml"]["servingEngineSpec"]["modelSpec"]
     check_environment([one["name"] for one in stack["env"]])
     assert {"VLLM_PLUGINS", "WEIR_SERVE_STORE"} <= {one["name"] for one in stack["env"]}
+    # The chart writes `--max-model-len` for `maxModelLen`.
+    given = {
+        re.sub("[A-Z]", lambda found: f"-{found[0].lower()}", key): value for key, value in stack["vllmConfig"].items()
+    }
+    more = given.pop("extra-args")
+    parsed = check_serve([stack["modelURL"], *(f"--{key}={value}" for key, value in given.items()), *more])
+    assert parsed.max_model_len == 8192 and parsed.served_model_name == ["llama8b"]
     [server] = YAML["llm-d.yaml"]["decode"]["containers"]
     assert server["modelCommand"] == "custom" and server["command"] == ["weir", "serve"]
     assert serve_options(server["args"]) <= serve_options(HELP.split())
     check_environment([one["name"] for one in server["env"]])
+    assert check_serve(server["args"]).model_tag == YAML["llm-d.yaml"]["modelArtifacts"]["name"]
     assert f"--port={server['ports'][0]['containerPort']}" in server["args"]
 
 
@@ -135,3 +150,9 @@ def test_what_a_big_run_takes() -> None:
 
 def number(text: str) -> float:
     return float(text.replace(",", ""))
+
+
+def test_a_wrong_option_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check_serve(["demo", "--max-model-length", "8"])
+    assert "--max-model-length" in capsys.readouterr().err
