@@ -365,7 +365,9 @@ NO_KEY = (
 
 def lacks_key(raw_request: Any) -> bool:
     """Return whether a server has API keys and Starlette's request, if a client sent one, carries none of them."""
-    for one in () if raw_request is None else raw_request.app.user_middleware:
+    # A request that Ray Serve's ingress has handed on has no app.
+    app = None if raw_request is None else raw_request.scope.get("app")
+    for one in () if app is None else app.user_middleware:
         # Its module differs between versions.
         if one.cls.__name__ == "AuthenticationMiddleware" and one.cls.__module__.startswith("vllm."):
             return not one.cls(None, *one.args, **one.kwargs).verify_token(raw_request.headers)
