@@ -22,6 +22,7 @@ from tests.engine.serve_cases import PROMPTS, D, other_sae
 from tests.engine.serve_probe import PATH as HELD
 from tests.engine.serve_probe import WHY
 from tests.support.engines import DEFAULTS
+from tests.support.machine import haproxy_program
 from tests.support.measure import eventually
 from tests.support.ports import free_port
 from tests.support.zygote import ROOT, Child, zygote
@@ -62,6 +63,8 @@ def running(
     forked: bool = False,
     model: str = "",
     args: Sequence[str] = ARGS,
+    port: int = 0,
+    end: signal.Signals = signal.SIGTERM,
 ) -> Iterator[httpx.Client]:
     """A client of a server that has started; the server and all its processes are gone afterwards.
 
@@ -69,8 +72,9 @@ def running(
         more: arguments, after `args`.
         model: another one than the shipped.
         forked: all its processes are forks of one that has imported vLLM: it starts in a quarter of the time.
+        end: ends the server; SIGKILL ends all its processes at once.
     """
-    port = free_port()
+    port = port or free_port()
     environ = {k: v for k, v in os.environ.items() if k not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PLUGINS")}
     environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | (env or {})
     command = [*command, model or weir.demo_model(), *args, "--port", str(port), "--api-key", API_KEY, *more]
@@ -90,12 +94,33 @@ def running(
             eventually(lambda: _answers(client, process, log), True, timeout)
             yield client
     finally:
-        process.send_signal(signal.SIGTERM)
+        if end == signal.SIGKILL:
+            os.killpg(process.pid, end)
+        else:
+            process.send_signal(end)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@contextlib.contextmanager
+def proxy(folder: Path, *servers: httpx.Client) -> Iterator[httpx.Client]:
+    """A client of a proxy with the configuration of `deploy/`, which takes idle servers in turn."""
+    port, config = free_port(), folder / f"haproxy-{len(servers)}.cfg"
+    head = (ROOT / "deploy/haproxy.cfg").read_text().partition("  server one ")[0]
+    assert head.count(" :8000\n") == 1
+    behind = [f"  server s{k} 127.0.0.1:{server.base_url.port}\n" for k, server in enumerate(servers)]
+    config.write_text(head.replace(" :8000\n", f" 127.0.0.1:{port}\n") + "".join(behind))
+    process = subprocess.Popen([str(haproxy_program()), "-db", "-f", str(config)])
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=servers[0].headers, timeout=120) as client:
+            eventually(lambda: _answers(client, process, config), True, 60)
+            yield client
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 def _answers(client: httpx.Client, process: subprocess.Popen | Child, log: Path) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
+import signal
+import time
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load
 
 import vllm_weir as weir
-from tests.engine.serving import ADMIN, ADMIN_KEY, ARGS, COMPLETIONS, WEIR, body, running
+from tests.engine.serving import ADMIN, ADMIN_KEY, COMPLETIONS, LENS, WEIR, body, jacobians, proxy, running
 from tests.support.machine import engine_processes, haproxy, needs, object_store
 from tests.support.measure import eventually
 from tests.support.ports import free_port
@@ -32,21 +31,23 @@ def start(tmp_path_factory):
     with s3_server("names") as options:
         env = s3_environment(options) | {"WEIR_ADMIN_KEY": ADMIN_KEY, "VLLM_LOGGING_LEVEL": "WARNING"}
 
-        def started(name: str, *more: str) -> contextlib.AbstractContextManager[httpx.Client]:
+        def started(name: str, *more: str, **options: Any) -> contextlib.AbstractContextManager[httpx.Client]:
             own = folder / name
-            own.mkdir()
+            own.mkdir(exist_ok=True)
             # Not a fork: a fork must not share connections to a store.
             return running(
                 own / "log", WEIR, "--weir-store", "s3://names/demo", *more,
-                env=env | {"WEIR_SERVE_DIRECTORY": str(own)}, args=ARGS,
+                env=env | {"WEIR_SERVE_DIRECTORY": str(own)}, **options,
             )  # fmt: skip
 
         yield started
 
 
 @pytest.fixture(scope="module")
-def pair(start):
-    with start("one") as one, start("two") as two:
+def pair(start, tmp_path_factory):
+    lens = tmp_path_factory.mktemp("lens") / "lens.pt"
+    torch.save({"J": jacobians(), "n_prompts": 3}, lens)
+    with start("one", "--weir-lens", f"{LENS}={lens}") as one, start("two") as two:
         yield one, two
 
 
@@ -56,32 +57,9 @@ def answer(client: httpx.Client, **weir_object: Any) -> dict[str, Any]:
     return reply.json()["choices"][0]
 
 
-@contextlib.contextmanager
-def proxy(folder: Path, *servers: httpx.Client) -> Iterator[httpx.Client]:
-    """Yield a client of a proxy that takes the servers in turn."""
-    port, config = free_port(), folder / "haproxy.cfg"
-    behind = [f"  server s{k} 127.0.0.1:{server.base_url.port}" for k, server in enumerate(servers)]
-    seconds = ["  mode http", "  timeout connect 60s", "  timeout client 120s", "  timeout server 120s"]
-    front = ["frontend f", f"  bind 127.0.0.1:{port}", "  default_backend b", "backend b", "  balance roundrobin"]
-    config.write_text("\n".join(["defaults", *seconds, *front, *behind, ""]))
-    process = subprocess.Popen(["haproxy", "-db", "-f", str(config)])
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=servers[0].headers, timeout=120) as client:
-            eventually(lambda: answers(client), True, 60)
-            yield client
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def answers(client: httpx.Client) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return client.get("/health").status_code == 200
-    return False
-
-
 def names(client: httpx.Client) -> list[list[str]]:
-    return [[one["name"] for one in client.get(f"/v1/{kind}").json()[kind]] for kind in ("vectors", "probes", "saes")]
+    found = {kind: client.get(f"/v1/{kind}").json()[kind] for kind in ("vectors", "probes", "saes", "lenses")}
+    return [[one["name"] for one in listed] for listed in found.values()]
 
 
 @needs(haproxy)
@@ -94,13 +72,14 @@ def test_servers_behind_a_proxy_agree(pair, tmp_path):
         put = both.put("/v1/saes/s", json={"path": weir.demo_sae()}, headers=ADMIN)
         assert put.status_code == 200, put.text
         for server in pair:
-            eventually(lambda server=server: names(server), [["v"], ["p"], ["s"]], 120)
+            eventually(lambda server=server: names(server), [["v"], ["p"], ["s"], [LENS]], 120)
         steer = [{"op": "add", "vector": {"ref": "v"}, "layers": [2], "scale": 4.0}]
         asked = {
             "capture": [SITE],
             "interventions": steer,
             "probes": ["p"],
             "features": [{"name": "s", "top_k": 4}],
+            "lens": {"name": LENS, "layers": [0], "top_k": 4},
             "response": {"inline_bytes": 0},
         }
         outs = [answer(both, **asked) for _ in range(2)]
@@ -112,8 +91,8 @@ def test_servers_behind_a_proxy_agree(pair, tmp_path):
             rows.append(load(files[0].content))
         assert rows[0].keys() == rows[1].keys() and all(torch.equal(rows[0][key], rows[1][key]) for key in rows[0])
         assert outs[0]["text"] == outs[1]["text"]
-        assert outs[0]["weir"]["scores"] == outs[1]["weir"]["scores"]
-        assert outs[0]["weir"]["features"] == outs[1]["weir"]["features"]
+        for read in ("scores", "features", "lens"):
+            assert outs[0]["weir"][read] == outs[1]["weir"][read]
         assert both.delete(outs[0]["weir"]["activations"]["url"]).status_code == 204
         assert {both.get(outs[0]["weir"]["activations"]["url"]).status_code for _ in range(2)} == {404}
         assert both.delete("/v1/saes/s", headers=ADMIN).status_code == 204
@@ -125,13 +104,49 @@ def test_servers_behind_a_proxy_agree(pair, tmp_path):
             )
 
 
-def test_a_restarted_server_knows_everything(pair, start):
-    """What one server is told after another has ended is known to it when it starts again."""
+@needs(haproxy)
+def test_a_killed_server_knows_everything(pair, start, tmp_path):
+    """What was named through it or through another, before it was killed and while it was away."""
     one, _ = pair
-    assert one.put("/v1/vectors/w", json={"vector": [0.5] * 256}, headers=ADMIN).status_code == 200
-    kept = answer(one, capture=[SITE], response={"inline_bytes": 0})["weir"]["activations"]["url"]
-    with start("again") as again:
-        assert "w" in names(again)[0]
-        assert again.get(kept).content == one.get(kept).content
-        assert again.delete("/v1/vectors/w", headers=ADMIN).status_code == 204
-        eventually(lambda: "w" in names(one)[0], False, 120)
+    port, vector = free_port(), [0.5] * 256
+    with contextlib.ExitStack() as killed:
+        three = killed.enter_context(start("three", port=port, end=signal.SIGKILL))
+        with proxy(tmp_path, one, three) as both:
+            put = three.put("/v1/saes/t", json={"path": weir.demo_sae()}, headers=ADMIN)
+            assert put.status_code == 200, put.text
+            assert three.put("/v1/probes/t", json={"weight": vector, "layer": 2}, headers=ADMIN).status_code == 200
+            took = [named(three, one, f"t{k}", vector) for k in range(5)]
+            print(f"seconds until the other server knows a vector: {took}")  # a busy machine may take longer than one
+            kept = answer(three, capture=[SITE], response={"inline_bytes": 0})["weir"]["activations"]["url"]
+            content = three.get(kept).content
+            killed.close()
+            for _ in range(4):  # whichever server's turn it is
+                assert both.get(kept).content == content
+                answer(both, probes=["t"], features=[{"name": "t", "top_k": 4}])
+            assert one.put("/v1/vectors/w", json={"vector": vector}, headers=ADMIN).status_code == 200
+            assert one.delete("/v1/vectors/t0", headers=ADMIN).status_code == 204
+            with start("three", port=port) as again:
+                found = names(again)
+                assert found == names(one)
+                assert {"w", "t1", "t4"} <= set(found[0]) and "t0" not in found[0]
+                assert "t" in found[1] and "t" in found[2] and found[3] == [LENS]
+                assert again.get(kept).content == content
+                asked = {
+                    "probes": ["t"],
+                    "features": [{"name": "t", "top_k": 4}],
+                    "lens": {"name": LENS, "layers": [0], "top_k": 2},
+                }
+                steer = [{"op": "add", "vector": {"ref": "t1"}, "layers": [2], "scale": 4.0}]
+                outs = [answer(server, interventions=steer, **asked)["weir"] for server in (one, again)]
+                for read in ("scores", "features", "lens"):
+                    assert outs[0][read] == outs[1][read]
+                assert again.delete("/v1/vectors/w", headers=ADMIN).status_code == 204
+                eventually(lambda: "w" in names(one)[0], False, 120)
+
+
+def named(server: httpx.Client, other: httpx.Client, name: str, vector: list[float]) -> float:
+    """Name a vector through one server; return the seconds until the other knows it."""
+    assert server.put(f"/v1/vectors/{name}", json={"vector": vector}, headers=ADMIN).status_code == 200
+    begun = time.monotonic()
+    eventually(lambda: other.get(f"/v1/vectors/{name}").status_code, 200, 120)
+    return round(time.monotonic() - begun, 3)
