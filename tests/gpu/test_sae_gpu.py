@@ -28,3 +28,20 @@ def test_encode(subtracted, rows):
     ids, values = sae.to("cuda").top(given.cuda(), 32)
     wanted_ids, wanted = top_values(found, 32)
     assert torch.equal(ids.cpu(), wanted_ids) and torch.equal(values.cpu(), wanted)
+
+
+@pytest.mark.parametrize("architecture", ["jumprelu", "topk", "gated"])
+def test_the_most_active_are_those_of_all(architecture):
+    """Whether activations are written out first or made as values are read."""
+    source = torch.Generator().manual_seed(3)
+    shapes = {"W_enc": (D, D_SAE), "W_dec": (D_SAE, D), "b_dec": (D,)}
+    shapes |= dict.fromkeys(("b_gate", "r_mag", "b_mag") if architecture == "gated" else ("b_enc",), (D_SAE,))
+    tensors = {name: torch.randn(shape, generator=source).bfloat16().cuda() for name, shape in shapes.items()}
+    more = {"threshold": torch.rand(D_SAE, generator=source).mul(40).cuda()} if architecture == "jumprelu" else {}
+    k = {"k": 48} if architecture == "topk" else {}
+    sae = weir.SAE.from_tensors(architecture, ("resid_post", 1), **tensors, **more, **k)
+    rows = torch.randn(700, D, generator=source).bfloat16().cuda()
+    for top_k in (1, 32, 60):
+        wanted_ids, wanted = top_values(sae.encode(rows), top_k)
+        ids, values = sae.top(rows, top_k)
+        assert torch.equal(ids, wanted_ids.long()) and torch.equal(values, wanted)

@@ -15,7 +15,7 @@ CASES = """
 import math
 import torch
 from vllm_weir.util import top_kernel
-from vllm_weir.util.top import _sorted
+from vllm_weir.util.top import Rectifier, _sorted
 
 source, fp32, bf16 = torch.Generator().manual_seed(0), torch.float32, torch.bfloat16
 shapes = ((1, 1, 1), (3, 16, 5), (2, 17, 17), (3, 300, 7), (0, 40, 3))
@@ -40,9 +40,20 @@ odd[0, 16:80] = -math.inf
 ids, found, _ = top_kernel.largest(odd, 5)
 assert ids.tolist() == [[89, 7, 0, 1, 2]], ids
 assert math.isnan(found[0, 0]) and found[0, 1:].tolist() == [math.inf, 0.0, 0.0, 0.0]
+odd[0, 89] = -odd[0, 89]  # a NaN with a sign, as a CPU makes them
+assert top_kernel.largest(odd, 2)[0].tolist() == _sorted(odd, 2)[0].tolist() == [[89, 7]]
 masked = torch.full((1, 50), -math.inf)
 masked[0, 4] = 2.0
 assert top_kernel.largest(masked, 1, sums=True)[2].tolist() == [2.0]
+
+values, bias, thresholds = (torch.randn(shape, generator=source) for shape in ((4, 300), (300,), (300,)))
+values[0], values[1, 5], values[2, 7] = -9.0, math.nan, math.inf
+for rectifier in (Rectifier(bias), Rectifier(bias, thresholds)):
+    for k in (1, 7, 40):
+        ids, found, _ = top_kernel.largest(values, k, rectifier=rectifier)
+        wanted_ids, wanted = _sorted(rectifier(values), k)
+        assert torch.equal(ids.long(), wanted_ids), (k, rectifier)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 print("as sorting")
 """
 
