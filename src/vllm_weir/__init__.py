@@ -81,11 +81,10 @@ if TYPE_CHECKING:
     from vllm_weir.schema.gates import When
     from vllm_weir.schema.hooks import Site
     from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
+    from vllm_weir.schema.model_facts import SiteVerdict
     from vllm_weir.schema.named_hooks import Use
-    from vllm_weir.schema.probe_files import load_probe
-    from vllm_weir.schema.probes import AttentionProbe, MLPProbe, Probe
+    from vllm_weir.schema.probes import AttentionProbe, MLPProbe, Probe, load_probe
     from vllm_weir.schema.routing import Routing
-    from vllm_weir.schema.site_verdict import SiteVerdict
     from vllm_weir.schema.user_hooks import Hook
     from vllm_weir.storage.dataset import ActivationDataset
     from vllm_weir.storage.features.dataset import load_features

@@ -16,16 +16,15 @@ from vllm_weir.guard import refuse
 from vllm_weir.guard.request_extras import extras_in, set_extras, with_extras
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.features import Features, Lens
-from vllm_weir.schema.fields import parse_flag, right_words
+from vllm_weir.schema.fields import dumps, parse_flag, right_words
 from vllm_weir.schema.intervention_kinds import AnyIntervention
-from vllm_weir.schema.json_text import dumps
 from vllm_weir.schema.keys import WIRE_KEY, refuse_slips
+from vllm_weir.schema.model_facts import SiteVerdict
 from vllm_weir.schema.named_hooks import Use
 from vllm_weir.schema.probes import AnyProbe, parse_probe
+from vllm_weir.schema.read_outs import SAEInfo
 from vllm_weir.schema.request import RequestSpec, parse_interventions
 from vllm_weir.schema.routing import Routing
-from vllm_weir.schema.sae_info import SAEInfo
-from vllm_weir.schema.site_verdict import SiteVerdict
 from vllm_weir.schema.user_hooks import Hook
 
 if TYPE_CHECKING:

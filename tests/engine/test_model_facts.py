@@ -14,8 +14,7 @@ from tests.conformance.zoo.build import build
 from tests.engine.common import directory, sampling, tokens
 from tests.support.engines import get_llm
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.derived.attention import attention_pattern
-from vllm_weir.frontend.derived.routing import choose_experts
+from vllm_weir.frontend.derived.formulas import attention_pattern, choose_experts
 from vllm_weir.schema.model_facts import AttentionFacts
 
 pytestmark = pytest.mark.engine

@@ -25,7 +25,7 @@ from tests.support.steered import (
     usage,
     vectors,
 )
-from vllm_weir.frontend.admission import inline_vectors
+from vllm_weir.frontend.admission import engine_wire
 from vllm_weir.worker.planning import row_sequences
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_sequences import RowSequences
@@ -268,10 +268,10 @@ def test_vectors_come_along_and_are_asked_for_only_where_that_was_not_so(engine,
     rows, _ = oracle.steered(tokens(9), 9, [])
     assert close_products(out.activations["resid_post", 1], rows["resid_post", 1], directions)
     assert not asked
-    monkeypatch.setattr(inline_vectors, "MAX_BYTES", 4 * D)
+    monkeypatch.setattr(engine_wire, "MAX_BYTES", 4 * D)
     steered(61, 62)
     assert [len(digests) for digests in asked] == [2], "too many to come along"
-    monkeypatch.setattr(inline_vectors.InlineVectors, "of", lambda *_: {})
+    monkeypatch.setattr(engine_wire.InlineVectors, "of", lambda *_: {})
     for seed in range(63, 63 + ROWS):
         steered(seed)
     assert len(asked) == 1 + ROWS

@@ -23,9 +23,9 @@ def shipped(graphs=None, **more):
 @pytest.mark.parametrize("d_model", [96, 256, 4096])
 @pytest.mark.parametrize("beside", [("residual", 1.0, 1.0), ("residual", 1.3, 0.7), ("offset", 0.8, 0.8)], ids=str)
 def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
+    from vllm_weir.schema.engine_traits import TableSizes
     from vllm_weir.schema.instructions import ResolvedIntervention
     from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
-    from vllm_weir.schema.table_sizes import TableSizes
     from vllm_weir.worker.steering.programs import ActiveIntervention, ProgramTable
     from vllm_weir.worker.tap.op import TapSwitch, TapTensors, numbered
 

@@ -10,8 +10,7 @@ import torch
 from vllm_weir import codec, messages
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.frontend.receive.row_store import RowStore
-from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
-from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits, TableSizes
 from vllm_weir.schema.taps import STAGES, num_taps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.columns import as_integers

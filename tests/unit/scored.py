@@ -14,9 +14,9 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 from vllm_weir.frontend.receive.row_store import RowStore
+from vllm_weir.schema.gates import StopRule
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.resolved_probes import LINEAR, ResolvedProbe
-from vllm_weir.schema.stop_rules import StopRule
 
 LAYERS, D = 3, 4
 FACTS = EngineCapabilities(served(LAYERS), LAYERS, D, "float32", 1000)

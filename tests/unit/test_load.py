@@ -307,7 +307,7 @@ def test_workers_without_weir_are_the_reason_of_every_refusal():
 
 def test_a_request_that_the_core_cannot_serve_says_so_to_the_workers():
     from vllm_weir.patches import scheduler as core
-    from vllm_weir.schema.engine_request import EngineRequest
+    from vllm_weir.schema.engine_spec import EngineRequest
 
     seen = []
     for refusal, said in ((None, False), ("patch point gone", True)):

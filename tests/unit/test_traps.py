@@ -25,13 +25,13 @@ from vllm_weir import Site, WeirError
 from vllm_weir.compat.vllm_lens.request import to_weir
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.reachable import Media
 from vllm_weir.frontend.receive.pending_sequence import InterventionGroup
-from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.engine_spec import EngineRequest
 from vllm_weir.schema.hooks import ALIASES, HOOKS, STREAM_HOOKS, place_of
-from vllm_weir.schema.media import Media
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.reductions import CONTINUED
 from vllm_weir.schema.request import Postprocess, ResolvedSpec
+from vllm_weir.schema.rows import CONTINUED
 from vllm_weir.schema.taps import STAGES, column_of, tap_of
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.tap.install import place

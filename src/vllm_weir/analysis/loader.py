@@ -22,8 +22,8 @@ from vllm_weir.analysis.metrics import (
 from vllm_weir.analysis.reconstruct import check_mode, native, reconstruct_activations
 from vllm_weir.errors import MissingFile, WeirError, brief
 from vllm_weir.results.activations import Activations
+from vllm_weir.schema.fields import plain
 from vllm_weir.schema.hooks import Site, normalise_hook
-from vllm_weir.schema.scalars import plain
 from vllm_weir.storage.dataset import ActivationDataset
 from vllm_weir.storage.index import Index, short_names
 from vllm_weir.storage.layouts.npz import folder_of, home_of, unpack_own

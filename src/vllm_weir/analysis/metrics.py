@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.scalars import plain
+from vllm_weir.schema.fields import plain
 
 Matrix: TypeAlias = "np.ndarray | torch.Tensor"
 SimilarityMetric = Literal["cosine", "l2", "correlation"]

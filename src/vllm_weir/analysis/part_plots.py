@@ -24,9 +24,8 @@ from vllm_weir.analysis.plot_style import (
     token_map,
 )
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.fields import right_words
+from vllm_weir.schema.fields import is_int, plain, right_words
 from vllm_weir.schema.hooks import HookPoint, normalise_hook
-from vllm_weir.schema.scalars import is_int, plain
 
 MAX_HEADS = 64
 BEST_KEYS = 5

@@ -26,9 +26,8 @@ from vllm_weir.analysis.plot_style import (
     token_map,
 )
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.fields import right_words
+from vllm_weir.schema.fields import plain, right_words
 from vllm_weir.schema.hooks import HookPoint, normalise_hook
-from vllm_weir.schema.scalars import plain
 
 
 @right_words

@@ -16,7 +16,7 @@ from vllm_weir.compat.rhizonymph.modules import put_options as put_modules
 from vllm_weir.config.env import disabled
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.guard import refuse
-from vllm_weir.schema.json_text import fits_header
+from vllm_weir.schema.fields import fits_header
 from vllm_weir.server import hooks, lenses, store, warm
 from vllm_weir.server.endpoint_plugin import load_route_modules
 from vllm_weir.server.limits import ADMIN_KEY, ServerLimits

@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm_weir.api import sites
 from vllm_weir.schema.hooks import HOOKS, MODEL_HOOKS, READ_ONLY_HOOKS
-from vllm_weir.schema.row_shapes import RowShape
-from vllm_weir.schema.site_verdict import SiteVerdict
+from vllm_weir.schema.model_facts import SiteVerdict
+from vllm_weir.schema.rows import RowShape
 from vllm_weir.util.start_llm import start_llm
 
 

@@ -13,9 +13,8 @@ from urllib.parse import quote
 
 from vllm_weir.client.results import Chunk, Completion
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.json_text import dumps
-from vllm_weir.schema.probe_files import load_probe
-from vllm_weir.schema.probes import parse_probe
+from vllm_weir.schema.fields import dumps
+from vllm_weir.schema.probes import load_probe, parse_probe
 from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.vectors import KEPT, Vector
 from vllm_weir.util.foreign_files import read_regular

@@ -14,7 +14,7 @@ import httpx
 
 from vllm_weir.client.errors import ServerError, error_from
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.json_text import fits_header
+from vllm_weir.schema.fields import fits_header
 
 NOT_STARTED = (429, 503)
 """Statuses of requests that the server has not begun to process."""

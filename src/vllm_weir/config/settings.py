@@ -18,11 +18,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from vllm_weir.config.env import warn_of_unknown
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.capture import parse_layers
-from vllm_weir.schema.controllers import parse_controllers
+from vllm_weir.schema.engine_traits import TableSizes
+from vllm_weir.schema.gates import parse_controllers
 from vllm_weir.schema.hooks import HOOKS, normalise_hook
 from vllm_weir.schema.keys import WIRE_KEY, meant
 from vllm_weir.schema.sinks import parse_sinks
-from vllm_weir.schema.table_sizes import TableSizes
 
 STEP_SHARE = 8
 """A step records at most 1 / `STEP_SHARE` of the rows that the host buffer holds."""

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_weir.schema.engine_request import EngineRequest
-from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.engine_spec import EngineRequest, EngineSpec
 from vllm_weir.schema.instructions import ResolvedIntervention
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.engine_spec import EngineRequest
 from vllm_weir.schema.positions import ENDLESS
-from vllm_weir.schema.reductions import GROUP
+from vllm_weir.schema.rows import GROUP
 
 
 class _ReducedPrompt(NamedTuple):

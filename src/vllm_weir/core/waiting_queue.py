@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_weir.schema.engine_request import TableNeeds
-from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.engine_spec import TableNeeds
+from vllm_weir.schema.engine_traits import TableSizes
 
 
 class WaitingQueue:

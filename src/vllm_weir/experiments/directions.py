@@ -13,12 +13,11 @@ import numpy as np
 
 from vllm_weir.errors import StoreError, WeirError, brief
 from vllm_weir.experiments.vectors import codec
-from vllm_weir.schema.fields import set_fields
+from vllm_weir.schema.fields import is_int, plain, set_fields
 from vllm_weir.schema.hooks import normalise_hook
 from vllm_weir.schema.interventions import Add
 from vllm_weir.schema.probes import Probe
-from vllm_weir.schema.row_parts import RowPart
-from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.rows import RowPart
 from vllm_weir.schema.vectors import Vector, number
 from vllm_weir.util import notebook
 from vllm_weir.util.atomic_write import atomic_write

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.scalars import plain
+from vllm_weir.schema.fields import plain
 from vllm_weir.util.atomic_write import atomic_write
 from vllm_weir.util.foreign_files import damage_refused, npz_arrays, open_regular
 

@@ -11,10 +11,9 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.guard.request_extras import extras_in
+from vllm_weir.schema.fields import is_int, plain, token_id
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_QK_KEY, LENS_STEER_KEY
 from vllm_weir.schema.request import RequestSpec
-from vllm_weir.schema.scalars import is_int, plain
-from vllm_weir.schema.token_ids import token_id
 
 
 class Baseline(NamedTuple):

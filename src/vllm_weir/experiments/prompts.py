@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.fields import is_int, plain
 from vllm_weir.util.text_lines import read_json_lines, read_lines
 from vllm_weir.util.token_texts import chat_text, warn_of_unknown
 

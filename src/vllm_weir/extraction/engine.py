@@ -20,7 +20,7 @@ from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compression import Compression, header_bytes
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_shapes import row_width
+from vllm_weir.schema.rows import row_width
 from vllm_weir.storage.batch import Batch
 from vllm_weir.storage.features.parts import RecordFeatures
 from vllm_weir.util.start_llm import start_llm

@@ -12,8 +12,7 @@ from vllm_weir.extraction.feature_writer import PART_BYTES, FeatureWriter
 from vllm_weir.extraction.record_loop import PromptReader, RecordLoop, RecordWriter
 from vllm_weir.extraction.run_spec import WEIGHTS, RunSpec, begin_run, check_run, read_skipped
 from vllm_weir.extraction.source import TextSource
-from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.row_notes import describe_rows
+from vllm_weir.schema.capture import Capture, describe_rows
 from vllm_weir.storage.features.dataset import FeatureInfo, load_features
 from vllm_weir.storage.features.parts import LAYOUT, part_names
 from vllm_weir.storage.layouts.base import is_claimed

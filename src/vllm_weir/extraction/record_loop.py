@@ -16,7 +16,7 @@ from vllm_weir.extraction.engine import PIECE_BYTES, PIECES_AHEAD, ExtractionEng
 from vllm_weir.extraction.feature_writer import FeatureWriter
 from vllm_weir.extraction.run_spec import RecordCounts, request_id
 from vllm_weir.extraction.source import InputRecord, TextSource
-from vllm_weir.schema.row_notes import KEY as ROW_NOTES_KEY
+from vllm_weir.schema.capture import ROW_NOTES_KEY
 from vllm_weir.storage.layouts.base import Writer
 
 

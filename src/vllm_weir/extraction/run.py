@@ -30,7 +30,7 @@ from vllm_weir.schema.capture import Capture, Reduction, parse_layers
 from vllm_weir.schema.draft_layers import DRAFT_LAYERS, draft_layers
 from vllm_weir.schema.fields import right_words
 from vllm_weir.schema.hooks import MODEL_HOOKS, HookPoint, Site, normalise_hook
-from vllm_weir.schema.model_config import ModelConfig
+from vllm_weir.schema.model_facts import ModelConfig
 from vllm_weir.storage.layouts.base import MARKER
 from vllm_weir.storage.layouts.speculators import LAYOUT as SPECULATORS
 from vllm_weir.util.shipped import model_path

@@ -13,7 +13,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.frontend.engine_names import EngineNames
 from vllm_weir.frontend.sinks.manager import captures_for
-from vllm_weir.schema.controllers import PREFIX, parse_controllers
+from vllm_weir.schema.gates import PREFIX, parse_controllers
 from vllm_weir.schema.probes import parse_probes
 from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.sinks import SinkDefinition

@@ -13,15 +13,17 @@ from vllm_weir.consumers.base import EngineInfo
 from vllm_weir.controllers.async_controller import AsyncController
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
-from vllm_weir.frontend.admission.admitted import AdmittedRequest
+from vllm_weir.frontend.admission.admitted import (
+    AdmittedRequest,
+    check_drafts_ahead,
+    check_rows,
+    prompt_lengths,
+    warming,
+)
 from vllm_weir.frontend.admission.cache import CACHE_BYTES, MAX_KEY_BYTES, admission_key
-from vllm_weir.frontend.admission.continuation import Continuation
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.admission.inline_vectors import InlineVectors
-from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, max_generated
-from vllm_weir.frontend.admission.row_bound import check_rows
-from vllm_weir.frontend.admission.speculation import check_drafts_ahead
-from vllm_weir.frontend.admission.warm_up import prompt_lengths, warming
+from vllm_weir.frontend.admission.engine_wire import InlineVectors
+from vllm_weir.frontend.admission.reachable import NO_MEDIA, UNKNOWN, Continuation, Media, Vocabulary, max_generated
 from vllm_weir.frontend.engine_names import EngineNames
 from vllm_weir.frontend.known_engine import KnownEngine
 from vllm_weir.frontend.outputs.held_outputs import OutputHolder
@@ -31,13 +33,12 @@ from vllm_weir.frontend.pacing import Pacing
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 from vllm_weir.frontend.receive.receiver import Receiver
 from vllm_weir.frontend.receive.row_store import RowStore
-from vllm_weir.frontend.receive.told_values import ToldValues
+from vllm_weir.frontend.receive.score_table import ToldValues
 from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.frontend.tracker import Tracker
-from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.engine_spec import EngineRequest
 from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.keys import carries_keys
-from vllm_weir.schema.media import NO_MEDIA, Media
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.request import tag_in
 from vllm_weir.schema.selectors import check_reached

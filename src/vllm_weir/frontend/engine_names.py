@@ -12,9 +12,13 @@ from typing import Any, TypeVar
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
-from vllm_weir.frontend.admission.hook_registry import HookRegistry, check_hook
-from vllm_weir.frontend.admission.lens_registry import LensRegistry
-from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
+from vllm_weir.frontend.admission.registries import (
+    HookRegistry,
+    LensRegistry,
+    ProbeRegistry,
+    RegisteredProbe,
+    check_hook,
+)
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.vector_registry import (
     NamedVector,

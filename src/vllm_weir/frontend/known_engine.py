@@ -10,10 +10,9 @@ from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary
-from vllm_weir.schema.engine_request import EngineRequest
-from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
+from vllm_weir.schema.engine_spec import EngineRequest
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits, TableSizes
 from vllm_weir.schema.request import WIRE_KEY
-from vllm_weir.schema.table_sizes import TableSizes
 
 
 class KnownEngine:

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.frontend.admission.warm_up import warming_up
+from vllm_weir.frontend.admission.admitted import warming_up
 from vllm_weir.frontend.engine import Engine
 from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.frontend.lookup import ask_workers, engine_of, frontend_of, view_of
-from vllm_weir.schema.scalars import is_int
+from vllm_weir.schema.fields import is_int
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -33,7 +33,7 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.stacked import STREAM
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.json_text import loads
+from vllm_weir.schema.fields import loads
 from vllm_weir.schema.keys import (
     KEYS,
     LENS_CAPTURE_KEY,

@@ -11,7 +11,7 @@ import torch
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.lenses.files import LensFile, open_lens
-from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.fields import is_int, plain
 
 
 class FittedLens:

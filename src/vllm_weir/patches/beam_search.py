@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import RequestOutput, SamplingParams
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.continuation import Search, current_search
+from vllm_weir.frontend.admission.reachable import Search, current_search
 from vllm_weir.frontend.lookup import FRONTEND
 from vllm_weir.guard.outputs import VIEW
 from vllm_weir.guard.request_errors import WeirRequestError

@@ -13,9 +13,8 @@ from unittest.mock import patch
 from vllm_weir.compat.mi_patch.environment import settings_of
 from vllm_weir.compat.vllm_lens.request import lens_field, read, to_weir
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.continuation import current_search
-from vllm_weir.frontend.admission.reachable import Vocabulary
-from vllm_weir.frontend.admission.warm_up import warming
+from vllm_weir.frontend.admission.admitted import warming
+from vllm_weir.frontend.admission.reachable import Vocabulary, current_search
 from vllm_weir.frontend.controllers import check_controllers
 from vllm_weir.frontend.controllers import set_up as set_up_controllers
 from vllm_weir.frontend.engine import Engine

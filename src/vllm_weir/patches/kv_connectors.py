@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from vllm_weir.core.cache_keys import ExternalKV
-from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.engine_spec import EngineRequest
 
 RELOADED = "weir_reloaded"
 """Attribute of a SchedulerOutput: requests that go back to where loading their KV has failed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_weir.schema.media import NO_MEDIA, Media, embedded_ranges
+from vllm_weir.frontend.admission.reachable import NO_MEDIA, Media, embedded_ranges
 from vllm_weir.schema.positions import ENDLESS
 
 RENDERER = "_weir_renderer"

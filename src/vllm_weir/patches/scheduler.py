@@ -17,8 +17,7 @@ from vllm_weir.core.waiting_queue import WaitingQueue
 from vllm_weir.guard.request_extras import extras_of
 from vllm_weir.patches.kv_connectors import ConnectorGuard
 from vllm_weir.patches.media import item_at, longest_item, tokens_before_cut
-from vllm_weir.schema.engine_request import EngineRequest, TableNeeds
-from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.engine_spec import EngineRequest, EngineSpec, TableNeeds
 from vllm_weir.schema.positions import ENDLESS
 
 if TYPE_CHECKING:

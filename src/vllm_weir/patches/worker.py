@@ -20,8 +20,7 @@ from vllm_weir.patches.model.unembedding import unembedding_of, unembedding_rows
 from vllm_weir.patches.model.whole_head import WholeHead
 from vllm_weir.patches.scheduler import WAITING, engine_request_of
 from vllm_weir.patches.speculation import drafts_of, patch_sample_tokens, traits_of
-from vllm_weir.schema.engine_request import EngineRequest
-from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.engine_spec import EngineRequest, EngineSpec
 from vllm_weir.schema.keys import WIRE_KEY
 from vllm_weir.schema.read_outs import LENS
 from vllm_weir.util.memory import frozen_heap

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_shards import RowShard
+from vllm_weir.schema.rows import RowShard
 
 SINGLE_THREAD_VALUES = 32_767
 """Values up to which torch converts in the calling thread alone."""

@@ -17,9 +17,8 @@ from vllm_weir.sae.activations import FeatureResponse, decoder_direction, featur
 from vllm_weir.sae.config import SAEConfig
 from vllm_weir.sae.saelens import Given
 from vllm_weir.sae.tensors import as_tensor, check_tensors, parse_dtype
-from vllm_weir.schema.fields import set_fields
+from vllm_weir.schema.fields import is_int, plain, set_fields
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.scalars import is_int, plain
 
 MAX_DENSE = 1 << 24
 """Activations of all features that are held at a time."""

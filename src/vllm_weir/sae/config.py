@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.fields import parse_flag, set_fields
+from vllm_weir.schema.fields import is_int, parse_flag, set_fields
 from vllm_weir.schema.hooks import HEAD_HOOKS, Site, parse_site
-from vllm_weir.schema.scalars import is_int
 from vllm_weir.schema.vectors import number
 
 AUTOENCODERS = ("standard", "gated", "jumprelu", "topk", "batchtopk", "abstopk", "matching_pursuit")

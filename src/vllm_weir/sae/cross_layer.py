@@ -15,8 +15,8 @@ import torch
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.sae.config import SAEConfig
 from vllm_weir.sae.tensors import check_tensors
+from vllm_weir.schema.fields import is_int, plain
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.scalars import is_int, plain
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -31,7 +31,7 @@ import yaml
 from safetensors import safe_open
 
 from vllm_weir.errors import MissingFile, WeirError, brief
-from vllm_weir.schema.json_text import is_json, loads
+from vllm_weir.schema.fields import is_json, loads
 from vllm_weir.util.foreign_files import MAX_NAMES, damage_refused, load_torch, open_regular, stand_in
 
 Entries = dict[str, Any]

@@ -11,9 +11,8 @@ import torch
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.sae.config import TRANSCODERS, SAEConfig, chooses_k
-from vllm_weir.schema.hook_names import IN_BLOCK
-from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, STREAM_HOOKS, Site, parse_site
-from vllm_weir.schema.scalars import is_int
+from vllm_weir.schema.fields import is_int
+from vllm_weir.schema.hooks import HEAD_HOOKS, IN_BLOCK, MODEL_HOOKS, STREAM_HOOKS, Site, parse_site
 
 _NORMALIZED = {"ln1.hook_normalized": "attn_in", "ln2.hook_normalized": "mlp_in"}
 """Names of what a norm returns before its weight and bias -> the hook point after them."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.fields import refuse_unknown_keys, set_fields
-from vllm_weir.schema.row_shapes import RowShape
+from vllm_weir.schema.rows import RowShape
 
 FORMAT = "weir-activations"
 VERSION = 1

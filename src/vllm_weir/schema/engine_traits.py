@@ -1,4 +1,4 @@
-"""`EngineTraits`: what admission has to know of how an engine is configured. Pure data."""
+"""Options of an engine that decide what Weir does there, and the sizes of its tables."""
 
 from __future__ import annotations
 
@@ -39,3 +39,26 @@ class EngineTraits:
 
 
 PLAIN_ENGINE = EngineTraits()
+
+
+@dataclass(frozen=True)
+class TableSizes:
+    """Rows of the device tables.
+
+    Attributes:
+        vectors: of the table of vectors.
+        programs: of the table of programs.
+        nodes: of the table of instructions.
+        probes: of the table of live requests' probes, which has a row for each.
+        gates: of the table of their gates, likewise.
+        states: numbers that probes and gates keep from step to step (`ResolvedProbe.state_size`; a gate has one).
+        cells: of each token.
+    """
+
+    vectors: int
+    programs: int
+    nodes: int
+    probes: int = 4096
+    gates: int = 4096
+    states: int = 1 << 18
+    cells: int = 64

@@ -9,11 +9,10 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import parse_layers
-from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, right_words, set_fields
+from vllm_weir.schema.fields import is_int, parse_flag, plain, refuse_unknown_keys, right_words, set_fields
 from vllm_weir.schema.gates import MAX_FEATURE, MAX_SAE_NAME, When, parse_feature
 from vllm_weir.schema.hooks import normalise_hook
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import number
 
 MAX_TOP_K, MAX_IDS, MAX_NAME, MAX_LENSES = 1024, 4096, MAX_SAE_NAME, 16

@@ -1,20 +1,75 @@
-"""Helpers of the schema's frozen dataclasses: set normalised fields, refuse unknown keys.
-
-Captures and interventions are plain dataclasses, not pydantic models, for two reasons. Pydantic
-would turn a `WeirError`, which names the field, into its own `ValidationError`. And it checks each
-field alone, whereas a hook point may imply the layers, and `per_layer` says what a vector's shape
-means. `config.settings`, which has neither need, is a pydantic model.
-"""
+"""Checks and parsers for fields: texts of JSON, numbers, lists and flags from whoever asked."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.util.token_texts import unknown_id
+
+
+def plain(value: Any) -> Any:
+    """Return the Python number in a tensor or array of no dimensions; anything else as it is."""
+    if isinstance(value, np.generic) or getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
+        return value
+    try:
+        number = value.item()
+    except RuntimeError:  # on the device "meta" it has no value; the caller refuses the tensor
+        return value
+    return number if isinstance(number, (int, float)) else value
+
+
+def is_int(value: object) -> bool:
+    """Return whether a value is an int of Python or numpy; a bool is not."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
+
+
+def is_json(data: bytes) -> bool:
+    """Return whether the bytes of a file begin as an object or a list of JSON does, and no safetensors file."""
+    # A byte-order mark may come first. The length with which safetensors begins has bytes of 0.
+    return re.match(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*[\[{]", data) is not None and b"\0" not in data[:8]
+
+
+def loads(text: str | bytes, path: str) -> Any:
+    """Parse JSON; raise WeirError naming `path` if it is invalid or repeats a key in an object."""
+    try:
+        return json.loads(text, object_pairs_hook=functools.partial(_without_duplicates, path=path))
+    except WeirError:
+        raise
+    except (ValueError, RecursionError) as e:  # UnicodeDecodeError is a ValueError
+        raise WeirError(f"not valid JSON ({type(e).__name__}: {str(e)[:80]})", path) from None
+
+
+def dumps(data: Any, path: str, sort_keys: bool = False) -> str:
+    """Return JSON text; raise WeirError naming `path` for other data, such as NaN."""
+    try:
+        return json.dumps(data, sort_keys=sort_keys, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise WeirError(f"not plain JSON data ({str(e)[:80]})", path) from None
+
+
+def fits_header(text: str) -> bool:
+    """Return whether an HTTP header can carry the text: one line, without blanks around it."""
+    return text == text.strip() and not any(c < " " or c == "\x7f" for c in text)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
+    """Build an object; refuse a repeated key, whose first value `json` would drop silently."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        seen: set[str] = set()
+        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise WeirError(f"the key {brief(duplicate)!r} comes twice in one object; keep one of them", path)
+    return out
+
 
 Instance = TypeVar("Instance")
 Taking = TypeVar("Taking", bound=Callable[..., Any])
@@ -163,3 +218,27 @@ def parse_flag(value: object, name: str, path: str = "") -> bool:
     if not isinstance(value, bool):
         raise WeirError(f"{name} is true or false, got {type(value).__name__}", f"{path}.{name}" if path else name)
     return value
+
+
+def token_id(value: Any, tokenizer: Any, field_name: str) -> int:
+    """Return the id of a token that is given by its text or id; raise WeirError if a text is not one known token."""
+    value = plain(value)
+    if is_int(value):
+        if value < 0:
+            raise WeirError("a token id is never negative", field_name)
+        return int(value)
+    if not isinstance(value, str):
+        raise WeirError(f"expected a token's text or id, got {type(value).__name__}", field_name)
+    if tokenizer is None:
+        raise WeirError("the engine has no tokenizer; give token ids", field_name)
+    unknown = unknown_id(tokenizer)
+    other = value.lstrip() if value[:1].isspace() else f" {value}"
+    ids, of_other = (list(tokenizer.encode(text, add_special_tokens=False)) for text in (value, other))
+    if len(ids) == 1 and (ids[0] != unknown or tokenizer.convert_ids_to_tokens(unknown) == value):
+        return int(ids[0])
+    what = f"{len(ids)} tokens, {ids[:8]}"
+    if len(ids) == 1:
+        what = f"no token of the model: it becomes {tokenizer.convert_ids_to_tokens(unknown)!r} ({unknown})"
+    fits = len(of_other) == 1 and of_other[0] != unknown
+    instead = f"did you mean {other!r}?" if fits else "give a text of one token, or a token's id"
+    raise WeirError(f"{brief(value)!r} is {what}; {instead}", field_name)

@@ -1,18 +1,58 @@
-"""`When`: the condition under which an intervention acts, a comparison with a score or a feature's activation."""
+"""`When`, the condition of a gate; names of controllers; rules about scores that end generation."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import string
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.controllers import PREFIX
-from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, right_words, set_fields, with_fields
-from vllm_weir.schema.probe_base import parse_name
-from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.fields import (
+    is_int,
+    loads,
+    parse_flag,
+    plain,
+    refuse_unknown_keys,
+    right_words,
+    set_fields,
+    with_fields,
+)
+from vllm_weir.schema.probe_base import parse_name as parse_probe_name
+from vllm_weir.schema.sinks import SinkDefinition, parse_name
 from vllm_weir.schema.vectors import number
+
+PREFIX = "controller:"
+"""Comes before a controller's name where probes and sinks have theirs."""
+_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+def parse_controllers(data: object, path: str = "settings.controllers") -> dict[str, SinkDefinition]:
+    """Parse name -> ``{controller: options}``, given as a mapping or the same as JSON text.
+
+    A controller is an entry point of the group ``vllm_weir.controllers``, or ``module:class``. The
+    other keys are those of a sink, but for ``"keep"``.
+    """
+    if isinstance(data, str):
+        data = loads(data, path)
+    if not isinstance(data, Mapping):
+        raise WeirError(f"expected an object, got {type(data).__name__}", path)
+    out = {}
+    for name, given in data.items():
+        at = f"{path}.{brief(name)}"
+        definition = out[parse_name(name, path, "controller")] = SinkDefinition.parse(given, at, plugin=_parse_class)
+        if definition.keep != "always":
+            raise WeirError("a controller gets every sequence; leave keep out", f"{at}.keep")
+    return out
+
+
+def _parse_class(name: object, path: str) -> str:
+    """Parse the name of an installed controller, or ``module:class``."""
+    if isinstance(name, str) and _CLASS.fullmatch(name):
+        return name
+    return parse_name(name, path, "controller")
+
 
 MAX_OUTPUT = 2**20
 MAX_FEATURE = 2**31 - 1
@@ -97,7 +137,7 @@ class When:
                 f"{self.path}.metric",
             )
         if self.feature is None:
-            parse_name(self.probe, f"{self.path}.probe")
+            parse_probe_name(self.probe, f"{self.path}.probe")
         else:
             self._parse_feature()
         if self.controller:
@@ -201,3 +241,82 @@ class When:
         if self.metric == "score":
             del values["metric"]
         return {name: value for name, value in values.items() if value is not None}
+
+
+MAX_RULES, MAX_CHARS = 64, 512
+# No two neighbouring parts can take the same characters, so the time to match is linear in a text's length.
+_RULE = re.compile(r"([^<>=\[\]]*[^<>=\[\]\s])\s*(?:\[\s*(\d{1,6})\s*\]\s*)?(>=|<=|>|<)\s*([^<>=\s]+)", re.ASCII)
+_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+
+
+class StopRule(NamedTuple):
+    """End generation with the first generated token whose score compares so.
+
+    Attributes:
+        name: of the probe; ``stop_reason`` is ``"probe:<name>"``.
+        probe: its index among the request's probes.
+        output: which of its scores.
+        op: ``">"``, ``">="``, ``"<"`` or ``"<="``.
+        threshold: compared with the score; a float32.
+    """
+
+    name: str
+    probe: int
+    output: int
+    op: str
+    threshold: float
+
+
+class StopText(NamedTuple):
+    """A rule as it was written.
+
+    Attributes:
+        name: of a probe.
+        output: which of its scores; None if the rule does not say.
+        op: as of `StopRule`.
+        threshold: likewise.
+        path: named by errors.
+    """
+
+    name: str
+    output: int | None
+    op: str
+    threshold: float
+    path: str = "stop_when"
+
+    def __str__(self) -> str:
+        output = "" if self.output is None else f"[{self.output}]"
+        return f"{self.name}{output} {self.op} {self.threshold!r}"
+
+
+def parse_stop_when(rules: object, path: str) -> tuple[StopText, ...]:
+    """Parse a rule such as ``"name > 0.9"`` or ``"name[1] <= 0.2"``, a list of rules, or None.
+
+    Raises:
+        WeirError: naming the rule that cannot be read.
+    """
+    if rules is None:
+        return ()
+    if isinstance(rules, (str, StopText)):
+        return (_parse(rules, path),)
+    if isinstance(rules, bytes) or not isinstance(rules, Sequence):
+        raise WeirError(f"expected a rule, or a list of rules, got {type(rules).__name__}", path)
+    if len(rules) > MAX_RULES:
+        raise WeirError(f"{len(rules)} rules, more than the limit of {MAX_RULES}", path)
+    return tuple(_parse(rule, f"{path}[{i}]") for i, rule in enumerate(rules))
+
+
+def _parse(rule: object, path: str) -> StopText:
+    if isinstance(rule, StopText):
+        return rule._replace(path=path)
+    if not isinstance(rule, str) or len(rule) > MAX_CHARS:
+        raise WeirError(f"a rule is a text like 'name > 0.9' of at most {MAX_CHARS} characters", path)
+    match = _RULE.fullmatch(rule.strip(string.whitespace))
+    if match is None or not _NUMBER.fullmatch(match[4]):
+        raise WeirError(
+            f"cannot read {brief(rule, 80)!r}; write 'name > 0.9', or 'name[1] <= 0.2' for the second score of a probe "
+            "(>, >=, < or <=)",
+            path,
+        )
+    name, output, op, threshold = match.groups()
+    return StopText(name, None if output is None else int(output), op, number(float(threshold), path), path)

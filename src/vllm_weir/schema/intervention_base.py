@@ -11,18 +11,23 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.by_layer import VectorsByLayer, is_by_layer
-from vllm_weir.schema.by_position import PER_LAYER, ByPosition
 from vllm_weir.schema.capture import parse_place
 from vllm_weir.schema.fields import parse_flag, set_fields, with_fields
 from vllm_weir.schema.gates import When
 from vllm_weir.schema.hooks import HEAD_HOOKS, layers_of, refuse_read_only
-from vllm_weir.schema.instructions import LoweredIntervention
+from vllm_weir.schema.instructions import LoweredIntervention, on_heads, on_neurons
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.row_parts import RowPart
-from vllm_weir.schema.row_placement import on_heads, on_neurons
-from vllm_weir.schema.row_shapes import RowShape
-from vllm_weir.schema.vector_axes import EACH, ONE, TOGETHER, VectorAxes
+from vllm_weir.schema.rows import RowPart, RowShape
+from vllm_weir.schema.vector_axes import (
+    EACH,
+    ONE,
+    PER_LAYER,
+    TOGETHER,
+    ByPosition,
+    VectorAxes,
+    VectorsByLayer,
+    is_by_layer,
+)
 from vllm_weir.schema.vectors import MAX_ROWS, Vector, number
 
 Lookup = Callable[[str, str], np.ndarray]

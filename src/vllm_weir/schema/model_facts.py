@@ -1,11 +1,114 @@
-"""`ModelFacts`: what a worker knows of its attention and MoE layers, for hook points that are derived."""
+"""Facts about a model: from its configuration, its modules, and what was found about its hook points."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
+
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.hooks import STREAM_HOOKS, layers_of
+from vllm_weir.schema.rows import RowShape
+from vllm_weir.util.shipped import check_folder, model_path
+
+_OVERRIDES = ("config_format", "hf_config_path", "hf_overrides")
+"""Options of ``vllm.LLM`` with which the model is another one than its ``config.json`` describes."""
+_TEXT = ("thinker_config", "text_config", "llm_config", "language_config")
+"""Where models that take more than text describe the part that reads it."""
+_LAYERS, _WIDTH = ("num_hidden_layers", "n_layer", "n_layers"), ("hidden_size", "n_embd", "d_model")
+_HEADS = re.compile(r"(?:.*_)?(?:heads?|heads_per_layer)")
+
+
+class ModelConfig(NamedTuple):
+    """Facts of a model; None for what its ``config.json`` does not say.
+
+    Attributes:
+        layers: number of blocks.
+        heads: the most heads that a hook point has.
+        width: of the stream.
+    """
+
+    layers: int | None = None
+    heads: int | None = None
+    width: int | None = None
+
+    @classmethod
+    def read(cls, model: str, options: Mapping[str, Any]) -> ModelConfig:
+        """Read what is on this machine.
+
+        Args:
+            model: directory or hub id, or ``demo``.
+            options: of ``vllm.LLM``.
+
+        Raises:
+            WeirError: naming ``model``, for a directory that does not exist.
+        """
+        check_folder(model)
+        path = _path(model_path(model), options.get("revision"))
+        if path is None or not os.path.isfile(path) or any(options.get(name) for name in _OVERRIDES):
+            return cls()
+        try:
+            config = json.loads(Path(path).read_bytes())
+        except (OSError, ValueError):
+            return cls()  # vLLM will say it
+        while isinstance(config, dict) and (part := next((name for name in _TEXT if name in config), None)):
+            config = config[part]
+        if not isinstance(config, dict) or config.get("is_encoder_decoder"):
+            return cls()
+        heads = [n for name, value in config.items() if _HEADS.fullmatch(name) for n in _ints(value)]
+        known = {"num_attention_heads", "n_head", "n_heads"} & set(config)
+        return cls(_first(config, _LAYERS), max(heads) if heads and known else None, _first(config, _WIDTH))
+
+    def check_layers(self, hook: str, layers: Any, field: str = "layers") -> None:
+        """Raise WeirError for a block that the model lacks; `layers` is as `parse_layers` returns it."""
+        if self.layers is not None:
+            layers_of(hook, layers, self.layers, field)
+
+    def check_heads(self, heads: Any, field: str = "heads") -> None:
+        """Raise WeirError for a head, of those listed, that no hook point of the model has."""
+        if self.heads is None or isinstance(heads, str):
+            return
+        for head in _ints(heads):
+            if head >= self.heads:
+                raise WeirError(f"head {head} does not exist: the model has heads 0..{self.heads - 1}", field)
+
+    def check_width(self, hook: str, width: int, field: str) -> None:
+        """Raise WeirError if rows of a hook point cannot have this width."""
+        if self.width is not None and hook in STREAM_HOOKS and width % self.width:
+            raise WeirError(f"it reads {width} values, and a row of {hook} has {self.width}", field)
+
+
+def _path(model: str, revision: str | None) -> str | None:
+    """Return where a model's ``config.json`` is on this machine, if it is."""
+    if not model:
+        return None
+    if Path(model).expanduser().is_dir():
+        return os.path.join(Path(model).expanduser(), "config.json")
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:
+        return None  # no id: a file, say
+    return found if isinstance(found, str) else None
+
+
+def _ints(value: Any) -> Iterator[int]:
+    for one in value if isinstance(value, (list, tuple)) else [value]:
+        if type(one) is int:
+            yield one
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    found = [config[name] for name in names if type(config.get(name)) is int]
+    return max(found, default=None)
+
 
 Scoring: TypeAlias = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 """What a router makes of its logits; the last is ``sqrt(softplus(logit))``."""
@@ -150,3 +253,25 @@ def _parse(kind: Any, values: Mapping[str, Any]) -> Any:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+class SiteVerdict(NamedTuple):
+    """Whether one hook point of one block is served.
+
+    Attributes:
+        hook: hook point.
+        layer: block index; 0 for `embed` and `final_norm`.
+        supported: whether it can be captured, and steered unless it is one of `READ_ONLY_HOOKS` or
+            `read_only` says why not.
+        reason: why not, in one sentence; empty if it can.
+        shape: of a row, say (d_model,) or (heads, d_head); a 0 in it stands for the number of keys,
+            which differs from row to row. Empty if the site is not supported.
+        read_only: why the site can be captured and not steered, if that is so in this model.
+    """
+
+    hook: str
+    layer: int
+    supported: bool
+    reason: str = ""
+    shape: RowShape = ()
+    read_only: str = ""

@@ -13,10 +13,9 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import parse_layers
-from vllm_weir.schema.fields import refuse_unknown_keys, right_words, set_fields, with_fields
+from vllm_weir.schema.fields import plain, refuse_unknown_keys, right_words, set_fields, with_fields
 from vllm_weir.schema.gates import When
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.scalars import plain
 from vllm_weir.schema.user_hooks import Hook, parse_arg, parse_args
 from vllm_weir.schema.vectors import Vector, decode, is_finite
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.fields import is_int, plain
 
 KEYWORDS = ("all", "prompt", "generated", "last_prompt", "sampled")
 _FORK_KEYWORDS = {"all_prompt": "prompt", "all_generated": "generated"}

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from vllm_weir.errors import StoreError, WeirError, brief
-from vllm_weir.schema.fields import refuse_unknown_keys, set_fields, with_fields
+from vllm_weir.schema.fields import is_int, plain, refuse_unknown_keys, set_fields, with_fields
 from vllm_weir.schema.hooks import DERIVED_HOOKS, HEAD_HOOKS, MODEL_HOOKS, Site, normalise_hook, split_transformer_lens
 from vllm_weir.schema.instructions import VectorCollector
 from vllm_weir.schema.positions import Positions
@@ -26,8 +26,7 @@ from vllm_weir.schema.resolved_probes import (
     SOFTMAX,
     ResolvedProbe,
 )
-from vllm_weir.schema.row_shapes import RowShape, row_width
-from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.rows import RowShape, row_width
 from vllm_weir.schema.vectors import Vector, number
 from vllm_weir.util.atomic_write import atomic_write
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -13,7 +14,9 @@ from vllm_weir.schema.fields import right_words
 from vllm_weir.schema.hooks import HookPoint
 from vllm_weir.schema.instructions import VectorCollector
 from vllm_weir.schema.probe_base import Activation, Layout, ProbeBase, parse_name
+from vllm_weir.schema.probe_codec import decode
 from vllm_weir.schema.resolved_probes import ATTENTION, GELU, LINEAR, MLP, RELU, SILU, TANH
+from vllm_weir.util.foreign_files import read_regular
 
 MAX_PROBES = 256
 HIDDEN = {"relu": RELU, "gelu": GELU, "silu": SILU, "tanh": TANH}
@@ -78,7 +81,7 @@ class Probe(ProbeBase):
         Raises:
             WeirError: for an estimator that is of another kind or not fitted.
         """
-        from vllm_weir.schema.sklearn_probes import linear_map
+        from vllm_weir.schema.probe_codec import linear_map
 
         weight, bias, activation = linear_map(estimator, "estimator")
         return cls(name, weight, bias, hook, layer, **{"activation": activation, **fields})
@@ -265,3 +268,37 @@ def parse_probes(probes: object, path: str) -> tuple[AnyProbe | str, ...]:
             raise WeirError(f"two probes are called {name!r}; name one otherwise", at)
         parsed[name] = probe
     return tuple(parsed.values())
+
+
+def read_probe(data: bytes, field: str, **fields: Any) -> AnyProbe:
+    """Read a probe from the contents of a file.
+
+    Args:
+        data: of a file that `ProbeBase.to_bytes` made; or of any safetensors file whose tensors have the
+            names of a probe's fields, such as ``weight`` and ``bias``.
+        field: named by errors, followed by the place in the file.
+        **fields: fields of the probe that replace those of the file, or that it lacks.
+
+    Raises:
+        WeirError: for a file that is damaged or foreign.
+    """
+    found = {"kind": KINDS["linear"].kind, **decode(data, field), **fields}
+    kind = KINDS.get(found["kind"]) if isinstance(found["kind"], str) else None
+    for name in kind.vectors if kind is not None else ():
+        if isinstance(found.get(name), str) or (isinstance(found.get(name), Mapping) and "b64" not in found[name]):
+            raise WeirError("expected numbers: a file cannot name a registered vector", f"{field}.{name}")
+    return parse_probe(found, field)
+
+
+def load_probe(path: str | os.PathLike, **fields: Any) -> AnyProbe:
+    """Read a probe that its `save` wrote, or any safetensors file with the tensors of one.
+
+    Args:
+        path: of the file.
+        **fields: fields of the probe that replace those of the file, or that it lacks: a file that
+            holds a ``weight`` and a ``bias`` alone needs `name` and `layer`.
+
+    Raises:
+        WeirError: for a file that is damaged or foreign; StoreError if it cannot be read.
+    """
+    return read_probe(read_regular(path), "probe", **fields)

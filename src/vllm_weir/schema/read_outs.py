@@ -75,3 +75,26 @@ class RecordLayout(NamedTuple):
                 offsets[read_out] = sizes.get(read_out.site, first)
                 sizes[read_out.site] = offsets[read_out] + read_out.record_bytes
         return cls(max(sizes.values(), default=first), offsets)
+
+
+class SAEInfo(NamedTuple):
+    """A sparse autoencoder that an engine has loaded.
+
+    Attributes:
+        name: under which requests name it.
+        site: the hook point that it reads.
+        d_sae: its features.
+        architecture: SAELens's name of it.
+        bytes: of its weights, on each worker.
+        labels: what features stand for, {feature: text}.
+        layers: blocks of a cross-layer transcoder, each with `d_sae` features, `site` being that of the
+            first; empty for everything else.
+    """
+
+    name: str
+    site: Site
+    d_sae: int
+    architecture: str
+    bytes: int
+    labels: Mapping[int, str] = {}
+    layers: tuple[int, ...] = ()

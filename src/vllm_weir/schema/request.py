@@ -14,18 +14,17 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.features import MAX_LENSES, Features, Lens
-from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys
+from vllm_weir.schema.fields import loads, parse_flag, refuse_unknown_keys
+from vllm_weir.schema.gates import StopText, parse_stop_when
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.intervention_base import MAX_INTERVENTIONS
 from vllm_weir.schema.intervention_kinds import AnyIntervention, parse_intervention
-from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import WIRE_KEY
 from vllm_weir.schema.named_hooks import Use
 from vllm_weir.schema.positions import Positions, check_listed
 from vllm_weir.schema.probes import AnyProbe, parse_probes
 from vllm_weir.schema.read_outs import ReadOut
 from vllm_weir.schema.routing import Routing, parse_routing
-from vllm_weir.schema.stop_rules import StopText, parse_stop_when
 from vllm_weir.schema.user_hooks import Hook
 from vllm_weir.schema.vectors import number
 

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, right_words
+from vllm_weir.schema.fields import is_int, parse_flag, plain, refuse_unknown_keys, right_words
 from vllm_weir.schema.hooks import ROUTING, Site
-from vllm_weir.schema.scalars import is_int, plain
 
 WEIGHT_BYTES = 4
 """A weight travels as the bytes of a float32."""

@@ -21,10 +21,10 @@ from vllm_weir.schema.instructions import (
     LoweredIntervention,
     Source,
     VectorCollector,
+    on_heads,
 )
 from vllm_weir.schema.intervention_base import Intervention, Lookup
-from vllm_weir.schema.row_placement import on_heads
-from vllm_weir.schema.row_shapes import RowShape
+from vllm_weir.schema.rows import RowShape
 
 
 @right_words

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.json_text import dumps
+from vllm_weir.schema.fields import dumps
 
 MEMORY = "memory"
 WORKERS = "workers"

@@ -17,8 +17,7 @@ from vllm_weir.schema.functions import Travelling, describe
 from vllm_weir.schema.hooks import HookPoint
 from vllm_weir.schema.instructions import HOOK, IN_GRAPHS, Instruction, LoweredIntervention
 from vllm_weir.schema.intervention_base import Intervention, Lookup
-from vllm_weir.schema.row_parts import WHOLE
-from vllm_weir.schema.row_shapes import RowShape
+from vllm_weir.schema.rows import WHOLE, RowShape
 from vllm_weir.schema.vectors import MAX_ELEMENTS, as_array
 
 HookMode = Literal["auto", "compiled", "eager"]

@@ -1,16 +1,154 @@
-"""Axes of an intervention's vectors: which of them are rows, heads and values."""
+"""How the vectors of one field are given: by layer, by position, by head."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.hooks import HEAD_HOOKS, PART_HOOKS
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.row_parts import RowPart
-from vllm_weir.schema.row_shapes import RowShape, row_width
+from vllm_weir.schema.rows import RowPart, RowShape, row_width
+from vllm_weir.schema.vectors import Vector
+
+_NUMBER = re.compile(r"-?\d+", re.ASCII)
+_MAX_DIGITS = 9
+"""Most digits of a block's number."""
+
+
+class VectorsByLayer:
+    """A `Vector` for each of some blocks. Not a dataclass, for the reason that `Vector` gives.
+
+    Attributes:
+        vectors: by block, ascending.
+    """
+
+    def __init__(self, vectors: Mapping[int, Vector]) -> None:
+        self.vectors = dict(sorted(vectors.items()))
+
+    def __repr__(self) -> str:
+        return f"VectorsByLayer({self.vectors!r})"
+
+    def shown(self, name: str) -> str:
+        """Return a short text for the repr of what holds it in the field `name`."""
+        first, *others = [f"{layer}: {vector.shown(name)}" for layer, vector in self.vectors.items()]
+        if len(others) > 2:
+            others = [f"... {len(others) - 1} more", others[-1]]
+        return f"{{{', '.join([first, *others])}}}"
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self.vectors)
+
+    @classmethod
+    def parse(cls, value: Any, field: str, ndim: tuple[int, ...]) -> VectorsByLayer:
+        """Parse ``{layer: vector}``, each vector in any form that `Vector.parse` takes.
+
+        Raises:
+            WeirError: naming ``field.layer``.
+        """
+        if isinstance(value, VectorsByLayer):
+            return value
+        if not value:
+            raise WeirError("names no layer; expected {layer: vector}, or the wire form of one vector", field)
+        vectors: dict[int, Vector] = {}
+        for key, vector in value.items():
+            vector_field = f"{field}.{brief(key)}"
+            layer = _parse_layer(key, vector_field)
+            if layer in vectors:
+                raise WeirError(f"block {layer} is named twice", vector_field)
+            vectors[layer] = Vector.parse(vector, vector_field, ndim)
+        return cls(vectors)
+
+    def to_json(self) -> dict[str, Any]:
+        return {str(layer): vector.to_json() for layer, vector in self.vectors.items()}
+
+    def replaced(self, change: Callable[[Vector, str], Vector], field: str) -> VectorsByLayer:
+        """Return a copy of which each vector is ``change(vector, its field)``."""
+        changed = {layer: change(vector, f"{field}.{layer}") for layer, vector in self.vectors.items()}
+        return VectorsByLayer(changed)
+
+
+def is_by_layer(value: object) -> bool:
+    """Return whether a value is ``{layer: vector}``, and not the wire form of one vector."""
+    if isinstance(value, VectorsByLayer):
+        return True
+    return isinstance(value, Mapping) and (not value or any(map(_is_number, value)))
+
+
+def _is_number(key: object) -> bool:
+    if isinstance(key, str):
+        return _NUMBER.fullmatch(key) is not None
+    return isinstance(key, (int, np.integer)) and not isinstance(key, (bool, np.bool_))
+
+
+def _parse_layer(key: Any, field: str) -> int:
+    if not _is_number(key):
+        raise WeirError("a layer is an int, in {layer: vector}", field)
+    text = brief(key)
+    if text.startswith("-"):
+        raise WeirError(f"block {text} does not exist: blocks count from 0", field)
+    if len(text) > _MAX_DIGITS:  # `brief` writes words for an int too large to show
+        raise WeirError(f"block {text} does not exist", field)
+    return int(text)
+
+
+PER_LAYER = "one vector for each layer is per_layer=True or {layer: vector}"
+
+
+class ByPosition(NamedTuple):
+    """Several rows, of which the k-th belongs to the k-th selected position in ascending order.
+
+    Attributes:
+        rows: how many there are.
+        positions: selector of the intervention.
+        path: of the intervention, for errors.
+    """
+
+    rows: int
+    positions: Positions
+    path: str
+
+    def check(self, prompt_len: int | None = None) -> None:
+        """Raise WeirError unless the selector names exactly as many positions as there are rows.
+
+        Positions before the prompt's start do not count; those that the request may never reach do. Without
+        `prompt_len` it checks only what is known without it.
+        """
+        field = f"{self.path}.positions"
+        if self.positions.is_open:
+            raise WeirError(
+                f"{self.rows} rows, but {brief(self.positions.to_json())!r} is open-ended: how many positions it "
+                "selects is not known beforehand; give one row ([d] or [1, d]) for all of them, list "
+                f"{self.rows} positions, or give a slice with an end; {PER_LAYER}",
+                field,
+            )
+        count = self.positions.count(prompt_len)
+        if count is None and prompt_len is None:
+            return
+        if count != self.rows:
+            with_prompt = "" if prompt_len is None else f" with a prompt of {prompt_len} tokens"
+            raise WeirError(
+                f"{self.rows} rows for {count or 0} positions{with_prompt}; give one row for each, or one for all; "
+                f"{PER_LAYER}",
+                field,
+            )
+
+    def check_everyone(self) -> None:
+        """Raise WeirError unless it names as many positions whatever the prompt's length, for every request."""
+        self.check()
+        counts_from_end = any(value < 0 for value in self.positions.numbers)
+        if counts_from_end or self.positions.count() is None:
+            raise WeirError(
+                f"{self.rows} rows, but how many positions {brief(self.positions.to_json())!r} selects depends on "
+                "the prompt, and every request undergoes this intervention; count positions from 0, or give one "
+                "row for all",
+                f"{self.path}.positions",
+            )
+
 
 ONE, EACH, TOGETHER = range(3)
 """What several rows of a field mean: they are refused; each is for one selected position; all make

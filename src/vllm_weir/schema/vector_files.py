@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.fields import is_json, loads
 from vllm_weir.schema.gguf import read_gguf
-from vllm_weir.schema.json_text import is_json, loads
 from vllm_weir.schema.vectors import KEPT, Vector
 from vllm_weir.util.foreign_files import MAX_NAMES, damage_refused, stand_in
 

@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.fields import refuse_unknown_keys
-from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.fields import is_int, plain, refuse_unknown_keys
 from vllm_weir.util.lru import LruCache
 
 KEPT = (1, 2, 3)

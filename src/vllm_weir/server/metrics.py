@@ -14,7 +14,7 @@ import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
 
-from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
+from vllm_weir.frontend.admission.registries import RegisteredProbe
 from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.schema.probes import AnyProbe

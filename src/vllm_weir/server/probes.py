@@ -10,13 +10,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
+from vllm_weir.frontend.admission.registries import RegisteredProbe
 from vllm_weir.frontend.admission.vector_registry import RegistryContents, VectorRegistry
 from vllm_weir.frontend.engine_names import refuse_gating
-from vllm_weir.schema.json_text import loads
+from vllm_weir.schema.fields import loads
 from vllm_weir.schema.keys import PROJECTED_KEYS
-from vllm_weir.schema.probe_files import read_probe
-from vllm_weir.schema.probes import AnyProbe, Probe, parse_probe
+from vllm_weir.schema.probes import AnyProbe, Probe, parse_probe, read_probe
 from vllm_weir.schema.vectors import number
 from vllm_weir.server.metrics import default_buckets
 from vllm_weir.server.names import check_name, check_room

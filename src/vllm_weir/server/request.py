@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.results.activations import Activations
-from vllm_weir.schema.json_text import loads
+from vllm_weir.schema.fields import loads
 from vllm_weir.schema.keys import KEYS, PROJECTED_KEYS, WIRE_KEY, fork_fields, misplaced, places, refuse_lens
 from vllm_weir.server.limits import ServerLimits
 

@@ -18,8 +18,8 @@ from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.sae import transfer
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.sae.config import NamedPath
-from vllm_weir.schema.model_config import ModelConfig
-from vllm_weir.schema.sae_info import SAEInfo
+from vllm_weir.schema.model_facts import ModelConfig
+from vllm_weir.schema.read_outs import SAEInfo
 from vllm_weir.server.errors import StateNotSaved
 from vllm_weir.server.limits import SAES as VARIABLE
 from vllm_weir.server.names import NamedOption, check_name

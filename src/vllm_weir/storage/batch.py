@@ -15,7 +15,7 @@ from vllm_weir.codec import as_bytes, encode
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.compression import EXACT_DTYPES, STORED_DTYPES, Compression, header_bytes
 from vllm_weir.schema.hooks import Site, normalise_hook
-from vllm_weir.schema.row_shapes import RowShape, row_width
+from vllm_weir.schema.rows import RowShape, row_width
 
 
 @dataclass(eq=False)

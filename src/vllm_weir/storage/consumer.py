@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_weir.consumers.base import Consumer, EngineInfo, Finished, Rows
 from vllm_weir.errors import WeirError
-from vllm_weir.schema import row_notes
+from vllm_weir.schema.capture import ROW_NOTES_KEY
 from vllm_weir.storage.batch import Batch
 from vllm_weir.storage.layouts.buffered import safe_name
 from vllm_weir.storage.loading import open_writer
@@ -82,7 +82,7 @@ class Filesystem(Consumer):
             "finish_reason": request.finish_reason,
         }
         if request.capture:
-            metadata[row_notes.KEY] = [dict(entry) for entry in request.capture]
+            metadata[ROW_NOTES_KEY] = [dict(entry) for entry in request.capture]
         if request.metadata:
             metadata["mark"] = dict(request.metadata)
         self._writer.finish_request(name, metadata)

@@ -16,7 +16,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
 from vllm_weir.schema.compression import STORED_DTYPES, shape_text
 from vllm_weir.schema.hooks import HOOKS, Site
-from vllm_weir.schema.row_shapes import RowShape
+from vllm_weir.schema.rows import RowShape
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import RecordBlock, check_inside
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.capture import ROW_NOTES_KEY, entries_of, in_words, is_about
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.row_notes import KEY, entries_of, in_words, is_about
 from vllm_weir.storage.index import Index
 
 SOURCE = "source"
@@ -26,7 +26,7 @@ UNPLACED = ("mean", "max")
 
 def check_placed(index: Index, requests: Iterable[int], site: Site, selector: Positions) -> None:
     """Raise WeirError if rows of a site stand for several positions each."""
-    for request, metadata in _with_entry(index, requests, KEY):
+    for request, metadata in _with_entry(index, requests, ROW_NOTES_KEY):
         for entry in entries_of(metadata):
             if is_about(entry, site) and entry.get("reduce") in UNPLACED:
                 raise WeirError(
@@ -40,7 +40,7 @@ def check_placed(index: Index, requests: Iterable[int], site: Site, selector: Po
 def capture_notes(index: Index) -> list[str]:
     """Describe every kind of rows that are not simply those of all positions, a line each."""
     counts: Counter[str] = Counter()
-    for _, metadata in _with_entry(index, range(len(index.requests)), KEY):
+    for _, metadata in _with_entry(index, range(len(index.requests)), ROW_NOTES_KEY):
         counts.update({json.dumps(entry, sort_keys=True) for entry in entries_of(metadata)})
     notes = [
         f"{in_words(json.loads(text))} ({count:,} request{'s'[: count != 1]})" for text, count in counts.most_common()

@@ -18,7 +18,7 @@ from vllm_weir import messages
 from vllm_weir.errors import WeirError
 from vllm_weir.results.row_collection import RowCollection
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_shapes import RowShape, row_width
+from vllm_weir.schema.rows import RowShape, row_width
 from vllm_weir.schema.taps import column_of
 from vllm_weir.util.memory import available_bytes
 

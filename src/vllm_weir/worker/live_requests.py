@@ -10,8 +10,7 @@ import torch
 
 from vllm_weir.core.cache_keys import own_from
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.engine_request import EngineRequest
-from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.engine_spec import EngineRequest, EngineSpec
 from vllm_weir.schema.taps import tap_of
 from vllm_weir.util.h2d import NO_MEMORY
 from vllm_weir.worker.parts import Parts

@@ -18,7 +18,7 @@ import vllm_weir as weir
 from vllm_weir.cli import doctor, serve
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.model_config import ModelConfig
+from vllm_weir.schema.model_facts import ModelConfig
 from vllm_weir.storage.cli import progress_bar
 from vllm_weir.util import start_llm
 from vllm_weir.util.shipped import model_path

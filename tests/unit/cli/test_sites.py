@@ -13,7 +13,7 @@ from tests.unit.refusals import refused
 from vllm_weir import WeirError
 from vllm_weir.cli import sites
 from vllm_weir.cli.main import app
-from vllm_weir.schema.site_verdict import SiteVerdict
+from vllm_weir.schema.model_facts import SiteVerdict
 from vllm_weir.worker.discovery.descriptions import description_of
 
 VERDICTS = [SiteVerdict("resid_post", layer, True, "", (64,)) for layer in (0, 1, 2, 5)]

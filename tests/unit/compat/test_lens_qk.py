@@ -16,8 +16,8 @@ from vllm_weir.compat.http import activations_field
 from vllm_weir.compat.vllm_lens.request import in_lens_words, read, to_weir
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.admission.stacks import stack
-from vllm_weir.frontend.derived.attention import attention_pattern
+from vllm_weir.frontend.admission.postprocesses import stack
+from vllm_weir.frontend.derived.formulas import attention_pattern
 from vllm_weir.frontend.derived.sources import derived_verdicts
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.stacked import Stacked

@@ -17,9 +17,9 @@ from vllm_weir.config.env import disabled
 from vllm_weir.config.settings import Settings
 from vllm_weir.core.cache_keys import hit_limit
 from vllm_weir.core.step_budget import StepBudget
-from vllm_weir.schema.engine_request import EngineRequest
-from vllm_weir.schema.reductions import GROUP
+from vllm_weir.schema.engine_spec import EngineRequest
 from vllm_weir.schema.request import RequestSpec
+from vllm_weir.schema.rows import GROUP
 from vllm_weir.schema.taps import STAGES
 
 

@@ -13,7 +13,7 @@ from vllm_weir.core.cache_keys import ExternalKV
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
-from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.engine_traits import TableSizes
 
 LAYERS, D, P = 4, 8, 6
 FACTS = EngineCapabilities(served(LAYERS), LAYERS, D, "float32", 1024)

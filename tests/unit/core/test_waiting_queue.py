@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_weir.core.waiting_queue import WaitingQueue
-from vllm_weir.schema.engine_request import TableNeeds
-from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.engine_spec import TableNeeds
+from vllm_weir.schema.engine_traits import TableSizes
 
 ONE = TableNeeds([], 1, 1)
 

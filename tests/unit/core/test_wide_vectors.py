@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vllm_weir.core.waiting_queue import WaitingQueue
-from vllm_weir.schema.engine_request import TableNeeds
-from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.engine_spec import TableNeeds
+from vllm_weir.schema.engine_traits import TableSizes
 
 
 def test_a_wide_vector_takes_and_gives_back_all_its_rows():

@@ -22,10 +22,10 @@ from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.frontend.admission.sae_registry import SharedSAE
 from vllm_weir.frontend.controllers import FrontendActions, add_object, check_controllers, remove, set_up
 from vllm_weir.sae import transfer
-from vllm_weir.schema.controllers import parse_controllers
 from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.engine_traits import TableSizes
+from vllm_weir.schema.gates import parse_controllers
 from vllm_weir.schema.resolved_probes import ResolvedGate
-from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.server.shared.state_files import SharedState
 
 D, LAYERS = 8, 4

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.utils.async_utils import merge_async_iterators
 
-from vllm_weir.frontend.admission.continuation import current_search
+from vllm_weir.frontend.admission.reachable import current_search
 from vllm_weir.patches import beam_search
 
 

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 from vllm_weir.patches.kv_connectors import RELOADED
 from vllm_weir.patches.worker import _patch_execute_model
-from vllm_weir.schema.engine_request import EngineRequest
+from vllm_weir.schema.engine_spec import EngineRequest
 from vllm_weir.schema.keys import WIRE_KEY
 
 

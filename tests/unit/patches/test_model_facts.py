@@ -15,11 +15,11 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import F
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 
-from vllm_weir.frontend.derived.routing import choose_experts
+from vllm_weir.frontend.derived.formulas import choose_experts
 from vllm_weir.patches.model.facts import read_facts
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.model_facts import AttentionFacts, RoutingFacts
-from vllm_weir.schema.row_shapes import Shard
+from vllm_weir.schema.rows import Shard
 
 
 class Impl:

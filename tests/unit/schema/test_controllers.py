@@ -7,7 +7,7 @@ import pytest
 from tests.unit.refusals import pairs, refused
 from vllm_weir import WeirError, When
 from vllm_weir.config.settings import Settings
-from vllm_weir.schema.controllers import parse_controllers
+from vllm_weir.schema.gates import parse_controllers
 from vllm_weir.schema.sinks import SinkDefinition
 
 

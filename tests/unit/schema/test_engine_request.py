@@ -5,7 +5,7 @@ import pickle
 import msgspec
 import pytest
 
-from vllm_weir.schema.engine_request import EngineRequest, TableNeeds
+from vllm_weir.schema.engine_spec import EngineRequest, TableNeeds
 
 WHOLE = EngineRequest(
     spec=b"\x93\x90\xc0\x90",

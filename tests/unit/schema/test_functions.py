@@ -18,7 +18,7 @@ from tests.support.hook_functions import clamp_norm
 from tests.support.measure import alike
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import _refuse_paths
-from vllm_weir.frontend.receive.told_values import ToldValues
+from vllm_weir.frontend.receive.score_table import ToldValues
 from vllm_weir.messages import Told
 from vllm_weir.schema.functions import Travelling, _here, describe, find, pickled
 from vllm_weir.schema.request import RequestSpec

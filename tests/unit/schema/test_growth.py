@@ -11,7 +11,7 @@ import pytest
 import vllm_weir as weir
 from tests.support.growth import FOLD, grows
 from vllm_weir.schema import keys
-from vllm_weir.schema.json_text import loads
+from vllm_weir.schema.fields import loads
 from vllm_weir.schema.vectors import Vector
 
 

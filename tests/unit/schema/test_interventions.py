@@ -206,7 +206,7 @@ def test_a_vector_is_taken_as_it_was():
 
 def test_too_many_selectors_are_refused_by_name():
     from vllm_weir.frontend.admission.engine_wire import make_engine_request
-    from vllm_weir.schema.table_sizes import TableSizes
+    from vllm_weir.schema.engine_traits import TableSizes
 
     admitted = admit(
         {"weir": {"v": 1, "interventions": [weir.Add(GOOD, 1, positions=k).to_json() for k in range(64)]}}, FACTS

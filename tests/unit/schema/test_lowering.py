@@ -17,10 +17,10 @@ from tests.unit.request_strategies import served
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.hooks import STREAM_HOOKS, Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.request import RequestSpec
-from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, num_taps, tap_of
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.steering.programs import ProgramTable

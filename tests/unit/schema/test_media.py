@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.refusals import refused
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.media import NO_MEDIA, Media, embedded_ranges
+from vllm_weir.frontend.admission.reachable import NO_MEDIA, Media, embedded_ranges
 from vllm_weir.schema.positions import MAX_LIST, Positions
 
 IMAGE, AUDIO = (Positions.parse({"modality": name}) for name in ("image", "audio"))

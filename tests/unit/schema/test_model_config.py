@@ -14,7 +14,7 @@ from tests.support.sae_reference import weights
 from tests.unit.refusals import refused
 from vllm_weir.cli.main import app
 from vllm_weir.experiments.attribute.run import attribute
-from vllm_weir.schema.model_config import ModelConfig
+from vllm_weir.schema.model_facts import ModelConfig
 from vllm_weir.server import saes
 
 MODEL = weir.demo_model()

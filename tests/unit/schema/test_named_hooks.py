@@ -13,7 +13,7 @@ import vllm_weir as weir
 from tests.support.hook_functions import clamp_norm
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import unknown_reference
-from vllm_weir.frontend.admission.hook_registry import HookRegistry
+from vllm_weir.frontend.admission.registries import HookRegistry
 from vllm_weir.schema.request import RequestSpec, parse_hooks
 
 ARGS = {"w": torch.arange(3.0), "at": [1, 2], "on": [True], "most": 2.0, "k": 4, "word": "x", "flag": False}

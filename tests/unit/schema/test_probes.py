@@ -19,12 +19,10 @@ from tests.support.machine import module, needs
 from tests.unit.refusals import pairs, refused
 from tests.unit.request_strategies import selectors
 from vllm_weir.errors import MissingFile, WeirError
-from vllm_weir.schema.gates import When
+from vllm_weir.schema.gates import When, parse_stop_when
 from vllm_weir.schema.intervention_kinds import parse_intervention, parse_stored
-from vllm_weir.schema.probe_files import read_probe
-from vllm_weir.schema.probes import AttentionProbe, MLPProbe, Probe, parse_probe, parse_probes
+from vllm_weir.schema.probes import AttentionProbe, MLPProbe, Probe, parse_probe, parse_probes, read_probe
 from vllm_weir.schema.request import RequestSpec
-from vllm_weir.schema.stop_rules import parse_stop_when
 
 D, FLOAT32 = 8, np.finfo(np.float32)
 names = st.text("abc XYZ._-@:+é0", min_size=1, max_size=12).filter(lambda t: t == t.strip())

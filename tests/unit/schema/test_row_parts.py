@@ -17,6 +17,8 @@ from vllm_weir.core.cache_keys import CacheKeys
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import _count_programs
+from vllm_weir.schema.capture import describe_rows, in_words
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.hooks import HEAD_HOOKS, HOOKS, NEURON_HOOKS, READ_ONLY_HOOKS, Site
 from vllm_weir.schema.instructions import (
     AFFINE,
@@ -32,8 +34,6 @@ from vllm_weir.schema.instructions import (
     reach,
 )
 from vllm_weir.schema.request import RequestSpec
-from vllm_weir.schema.row_notes import describe_rows, in_words
-from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, num_taps, tap_of
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.steering.programs import ActiveIntervention, ProgramTable

@@ -7,12 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_weir.frontend.receive.joined_shards import join_shards, pick_values
+from vllm_weir.frontend.outputs.host_postprocess import join_shards, pick_values
 from vllm_weir.frontend.receive.pending_sequence import TakenRows
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_parts import WHOLE, RowPart
-from vllm_weir.schema.row_shapes import Shard, ring_rows, row_width
-from vllm_weir.schema.row_shards import RowPick, RowShard, ShardWidths
+from vllm_weir.schema.rows import WHOLE, RowPart, RowPick, RowShard, Shard, ShardWidths, ring_rows, row_width
 
 Z, POST, PRE = Site("z", 1), Site("mlp_post", 1), Site("resid_pre", 1)
 FIRST, SECOND = RowShard(Z, 0), RowShard(Z, 1)

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
+from vllm_weir.frontend.admission.registries import RegisteredProbe
 from vllm_weir.schema.probes import Probe
 from vllm_weir.server.metrics import LOGITS, SHARES, ProbeMetrics
 

@@ -22,8 +22,8 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.postprocesses import postprocesses_of
 from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.results.activations import Activations
+from vllm_weir.schema.capture import describe_rows, entries_of, in_words, is_about
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_notes import describe_rows, entries_of, in_words, is_about
 from vllm_weir.schema.sinks import parse_sinks
 from vllm_weir.storage import LAYOUTS, Batch, load, open_writer
 from vllm_weir.storage.conversion import convert

@@ -28,8 +28,8 @@ from vllm_weir.errors import StoreError, WeirError
 from vllm_weir.experiments.grid import Grid, GridFile
 from vllm_weir.experiments.vectors.load import load_vector
 from vllm_weir.lenses.files import open_lens
+from vllm_weir.schema.fields import is_json
 from vllm_weir.schema.gguf import write_gguf
-from vllm_weir.schema.json_text import is_json
 from vllm_weir.schema.vector_files import kind_of
 from vllm_weir.util import foreign_files
 

@@ -13,11 +13,11 @@ from tests.unit.request_strategies import selectors
 from vllm_weir import Site
 from vllm_weir.schema import selectors as select
 from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.instructions import CONST, Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec, SiteRequest
 from vllm_weir.schema.selectors import Selectors
-from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import num_taps
 from vllm_weir.util import identity_cache
 from vllm_weir.util.identity_cache import IdentityCache

@@ -9,7 +9,7 @@ import torch
 
 import vllm_weir as weir
 from tests.unit.refusals import refused
-from vllm_weir.frontend.receive.told_values import ToldValues
+from vllm_weir.frontend.receive.score_table import ToldValues
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.functions import WorkerFunctions
 from vllm_weir.worker.hook_results import Part

@@ -15,7 +15,7 @@ from vllm_weir.analysis.feature_report.statistics import FeatureTotals, Peak, de
 from vllm_weir.errors import StoreError, WeirError, brief
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.sae.transfer import digest_of
-from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.fields import is_int, plain
 from vllm_weir.storage.features.dataset import FeatureDataset, FeatureInfo, load_features
 from vllm_weir.storage.features.parts import RecordFeatures
 from vllm_weir.util.atomic_write import atomic_write

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from vllm_weir.compat.rhizonymph.steering import register_module
 from vllm_weir.compat.rhizonymph.steering_schemas import RegisterModule
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.json_text import loads
+from vllm_weir.schema.fields import loads
 from vllm_weir.server.limits import MODULES as VARIABLE
 from vllm_weir.server.names import NamedOption
 from vllm_weir.server.state import ServerState

@@ -16,7 +16,7 @@ from vllm_weir.compat.rhizonymph.steering_schemas import PackedVectors, Register
 from vllm_weir.compat.rhizonymph.sweep import NO_RUNS, Sweeper
 from vllm_weir.compat.rhizonymph.sweep_body import PatchSweep
 from vllm_weir.errors import brief
-from vllm_weir.schema.controllers import PREFIX
+from vllm_weir.schema.gates import PREFIX
 from vllm_weir.server import probes
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.routes.router import weir_router

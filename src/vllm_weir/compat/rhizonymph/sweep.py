@@ -21,8 +21,8 @@ from vllm_weir.compat.http import known_names
 from vllm_weir.compat.rhizonymph.requests import KnownNames, from_patch, parse_table
 from vllm_weir.compat.rhizonymph.sweep_body import PatchSweep, align, positions_of
 from vllm_weir.errors import WeirError
-from vllm_weir.schema import token_ids
 from vllm_weir.schema.capture import Capture
+from vllm_weir.schema.fields import token_id as token_id_of
 from vllm_weir.schema.hooks import Site, normalise_hook
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.request import RequestSpec
@@ -197,7 +197,7 @@ class Sweeper:
     def _token(self, token_id: int | None, text: str | None, field: str) -> int:
         tokenizer, size = self._state.tokenizer(), self._state.frontend.engine.vocabulary.size
         value = text if token_id is None else token_id
-        found = token_ids.token_id(value, tokenizer, field)
+        found = token_id_of(value, tokenizer, field)
         if size and found >= size:
             raise WeirError(f"token {found} does not exist: the vocabulary has {size}", field)
         return found

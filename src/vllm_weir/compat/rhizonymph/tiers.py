@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.fields import refuse_unknown_keys
+from vllm_weir.schema.fields import plain, refuse_unknown_keys
 from vllm_weir.schema.hooks import normalise_hook
 from vllm_weir.schema.intervention_base import Intervention, at_most
 from vllm_weir.schema.interventions import Add, Clamp, scaled
-from vllm_weir.schema.scalars import plain
 from vllm_weir.schema.vectors import Vector, number
 
 TIERS = {"": "all", "prefill_": "prompt", "decode_": "generated"}

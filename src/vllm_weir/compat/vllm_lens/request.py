@@ -17,11 +17,10 @@ import zstandard
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.fields import refuse_unknown_keys, right_words
+from vllm_weir.schema.fields import dumps, loads, refuse_unknown_keys, right_words
 from vllm_weir.schema.functions import describe
 from vllm_weir.schema.intervention_base import Intervention, at_most
 from vllm_weir.schema.interventions import Add
-from vllm_weir.schema.json_text import dumps, loads
 from vllm_weir.schema.keys import (
     KEYS,
     LENS_CAPTURE_KEY,

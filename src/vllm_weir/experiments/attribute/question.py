@@ -13,10 +13,10 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.metrics import DENOISE, LogitDiff, OnLogits, function_name, parse_mode
 from vllm_weir.experiments.prompts import check_tokens, encode, parse_prompt
 from vllm_weir.schema.capture import parse_layers
+from vllm_weir.schema.fields import is_int, plain
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, Site, layers_of, normalise_hook, refuse_read_only
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.row_parts import RowPart
-from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.rows import RowPart
 
 REFUSED = (*MODEL_HOOKS, "router_logits")
 """Hook points that can be patched in an engine, and are not attributed to."""

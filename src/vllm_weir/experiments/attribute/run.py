@@ -39,7 +39,7 @@ from vllm_weir.schema.capture import Capture, parse_layers
 from vllm_weir.schema.fields import right_words
 from vllm_weir.schema.hooks import HookPoint, Site
 from vllm_weir.schema.interventions import Replace
-from vllm_weir.schema.model_config import ModelConfig
+from vllm_weir.schema.model_facts import ModelConfig
 from vllm_weir.schema.positions import Positions
 from vllm_weir.util.shipped import model_path
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.model_config import ModelConfig
+from vllm_weir.schema.model_facts import ModelConfig
 from vllm_weir.storage.cli import exit_on_error, parse_engine_options, parse_ints, parse_positions
 from vllm_weir.util.shipped import HELP
 from vllm_weir.util.start_llm import start_llm

@@ -18,7 +18,7 @@ from vllm_weir.frontend.engine import Engine, EngineCapabilities, worker_id
 from vllm_weir.results.row_collection import RowCollection
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import DERIVED_HOOKS, HEAD_HOOKS, Site, normalise_hook
-from vllm_weir.schema.row_parts import RowPart
+from vllm_weir.schema.rows import RowPart
 from vllm_weir.schema.sinks import RAGGED_HOOKS, WORKERS, Sink
 
 _PATH = "capture[0]"

@@ -19,10 +19,9 @@ from vllm_weir.experiments.prompts import encode, parse_prompts
 from vllm_weir.fitting.layer import Direction, FitTask, Folds, LayerFit
 from vllm_weir.fitting.methods import Method, MethodName, method_of
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.fields import parse_flag, right_words
+from vllm_weir.schema.fields import is_int, parse_flag, plain, right_words
 from vllm_weir.schema.hooks import HookPoint, Site
 from vllm_weir.schema.interventions import Ablate, Add
-from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import number
 from vllm_weir.storage.cli import progress_bar
 

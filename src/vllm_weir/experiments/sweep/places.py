@@ -11,10 +11,10 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.grid import Label
+from vllm_weir.schema.fields import is_int, plain
 from vllm_weir.schema.hooks import MODEL_HOOKS, Site, normalise_hook, place_of, refuse_read_only
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.row_parts import RowPart
-from vllm_weir.schema.scalars import is_int, plain
+from vllm_weir.schema.rows import RowPart
 
 EVERY = "all"
 """One entry for each token of the prompt."""

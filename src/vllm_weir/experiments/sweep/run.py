@@ -24,7 +24,7 @@ from vllm_weir.frontend.engine import Engine, EngineCapabilities
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.fields import right_words
 from vllm_weir.schema.hooks import HEAD_HOOKS, MODEL_HOOKS, HookPoint, Site, layers_of, normalise_hook, refuse_read_only
-from vllm_weir.schema.row_parts import RowPart
+from vllm_weir.schema.rows import RowPart
 from vllm_weir.storage.cli import progress_bar
 from vllm_weir.util.memory import frozen_heap
 

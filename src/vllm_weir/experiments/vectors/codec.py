@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.schema.fields import set_fields
+from vllm_weir.schema.fields import dumps, is_int, loads, plain, set_fields
 from vllm_weir.schema.gguf import ARCHITECTURE, write_gguf
 from vllm_weir.schema.hooks import normalise_hook
-from vllm_weir.schema.json_text import dumps, loads
-from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vector_files import BLOCK_0, METADATA
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.util.foreign_files import MAX_NAMES

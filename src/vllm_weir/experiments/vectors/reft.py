@@ -13,9 +13,8 @@ import numpy as np
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.vectors.codec import Found, Given
 from vllm_weir.experiments.vectors.named import load
+from vllm_weir.schema.fields import is_int, loads, plain
 from vllm_weir.schema.interventions import LowRank
-from vllm_weir.schema.json_text import loads
-from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.util.foreign_files import read_regular
 

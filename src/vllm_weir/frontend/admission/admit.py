@@ -21,16 +21,13 @@ from vllm_weir.frontend.admission.capture_groups import (
     with_routing,
 )
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.admission.hook_registry import HookRegistry
-from vllm_weir.frontend.admission.lens_registry import LensRegistry
 from vllm_weir.frontend.admission.lowering import check_units, joined, lower
-from vllm_weir.frontend.admission.postprocesses import PostprocessChoice, postprocesses_of
-from vllm_weir.frontend.admission.probe_registry import ProbeRegistry
+from vllm_weir.frontend.admission.postprocesses import PostprocessChoice, postprocesses_of, stack
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, asked_of, resolve_tokens
 from vllm_weir.frontend.admission.read_outs import AskedReadOut, read_late, read_outs_of
+from vllm_weir.frontend.admission.registries import HookRegistry, LensRegistry, ProbeRegistry
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.scoring import ProbeResolver
-from vllm_weir.frontend.admission.stacks import stack
 from vllm_weir.frontend.derived.sources import DerivedPoints, Expansion
 from vllm_weir.results.stacked import Stacked
 from vllm_weir.schema.capture import Capture
@@ -44,7 +41,7 @@ from vllm_weir.schema.named_hooks import NO_CODE, Use
 from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, ResolvedSpec, SiteRequest
 from vllm_weir.schema.resolved_probes import ResolvedProbe
 from vllm_weir.schema.routing import Routing
-from vllm_weir.schema.row_parts import WHOLE
+from vllm_weir.schema.rows import WHOLE
 from vllm_weir.schema.selectors import MAX_SELECTORS, Asked
 from vllm_weir.schema.user_hooks import Hook
 

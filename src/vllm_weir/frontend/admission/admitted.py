@@ -1,29 +1,35 @@
-"""What admission makes of a request."""
+"""`AdmittedRequest`, a request checked and resolved; what of it depends on the length of its prompt."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.admission.lowering import AdmittedIntervention
-from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
-from vllm_weir.schema.by_position import ByPosition
+from vllm_weir.frontend.admission.registries import RegisteredProbe
 from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.engine_traits import EngineTraits
 from vllm_weir.schema.functions import Travelling
+from vllm_weir.schema.gates import StopRule
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
-from vllm_weir.schema.request import ResolvedSpec
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.read_outs import FEATURES, LENS
+from vllm_weir.schema.request import ResolvedSpec, selected
 from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
-from vllm_weir.schema.row_shards import RowShard, ShardWidths
+from vllm_weir.schema.rows import RowShard, ShardWidths, ring_rows
 from vllm_weir.schema.selectors import Asked
-from vllm_weir.schema.stop_rules import StopRule
 from vllm_weir.schema.taps import STAGES, column_of, shard_column
+from vllm_weir.schema.vector_axes import ByPosition
 
 ONE_ROW = ShardWidths({}, {}, 0)
 
@@ -157,3 +163,123 @@ class AdmittedRequest:
         """
         used = [move.vectors for move in self.effective] + [probe.vectors for probe in self.probes]
         return sorted(frozenset().union(*used))
+
+
+def check_drafts_ahead(admitted: AdmittedRequest, prompt_len: int, traits: EngineTraits) -> None:
+    """Raise WeirError if what is done to a token needs both its position and its id, which only the device knows."""
+    if not traits.uncertainty:
+        return
+    selectors = {step.positions for step in admitted.steps}
+    if not any(selector.needs_token_ids for selector in selectors):
+        return
+    steady = [selector.steady(prompt_len) for selector in selectors]
+    if any(step.per_position for step in admitted.steps) or any(one is None or one[0] > prompt_len for one in steady):
+        raise WeirError(
+            "beside a selector by token, selectors that end or begin among the generated tokens cannot be told apart "
+            "while drafts are verified: use 'all', 'prompt' or 'generated' beside it, or start the engine with "
+            "async_scheduling=False",
+            "interventions" if admitted.effective else "probes",
+        )
+
+
+NUMBERS_PER_ROW = 16
+"""Numbers of scores, features and lenses that an output may have where it may have one row."""
+
+
+_Bounded = tuple[int, Sequence[Positions], str]
+"""(how much an output has at each position that any of these selectors chooses, the selectors, field that asks)."""
+
+
+def check_rows(admitted: AdmittedRequest, prompt_len: int, generated: int, d_model: int, max_rows: int) -> None:
+    """Raise WeirError if the output can have more than `max_rows` rows, or too many other numbers for so many.
+
+    A row of a derived point counts as as many rows of `d_model` values as it fills.
+    """
+    part, positions = admitted.parts[0], prompt_len + generated - 1
+    numbers: list[_Bounded] = [(probe.outputs, (probe.positions,), "probes") for probe in admitted.probes]
+    rows: list[_Bounded] = [
+        (ring_rows(recipe.width(positions), d_model), recipe.positions, "capture") for recipe in part.recipes
+    ]
+    if part.routed is not None:
+        requests = part.routed.group.spec.site_requests
+        rows += [(one.ring_rows, (one.positions,), "routing") for one in requests]
+    for sites, selectors, how in part.groups:
+        if how is None or how.reduce is None:
+            rows.append((len(sites), selectors, "capture"))
+            if how is not None and how.directions:
+                numbers.append((len(sites) * len(how.directions), selectors, "capture"))
+    for one in part.read_outs:  # each value has an id
+        field = LENS if one.read_out.kind == LENS else FEATURES
+        numbers.append((2 * one.read_out.width, (one.positions,), field))
+    _check(rows, prompt_len, positions, max_rows, "rows", "(WEIR_SERVE_ROWS)")
+    most, per_row = NUMBERS_PER_ROW * max_rows, f"({NUMBERS_PER_ROW} for each of WEIR_SERVE_ROWS)"
+    _check(numbers, prompt_len, positions, most, "numbers", per_row)
+
+
+def _check(asked: Sequence[_Bounded], prompt_len: int, positions: int, most: int, what: str, limit: str) -> None:
+    """Raise WeirError, naming the field that asks for most, if more than `most` can be selected in all."""
+    if sum(weight for weight, *_ in asked) * positions <= most:
+        return
+    counts = [weight * _count(selectors, prompt_len, positions) for weight, selectors, _ in asked]
+    if sum(counts) > most:
+        raise WeirError(
+            f"up to {sum(counts)} {what} would come back, the server allows {most} {limit}; ask for fewer blocks, "
+            "positions or values of each, reduce them, name a sink, or lower max_tokens",
+            asked[counts.index(max(counts))][-1],
+        )
+
+
+def _count(selectors: Sequence[Positions], prompt_len: int, positions: int) -> int:
+    """Return how many of the first positions are selected, at most: generated tokens are not known yet."""
+    if any(selector.needs_token_ids for selector in selectors):
+        return positions
+    return len(selected(selectors, prompt_len, np.full(positions, -1)))
+
+
+warming: ContextVar[bool] = ContextVar("weir_warming", default=False)
+"""Whether requests that enter the engine only warm it up: nothing of them is counted, or goes to sinks."""
+SHORTEST = 4
+"""Tokens of the shortest prompt: with what is generated, a block of the KV cache is not full."""
+EACH_UP_TO = 64
+"""Lengths of prompts that are tried one by one; longer ones are powers of two."""
+
+
+@contextmanager
+def warming_up() -> Iterator[None]:
+    """While this holds, requests of this task only warm the engine up."""
+    token = warming.set(True)
+    try:
+        yield
+    finally:
+        warming.reset(token)
+
+
+def prompt_lengths(admitted: AdmittedRequest, max_tokens: int, longest: int, largest_graph: int) -> list[int]:
+    """Return how many tokens the prompts of a warm-up have: few, and more than a CUDA graph takes, if there are any.
+
+    The first is the shortest prompt with which every position that the request asks for is reached. If none
+    of up to `longest` tokens is enough, it is `SHORTEST`, with which the request is refused. The second is
+    left out if positions do not let the prompt be so long.
+    """
+    lengths = {*range(SHORTEST, EACH_UP_TO), *(2**k for k in range(longest.bit_length())), longest}
+    lengths |= {rows.rows for rows in admitted.by_position}
+    tried = (length for length in sorted(lengths) if SHORTEST <= length <= longest)
+    shortest = next((length for length in tried if _fits(admitted, length, max_tokens)), min(SHORTEST, longest))
+    eager = min(largest_graph + 1, longest)
+    if largest_graph and eager > shortest and _fits(admitted, eager, max_tokens):
+        return [shortest, eager]
+    return [shortest]
+
+
+def _fits(admitted: AdmittedRequest, length: int, max_tokens: int) -> bool:
+    end = length + max_tokens - 1
+    reached = all(positions.reaches(length, end) for positions, _ in admitted.asked)
+    return reached and all(_has_row_each(rows, length) for rows in admitted.by_position)
+
+
+def _has_row_each(rows: ByPosition, length: int) -> bool:
+    try:
+        rows.check(length)
+    except WeirError:
+        return False
+    return True

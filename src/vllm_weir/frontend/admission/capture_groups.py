@@ -16,14 +16,12 @@ from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.derived.recipe import Recipe
 from vllm_weir.frontend.derived.sources import Expansion
 from vllm_weir.results.stacked import NOT_STACKED, Stacked
-from vllm_weir.schema.capture import Capture
+from vllm_weir.schema.capture import Capture, describe_rows
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
 from vllm_weir.schema.routing import ModelRouting, Routing
-from vllm_weir.schema.row_notes import describe_rows
-from vllm_weir.schema.row_shapes import RowShape
-from vllm_weir.schema.row_shards import RowPick
+from vllm_weir.schema.rows import RowPick, RowShape
 from vllm_weir.schema.sinks import Sink
 
 

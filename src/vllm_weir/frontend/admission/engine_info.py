@@ -15,8 +15,7 @@ from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.model_facts import ModelFacts
 from vllm_weir.schema.routing import ModelRouting
-from vllm_weir.schema.row_shapes import RowShape, Shard
-from vllm_weir.schema.row_shards import ShardWidths
+from vllm_weir.schema.rows import RowShape, Shard, ShardWidths
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.features import Reconstruct, SetFeature
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.hooks import PART_HOOKS, Site
@@ -26,10 +25,11 @@ from vllm_weir.schema.instructions import (
 )
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.row_shapes import RowShape, Shard
+from vllm_weir.schema.rows import RowShape, Shard
 from vllm_weir.schema.set_activation import Reconstruction, SetActivation
 from vllm_weir.schema.taps import comes_before, tap_of
 from vllm_weir.schema.user_hooks import Hook
+from vllm_weir.schema.vector_axes import ByPosition
 
 
 class CheckSite(Protocol):

@@ -20,8 +20,8 @@ from vllm_weir.sae.tensors import check_finite
 from vllm_weir.schema.features import MAX_NAME, Reconstruct, SetFeature
 from vllm_weir.schema.hooks import DERIVED_HOOKS
 from vllm_weir.schema.intervention_kinds import OfAutoencoder
-from vllm_weir.schema.row_shapes import row_width
-from vllm_weir.schema.sae_info import SAEInfo
+from vllm_weir.schema.read_outs import SAEInfo
+from vllm_weir.schema.rows import row_width
 from vllm_weir.schema.set_activation import Reconstruction, SetActivation
 
 LEAST_COSINE = 0.01

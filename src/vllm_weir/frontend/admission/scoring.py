@@ -13,9 +13,9 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.feature_gates import FeatureReads, FindSAE
 from vllm_weir.frontend.admission.lowering import AdmittedIntervention, CheckSite
-from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
 from vllm_weir.frontend.admission.reachable import Vocabulary, asked_of, resolve_tokens
-from vllm_weir.schema.gates import COSINE_PREFIX, SAE_PREFIX, When
+from vllm_weir.frontend.admission.registries import ProbeRegistry, RegisteredProbe
+from vllm_weir.schema.gates import COSINE_PREFIX, SAE_PREFIX, StopRule, StopText, When
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.instructions import VectorCollector
 from vllm_weir.schema.intervention_base import Intervention
@@ -24,7 +24,6 @@ from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.resolved_probes import LINEAR, NO_ACTIVATION, CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.schema.selectors import Asked
 from vllm_weir.schema.set_activation import Reconstruction, SetActivation
-from vllm_weir.schema.stop_rules import StopRule, StopText
 from vllm_weir.schema.taps import STAGES, reads_in_time, tap_of
 from vllm_weir.schema.user_hooks import Hook
 

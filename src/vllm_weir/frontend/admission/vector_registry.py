@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
+from vllm_weir.frontend.admission.registries import RegisteredProbe
 from vllm_weir.frontend.admission.sae_registry import SharedSAE
 from vllm_weir.schema.intervention_kinds import Kept
 from vllm_weir.schema.interventions import Add

@@ -10,8 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_weir.frontend.derived.attention import CHUNK_VALUES, attention_pattern, attention_scores, first_keys
-from vllm_weir.frontend.derived.routing import choose_experts
+from vllm_weir.frontend.derived.formulas import (
+    CHUNK_VALUES,
+    attention_pattern,
+    attention_scores,
+    choose_experts,
+    first_keys,
+)
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.model_facts import AttentionFacts, RoutingFacts
 from vllm_weir.schema.positions import Positions

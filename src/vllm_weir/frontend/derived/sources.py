@@ -11,8 +11,7 @@ import torch
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.derived.recipe import AttentionRecipe, Recipe, RoutingRecipe, Source
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.derived_hooks import SOURCE_HOOKS
-from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.hooks import SOURCE_HOOKS, Site
 from vllm_weir.schema.model_facts import AttentionFacts, ModelFacts
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import MAX_CAPTURES

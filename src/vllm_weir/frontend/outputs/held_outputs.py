@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 from vllm_weir.frontend.receive.row_store import RowStore
-from vllm_weir.schema.stop_rules import StopRule
+from vllm_weir.schema.gates import StopRule
 
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 FAILED = "failed"

@@ -13,15 +13,20 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
-from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
 from vllm_weir.frontend.admission.read_outs import AskedReadOut
+from vllm_weir.frontend.admission.registries import RegisteredProbe
 from vllm_weir.frontend.derived.recipe import Inputs, compute_all
-from vllm_weir.frontend.outputs.host_postprocess import apply_postprocess, reduce_rows
+from vllm_weir.frontend.outputs.host_postprocess import (
+    apply_postprocess,
+    join_shards,
+    pick_values,
+    reduce_rows,
+    sources_of,
+)
 from vllm_weir.frontend.outputs.intervention_receipts import VerifiedIntervention, intervention_receipts
 from vllm_weir.frontend.outputs.read_outs import collect, from_records, from_rows
 from vllm_weir.frontend.outputs.scored_rows import ScoredRows
 from vllm_weir.frontend.outputs.ticket import Ticket
-from vllm_weir.frontend.receive.joined_shards import join_shards, pick_values, sources_of
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence, TakenRows
 from vllm_weir.frontend.receive.tokens import SequenceTokens, TokenIds
 from vllm_weir.results.activations import Activations, CompressedRows
@@ -29,9 +34,8 @@ from vllm_weir.results.read_outs import ReadValues
 from vllm_weir.results.receipt import GateCount, Receipt
 from vllm_weir.results.scores import HookValues, Scores
 from vllm_weir.results.site_slices import SiteSlices
-from vllm_weir.schema.controllers import PREFIX
 from vllm_weir.schema.functions import by_authors
-from vllm_weir.schema.gates import COSINE_PREFIX, split_feature_name
+from vllm_weir.schema.gates import COSINE_PREFIX, PREFIX, split_feature_name
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions

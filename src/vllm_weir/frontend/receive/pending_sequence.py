@@ -15,14 +15,12 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.receive.row_sequence_view import RowSequenceView, SlicedRows
-from vllm_weir.frontend.receive.score_table import ScoreTable
+from vllm_weir.frontend.receive.score_table import ScoreTable, ToldValues
 from vllm_weir.frontend.receive.tokens import PromptTokens
-from vllm_weir.frontend.receive.told_values import ToldValues
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_shapes import ring_rows
-from vllm_weir.schema.row_shards import RowShard
+from vllm_weir.schema.rows import RowShard, ring_rows
 from vllm_weir.util.token_texts import TokenTexts
 
 CROWDED = 0.5

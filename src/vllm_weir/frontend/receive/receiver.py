@@ -20,7 +20,7 @@ import numpy as np
 import zmq
 
 from vllm_weir import messages
-from vllm_weir.frontend.admission.inline_vectors import row_bytes
+from vllm_weir.frontend.admission.engine_wire import row_bytes
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.frontend.receive.row_store import RowStore
 

@@ -13,7 +13,7 @@ from vllm_weir import messages
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_shards import RowShard
+from vllm_weir.schema.rows import RowShard
 
 
 @dataclass

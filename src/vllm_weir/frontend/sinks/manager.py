@@ -23,7 +23,7 @@ from vllm_weir.frontend.sinks.delivery import Delivery
 from vllm_weir.frontend.sinks.mark_buffer import MarkBuffer
 from vllm_weir.frontend.sinks.runner import SinkRunner
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.controllers import PREFIX
+from vllm_weir.schema.gates import PREFIX
 from vllm_weir.schema.request import ResolvedSpec, parse_captures
 from vllm_weir.schema.sinks import Sink, SinkDefinition
 

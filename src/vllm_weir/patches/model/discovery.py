@@ -20,7 +20,7 @@ from vllm_weir.patches.model.facts import read_facts
 from vllm_weir.patches.model.routing import find_routers
 from vllm_weir.patches.speculation import without_drafter
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_shapes import Shard
+from vllm_weir.schema.rows import Shard
 from vllm_weir.worker.discovery.block_stack import find_tree
 from vllm_weir.worker.discovery.descriptions import description_of
 from vllm_weir.worker.discovery.parts.modules import AttentionShape, Features, LinearShape, PartModules

@@ -15,7 +15,7 @@ import torch
 
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.model_facts import AttentionFacts, ModelFacts, RoutingFacts
-from vllm_weir.schema.row_shapes import Shard
+from vllm_weir.schema.rows import Shard
 
 KNOWN_ATTENTION = ("Attention", "ChunkedLocalAttention")
 """vLLM's attention layers that do nothing but mask and multiply; its other ones are subclasses."""

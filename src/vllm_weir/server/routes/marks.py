@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.outputs.ticket import Ticket
 from vllm_weir.frontend.sinks.manager import SinkManager
-from vllm_weir.schema.json_text import dumps
+from vllm_weir.schema.fields import dumps
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.routes.router import State, weir_router
 

@@ -9,8 +9,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
-from vllm_weir.schema.json_text import is_json
+from vllm_weir.frontend.admission.registries import RegisteredProbe
+from vllm_weir.schema.fields import is_json
 from vllm_weir.server import probes
 from vllm_weir.server.errors import declared
 from vllm_weir.server.routes.router import Name, State, deleted, require_admin, unknown, weir_router

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_weir.errors import brief
-from vllm_weir.schema.sae_info import SAEInfo
+from vllm_weir.schema.read_outs import SAEInfo
 from vllm_weir.server import saes
 from vllm_weir.server.errors import declared
 from vllm_weir.server.routes.router import Name, State, deleted, require_admin, unknown, weir_router

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
-from vllm_weir.schema.row_shapes import row_width
+from vllm_weir.schema.rows import row_width
 from vllm_weir.schema.vector_files import Directions, kind_of, read_vectors, to_json
 from vllm_weir.server.errors import declared
 from vllm_weir.server.names import check_name, check_room

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.probe_registry import RegisteredProbe
+from vllm_weir.frontend.admission.registries import RegisteredProbe
 from vllm_weir.frontend.admission.sae_registry import SharedSAE
 from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
 from vllm_weir.schema.intervention_kinds import Kept, parse_stored

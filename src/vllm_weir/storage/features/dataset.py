@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from vllm_weir.errors import MissingFile, WeirError, brief
+from vllm_weir.schema.fields import is_int, plain
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.storage.features.parts import (
     FORMAT,
     INFO,

@@ -8,7 +8,7 @@ from typing import Any
 from vllm_weir.results.safetensors_header import NAMES
 from vllm_weir.schema.compression import STORED_DTYPES, Compression
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_shapes import row_width
+from vllm_weir.schema.rows import row_width
 from vllm_weir.storage.index import Index, IndexBuilder
 from vllm_weir.storage.layouts.buffered import BufferedWriter, SiteRows, safe_name
 from vllm_weir.storage.layouts.site_tensors import list_reader, publish_tensors, read_site, site_tensors

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.derived_hooks import SOURCE_HOOKS
-from vllm_weir.schema.hooks import BLOCK_HOOKS, HOOKS, MODEL_HOOKS, Site, place_of
+from vllm_weir.schema.hooks import BLOCK_HOOKS, HOOKS, MODEL_HOOKS, SOURCE_HOOKS, Site, place_of
 from vllm_weir.schema.model_facts import ModelFacts
-from vllm_weir.schema.row_shapes import RowShape, Shard
+from vllm_weir.schema.rows import RowShape, Shard
 from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.discovery.anchors import Anchor
 from vllm_weir.worker.discovery.output_path import OutputPath

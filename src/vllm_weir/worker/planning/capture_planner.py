@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_weir.schema.read_outs import RecordLayout
-from vllm_weir.schema.reductions import COMPLETE, CONTINUED, GROUP
 from vllm_weir.schema.request import Postprocess, cell_rows
+from vllm_weir.schema.rows import COMPLETE, CONTINUED, GROUP
 from vllm_weir.schema.selectors import Selectors, distinct, joined_codes
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import ResultCell, RowSequence, RowSequences

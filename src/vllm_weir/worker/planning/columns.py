@@ -46,7 +46,7 @@ REDUCTION = _columns("i8", "row_seq", "cell", "groups", "columns", "resumed", "c
 
 cell: of its first group, counted in cells (float32 rows in the ring); a group has `columns` cells.
 groups: groups of positions that have tokens in the step.
-resumed: 0 if it begins in this step, else CONTINUED or COMPLETE of `vllm_weir.schema.reductions`.
+resumed: 0 if it begins in this step, else CONTINUED or COMPLETE of `vllm_weir.schema.rows`.
 count: rows reduced so far, including this step's.
 done: whether the step completes it.
 maximum: whether the largest values are wanted, not the mean.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_weir.schema.reductions import CONTINUED, GROUP, MAXIMUM, SEEDED
+from vllm_weir.schema.rows import CONTINUED, GROUP, MAXIMUM, SEEDED
 from vllm_weir.worker.planning.by_endpoint import ByEndpoint
 from vllm_weir.worker.planning.columns import (
     ARRIVAL,

@@ -19,13 +19,12 @@ import numpy as np
 
 from vllm_weir import messages
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits
+from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits, TableSizes
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.schema.resolved_probes import Scoring
 from vllm_weir.schema.selectors import SelectorSet
-from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import column_of
 from vllm_weir.util.identity_cache import IdentityCache
 from vllm_weir.worker.planning.arena import Arena

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_shapes import RowShape, Shard, ring_rows, row_width
+from vllm_weir.schema.rows import RowShape, Shard, ring_rows, row_width
 from vllm_weir.schema.taps import STAGES, shard_column, tap_of
 
 

@@ -86,7 +86,7 @@ class StepPlan:
         programs_by_token, programs_by_position: programs that are still to be chosen on the device.
         failures: requests that cannot be served any further.
         records: RECORD [n], the captured tokens that are sent as records of a codec.
-        spans: int32 [tokens], for tokens whose rows are reduced: see `vllm_weir.schema.reductions`
+        spans: int32 [tokens], for tokens whose rows are reduced: see `vllm_weir.schema.rows`
             for a group's first one, -1 for the others; 0 for all other tokens.
         group_rows: ring rows of the groups of reductions, which come before all others.
         reductions: REDUCTION [n], reductions to go on with.

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_weir.errors import WeirError
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.resolved_probes import MEAN, ResolvedProbe
-from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.scoring.recipe import ScoringRecipe
 from vllm_weir.worker.steering.host_tables import HostTables

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.taps import ALL_STAGES
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.columns import RUN, as_integers

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_weir.errors import WeirError
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import BY_COLUMN, DOSE, ENCODE, HOOK, RECONSTRUCT, Instruction, ResolvedIntervention
-from vllm_weir.schema.row_shapes import Shard, ring_rows
-from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.rows import Shard, ring_rows
 from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.steering.host_tables import HostTables
 from vllm_weir.worker.steering.slots import Move, Slots

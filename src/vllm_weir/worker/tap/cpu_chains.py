@@ -28,7 +28,7 @@ from vllm_weir.schema.instructions import (
     NORM,
     SCORE,
 )
-from vllm_weir.schema.row_shapes import ring_rows
+from vllm_weir.schema.rows import ring_rows
 from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, LAST
 
 MEASURING = (AFFINE, CLAMP, FEATURE, SCORE, ACTIVATE)

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from vllm_weir.schema.instructions import ACTIVATE, HOOK, SCORE
-from vllm_weir.schema.reductions import MAXIMUM, SEEDED
-from vllm_weir.schema.row_shapes import ring_rows
+from vllm_weir.schema.rows import MAXIMUM, SEEDED, ring_rows
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.tap.cpu_chains import Cells, Chains, as_index, read_rows
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_weir.schema.reductions import COMPLETE
+from vllm_weir.schema.rows import COMPLETE
 from vllm_weir.worker.planning.columns import JOIN_FIELDS
 
 _COMPLETE = tl.constexpr(COMPLETE)

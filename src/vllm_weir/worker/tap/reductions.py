@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from vllm_weir.schema.reductions import COMPLETE, CONTINUED
+from vllm_weir.schema.rows import COMPLETE, CONTINUED
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.columns import JOIN, as_integers
 

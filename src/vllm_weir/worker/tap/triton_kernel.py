@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from vllm_weir.schema import instructions as kinds
-from vllm_weir.schema.reductions import GROUP, MAXIMUM, SEEDED, SPAN
+from vllm_weir.schema.rows import GROUP, MAXIMUM, SEEDED, SPAN
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.steering import programs
 

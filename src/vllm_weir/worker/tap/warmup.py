@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.util.top import top_logprobs
 from vllm_weir.worker.planning.columns import JOIN_FIELDS
 from vllm_weir.worker.scoring.probe_table import ProbeTable

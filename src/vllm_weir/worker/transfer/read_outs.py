@@ -11,7 +11,7 @@ import torch
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.read_outs import FEATURES, ReadOut, RecordLayout
-from vllm_weir.schema.row_shapes import RowShape, row_width
+from vllm_weir.schema.rows import RowShape, row_width
 from vllm_weir.schema.taps import column_of
 from vllm_weir.util.top import as_records
 from vllm_weir.worker.lenses import Lenses

@@ -18,14 +18,12 @@ from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.cache import MAX_KEY_BYTES, admission_key
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
-from vllm_weir.frontend.admission.reachable import Vocabulary
+from vllm_weir.frontend.admission.reachable import Media, Vocabulary
 from vllm_weir.schema.engine_spec import EngineSpec
-from vllm_weir.schema.engine_traits import EngineTraits
+from vllm_weir.schema.engine_traits import EngineTraits, TableSizes
 from vllm_weir.schema.hooks import HOOKS, STREAM_HOOKS, place_of
 from vllm_weir.schema.keys import carries_keys
-from vllm_weir.schema.media import Media
 from vllm_weir.schema.request import Postprocess, RequestSpec
-from vllm_weir.schema.table_sizes import TableSizes
 
 LAYERS = 4
 FACTS = EngineCapabilities(served(LAYERS), LAYERS, 128, "float32", 1024)

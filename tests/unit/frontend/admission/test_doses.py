@@ -14,10 +14,10 @@ from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.request import MEASURE_DOSE, RequestSpec, parse_interventions
-from vllm_weir.schema.row_shapes import Shard
-from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.rows import Shard
 
 D, LAYERS, P, G = 8, 4, 6, 5
 FACTS = EngineCapabilities(served(LAYERS), LAYERS, D, "float32", 1024)

@@ -24,10 +24,9 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import MAX_TOKEN_SELECTORS
-from vllm_weir.frontend.admission.reachable import Vocabulary, max_generated
+from vllm_weir.frontend.admission.reachable import Media, Vocabulary, max_generated
 from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.frontend.engine_frontend import EngineFrontend
-from vllm_weir.schema.media import Media
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.unit.request_strategies import sensible_captures, served
 from vllm_weir import Capture, Site, WeirError
 from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.admitted import NUMBERS_PER_ROW, check_rows
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.read_outs import AskedReadOut
-from vllm_weir.frontend.admission.row_bound import NUMBERS_PER_ROW, check_rows
 from vllm_weir.frontend.derived.recipe import AttentionRecipe, RoutingRecipe
 from vllm_weir.schema.model_facts import AttentionFacts, RoutingFacts
 from vllm_weir.schema.positions import Positions

@@ -21,20 +21,19 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.core.cache_keys import CacheKeys
 from vllm_weir.core.waiting_queue import WaitingQueue
 from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.admitted import NUMBERS_PER_ROW, check_rows
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
-from vllm_weir.frontend.admission.probe_registry import ProbeRegistry, RegisteredProbe
-from vllm_weir.frontend.admission.row_bound import NUMBERS_PER_ROW, check_rows
-from vllm_weir.schema.engine_request import TableNeeds
-from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.frontend.admission.registries import ProbeRegistry, RegisteredProbe
+from vllm_weir.schema.engine_spec import EngineSpec, TableNeeds
+from vllm_weir.schema.engine_traits import TableSizes
+from vllm_weir.schema.gates import parse_stop_when
 from vllm_weir.schema.hooks import Site, parse_site
 from vllm_weir.schema.instructions import SCORE
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec, parse_interventions
 from vllm_weir.schema.resolved_probes import ResolvedGate, scoring_steps
-from vllm_weir.schema.row_shapes import Shard
-from vllm_weir.schema.stop_rules import parse_stop_when
-from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.rows import Shard
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys, UnsteeredKV
 
 D, LAYERS, P, G = 8, 4, 6, 5

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.properties import examples
-from vllm_weir.frontend.derived import attention
-from vllm_weir.frontend.derived.attention import attention_pattern, attention_scores, first_keys, softmax_pattern
+from vllm_weir.frontend.derived import formulas
+from vllm_weir.frontend.derived.formulas import attention_pattern, attention_scores, first_keys, softmax_pattern
 from vllm_weir.schema.model_facts import AttentionFacts
 
 TOLERANCE = 2e-5
@@ -109,8 +109,8 @@ def test_chunks_of_queries_change_nothing(name, monkeypatch):
     facts, positions = CASES[name], torch.arange(8)
     q, k = rows(8, 8, 4, 2)
     whole = attention_pattern(q, k, positions, facts)
-    monkeypatch.setattr(attention, "CHUNK_VALUES", 3 * 4 * 8)
-    assert len(attention._chunks(whole)) == 3
+    monkeypatch.setattr(formulas, "CHUNK_VALUES", 3 * 4 * 8)
+    assert len(formulas._chunks(whole)) == 3
     assert (attention_pattern(q, k, positions, facts) - whole).abs().max() < TOLERANCE
 
 

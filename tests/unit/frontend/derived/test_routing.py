@@ -10,7 +10,7 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import grouped_topk
 
 from tests.support.properties import examples
-from vllm_weir.frontend.derived.routing import choose_experts
+from vllm_weir.frontend.derived.formulas import choose_experts
 from vllm_weir.schema.model_facts import RoutingFacts
 
 

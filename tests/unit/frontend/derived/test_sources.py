@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from tests.unit.refusals import refused
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.derived.attention import attention_pattern, attention_scores
+from vllm_weir.frontend.derived.formulas import attention_pattern, attention_scores, choose_experts
 from vllm_weir.frontend.derived.recipe import AttentionRecipe
-from vllm_weir.frontend.derived.routing import choose_experts
 from vllm_weir.frontend.derived.sources import DerivedPoints, derived_verdicts, up_to
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site

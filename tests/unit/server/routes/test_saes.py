@@ -15,7 +15,7 @@ from tests.unit.admin_app import ADMIN, D, Workers, app_of, serving
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.schema.instructions import FEATURE
-from vllm_weir.schema.sae_info import SAEInfo
+from vllm_weir.schema.read_outs import SAEInfo
 from vllm_weir.server import saes
 from vllm_weir.server.errors import StateNotSaved
 

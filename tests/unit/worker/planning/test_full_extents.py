@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from vllm_weir import Site
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec, SiteRequest
-from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, num_taps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner

@@ -6,9 +6,9 @@ import numpy as np
 
 from vllm_weir import Site
 from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
-from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, column_of, num_taps, tap_of
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.steering.programs import ProgramTable

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_shapes import Shard
+from vllm_weir.schema.rows import Shard
 from vllm_weir.schema.taps import STAGES, column_of, num_columns, tap_of
 from vllm_weir.worker.planning.columns import RUN, SCORE_READ, as_integers, concatenate
 from vllm_weir.worker.planning.row_layout import RowLayout

@@ -10,8 +10,8 @@ import pytest
 from tests.unit.worker.planning.test_planner import COLUMNS, planner_of, step
 from vllm_weir import Site
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.reductions import COMPLETE, CONTINUED, GROUP
 from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
+from vllm_weir.schema.rows import COMPLETE, CONTINUED, GROUP
 from vllm_weir.worker.planning.by_endpoint import ByEndpoint
 from vllm_weir.worker.planning.columns import ARRIVAL
 from vllm_weir.worker.planning.drafts import VerifiedTokens

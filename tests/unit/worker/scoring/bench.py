@@ -10,8 +10,7 @@ import torch
 from vllm_weir import messages
 from vllm_weir.config.settings import Settings
 from vllm_weir.schema import resolved_probes as rp
-from vllm_weir.schema.engine_request import EngineRequest
-from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.engine_spec import EngineRequest, EngineSpec
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import AFFINE, BLEND, CONST, NORM, Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import Positions

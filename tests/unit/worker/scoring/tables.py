@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from tests.unit.worker.scoring.bench import LAYERS, D, Draw
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.resolved_probes import Scoring
-from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import num_taps, tap_of
 from vllm_weir.worker.planning.columns import as_integers
 from vllm_weir.worker.planning.planner import Planner

@@ -11,11 +11,11 @@ import torch
 from tests.unit.worker.scoring.bench import LAYERS, TOKENS, Asked, Bench, D, Draw
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import BLEND, CONST, Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.resolved_probes import CellLayout, Scoring, count_doses, with_doses
-from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import CELLS, num_taps, tap_of
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.scoring.recipe import ScoringRecipe

@@ -17,12 +17,12 @@ from vllm_weir.core.waiting_queue import WaitingQueue
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.schema import instructions as kinds
-from vllm_weir.schema.engine_request import TableNeeds
+from vllm_weir.schema.engine_spec import TableNeeds
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.row_shapes import Shard
-from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.rows import Shard
 from vllm_weir.schema.taps import STAGES, num_taps, tap_of
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST, ActiveIntervention, ProgramTable
 from vllm_weir.worker.tap import cpu_kernel

@@ -15,9 +15,9 @@ from tests.unit.schema.test_lowering import REPLY, Bench, D, admitted, move_of
 from vllm_weir.core.cache_keys import CacheKeys
 from vllm_weir.core.waiting_queue import WaitingQueue
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.engine_request import TableNeeds
+from vllm_weir.schema.engine_spec import TableNeeds
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.worker.planning.columns import as_integers
 from vllm_weir.worker.steering.unsteered_kv import MOST_FAILED, SteeredKeys, UnsteeredKV
 

@@ -14,10 +14,10 @@ import zmq
 import vllm_weir as weir
 from tests.unit.request_strategies import served
 from vllm_weir import messages
-from vllm_weir.frontend.admission import inline_vectors
+from vllm_weir.frontend.admission import engine_wire
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.admission.inline_vectors import InlineVectors, row_bytes
+from vllm_weir.frontend.admission.engine_wire import InlineVectors, row_bytes
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 from vllm_weir.frontend.receive.receiver import answer_query
 from vllm_weir.frontend.receive.row_store import RowStore
@@ -132,7 +132,7 @@ def test_a_vector_travels_along_once_in_a_while():
 
 
 def test_more_than_so_much_does_not_travel_along(monkeypatch):
-    monkeypatch.setattr(inline_vectors, "MAX_BYTES", 4 * D * 4)
+    monkeypatch.setattr(engine_wire, "MAX_BYTES", 4 * D * 4)
     sender, many = InlineVectors(100 * D * 4), rows(5)
     assert not sender.of(site_request(many)) and not sender.of(site_request(many))
     assert len(sender.of(site_request(many[:4]))) == 4, "what did not travel does not count as sent"

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.properties import examples
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.reductions import GROUP
 from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
-from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.schema.rows import GROUP
 from vllm_weir.schema.taps import STAGES, num_taps, tap_of
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.columns import ARRIVAL

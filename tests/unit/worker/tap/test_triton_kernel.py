@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from tests.unit.interpreted import compile_for_hopper, interpreted
 from vllm_weir.schema import instructions as kinds
-from vllm_weir.schema.reductions import GROUP, MAXIMUM, SEEDED
+from vllm_weir.schema.rows import GROUP, MAXIMUM, SEEDED
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.planning.columns import JOIN, as_integers
 from vllm_weir.worker.steering.programs import AFTER_POST, CELL_BIT, LAST

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from vllm_weir import Site
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec, SiteRequest
-from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, num_taps, tap_of
 from vllm_weir.worker.planning.columns import ROW_COPY
 from vllm_weir.worker.planning.planner import Planner

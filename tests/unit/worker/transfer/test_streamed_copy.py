@@ -17,10 +17,10 @@ from tests.support.properties import examples
 from tests.unit.request_strategies import sensible_captures
 from tests.unit.worker.planning.test_planner import COLUMNS, LAYERS, spec_of, step
 from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
-from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, is_boundary, num_taps, tap_of
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.columns import COPY_RUN, ROW_COPY

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from vllm_weir.schema.row_shapes import RowShape
+from vllm_weir.schema.rows import RowShape
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.matcher import Matcher
 from vllm_weir.worker.discovery.module_tree import ModuleTree

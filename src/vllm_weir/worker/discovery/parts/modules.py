@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_weir.schema.row_shapes import Shard
+from vllm_weir.schema.rows import Shard
 
 
 @dataclass(frozen=True)
