@@ -3,8 +3,11 @@ transformers says of the same rows."""
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import vllm_weir as weir
 from tests.conformance.zoo import ZOO
@@ -153,3 +156,33 @@ def test_ranks_hold_the_whole_unembedding_while_a_lens_is_read(engine):
     eventually(lambda: sum(one["unembedding_bytes"] for one in llm.collective_rpc("weir_usage")), 0, 10)
     again = llm.generate(prompts([5, 8]), weir.params(sampling(2), lens=weir.Lens(top_k=1)), use_tqdm=False)
     assert all(len(out.lens[LAST]) for out in again)
+
+
+def test_new_weights_reach_a_lens_while_others_read_one(engine, tmp_path):
+    """A rank keeps the whole unembedding while requests with a lens are live: it is that of the weights of the step."""
+    llm, where = engine
+    after = tmp_path / "after"
+    shutil.copytree(where, after)
+    generator, tensors = torch.Generator().manual_seed(1), load_file(after / "model.safetensors")
+    tensors = {
+        name: one + 0.3 * one.std() * torch.randn(one.shape, generator=generator) for name, one in tensors.items()
+    }
+    save_file(tensors, after / "model.safetensors", {"format": "pt"})
+    asked = weir.params(sampling(40, detokenize=False), lens=weir.Lens(layers=[LAST], top_k=3))
+    llm.llm_engine.add_request("old", prompts([9])[0], asked)
+    for _ in range(6):
+        llm.llm_engine.step()
+    try:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(after)})
+        asked = weir.params(sampling(4, detokenize=False), lens=weir.Lens(layers=[LAST], top_k=3))
+        llm.llm_engine.add_request("new", prompts([21])[0], asked)
+        outs = {}
+        while llm.llm_engine.has_unfinished_requests():
+            outs |= {out.request_id: out for out in llm.llm_engine.step() if out.finished}
+        reference, out = Reference(after), outs["new"]
+        ids = [*out.prompt_token_ids, *out.outputs[0].token_ids][:-1]
+        assert len(outs["old"].lens[LAST]) == 9 + 39
+        assert off(out.lens[LAST], reference.logprobs(reference.rows(ids)[LAST])) <= 1e-4
+    finally:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(where)})
+        llm.reset_prefix_cache()

@@ -344,7 +344,7 @@ def collective_rpc(original: Callable[..., Any], _status: PatchStatus) -> Callab
         _note_weights(self, method)
         results = original(self, method, *args, **kwargs)
         if (frontend := _knowing_weights(self, method)) is not None:
-            frontend.learn_weights(original(self, "weir_report"))
+            frontend.learn_weights(original(self, "weir_new_weights"))
         return results
 
     return wrapper
@@ -356,7 +356,7 @@ def async_collective_rpc(original: Callable[..., Any], _status: PatchStatus) -> 
     async def wrapper(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         results = await original(self, method, *args, **kwargs)
         if (frontend := _knowing_weights(self, method)) is not None:
-            frontend.learn_weights(await original(self, "weir_report"))
+            frontend.learn_weights(await original(self, "weir_new_weights"))
         return results
 
     return wrapper
@@ -370,9 +370,15 @@ def _frontend_called(engine: Any, method: Any) -> EngineFrontend | None:
 
 
 def _knowing_weights(engine: Any, method: Any) -> EngineFrontend | None:
-    """Return an engine's frontend if it knows values of weights that a call may have replaced."""
+    """Return an engine's frontend if Weir holds values of weights that a call may have replaced.
+
+    The frontend knows sinks and biases; ranks beside others have the whole unembedding while a request reads a lens.
+    """
     frontend = _frontend_called(engine, method)
-    return frontend if frontend is not None and frontend.engine.knows_weights else None
+    if frontend is None or frontend.engine.refusal is not None or frontend.engine.capabilities is None:
+        return None
+    several = engine.vllm_config.parallel_config.world_size > 1
+    return frontend if several or frontend.engine.knows_weights else None
 
 
 def _note_weights(engine: Any, method: Any) -> None:

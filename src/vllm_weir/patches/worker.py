@@ -135,6 +135,7 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
     _patch_warm_up(worker, warmup, settings)
     patch_inputs(runtime)
     worker.weir_report = functools.partial(_report, status, runtime)
+    worker.weir_new_weights = functools.partial(_new_weights, worker, whole)
     worker.weir_usage = runtime.usage
     worker.weir_warm = functools.partial(_warm, runtime, graphs)
     worker.weir_weights = functools.partial(weights_now, runner)
@@ -146,6 +147,13 @@ def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> N
     kept, settle = runtime.parts.kept_rows, runtime.parts.notifier.settle
     worker.weir_keep_rows, worker.weir_drop_rows = kept.begin, kept.end
     worker.weir_apply_to_rows = functools.partial(kept.apply, settle)
+
+
+def _new_weights(worker: Any, whole: WholeHead | None) -> dict[str, Any]:
+    """Let go of what was made of weights that may have been replaced, and return the worker's report."""
+    if whole is not None:
+        whole.renew()
+    return worker.weir_report()
 
 
 def _warm(

@@ -106,6 +106,25 @@ def test_it_is_there_from_the_first_request_to_the_last():
         assert (one.nbytes, one.lacking) == (0, NOT_HERE)
 
 
+def test_new_weights_are_fetched_while_requests_are_live():
+    """Requests of a trainer overlap: the first one's unembedding would be that of all that follow."""
+    both = heads(False)
+    on_both(both, lambda one: one.follow(["a"], []))
+    for one in both:
+        one._head.module.weight = 2 * one._head.module.weight
+        one.renew()
+    on_both(both, lambda one: one.follow(["b"], ["a"]))
+    weight = both[0]._weight
+    assert all(torch.equal(one._weight, 2 * WEIGHT.T) for one in both)
+    for one in both:
+        one.follow([], [])
+        assert one._weight is not None
+    assert both[0]._weight is weight
+    for one in both:
+        one.renew()  # nobody uses it: there is nothing to wait for
+        one.follow([], ["b"])
+
+
 def test_a_rank_without_room_still_gives_its_part(monkeypatch):
     both, empty = heads(False), torch.empty
 

@@ -130,6 +130,7 @@ class WholeHead:
         self._model, self._form, self._device, self._head = model, form, device, head
         self._gather, self._broadcast, self._copies = gather, broadcast, copies
         self._users: set[str] = set()
+        self._renewed = False
         self._weight: torch.Tensor | None = None
         self.keeps, self.lacking, self.width = True, NOT_HERE, form.width
 
@@ -140,8 +141,16 @@ class WholeHead:
         self._users.update(joining)
         if not self._users:
             self._drop()
-        elif not had:
+        elif not had or self._renewed:
             self._fetch()
+        self._renewed = False
+
+    def renew(self) -> None:
+        """Note that the weights may have been replaced: they are fetched again before the next step, if they are used.
+
+        To be called on all ranks alike, between two steps.
+        """
+        self._renewed = True
 
     @property
     def nbytes(self) -> int:
