@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from vllm_weir.schema.model_facts import SiteVerdict
     from vllm_weir.schema.named_hooks import Use
     from vllm_weir.schema.probes import AttentionProbe, MLPProbe, Probe, load_probe
+    from vllm_weir.schema.replay import Replay
     from vllm_weir.schema.routing import Routing
     from vllm_weir.schema.user_hooks import Hook
     from vllm_weir.storage.dataset import ActivationDataset
@@ -124,6 +125,7 @@ __all__ = [
     "Receipt",
     "Reconstruct",
     "Replace",
+    "Replay",
     "RequestOutput",
     "Routing",
     "SamplingParams",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.machine import engine_processes, module, needs
+from tests.support.models import make_model
 from tests.support.zygote import forking, zygote
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +47,12 @@ SAYS = {
     "patch.py": ("words, at [", "last token", "\n5 "),
     "build_on_the_engine.py": ("100 prompts, ", " rows; the mean row of each block has length ["),
     "train_on_stream.py": ("batch 1: probe right at ", "unexplained by the SAE 0.", "read up to Cursor(batch="),
+    "replay.py": (
+        "step 0: replayed under the same weights, within ",
+        "step 1: replayed under the same weights, within ",
+        "would choose other experts at ",
+        "probability, replayed: ",
+    ),
     "sweep.py": (
         "Sweep(denoise, hook: 1, layer: 6, position: ",
         "\nblock 5: ",
@@ -187,7 +194,9 @@ ENV = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
 
 
 def arguments(name: str, folder: Path) -> list[str]:
-    """A model that sees, for the example that needs one: none is shipped."""
+    """A model that sees, or has experts, for the example that needs one: neither is shipped."""
+    if name == "replay.py":
+        return [str(make_model("mixtral", "a", folder))]
     if name != "images.py":
         return []
     from tests.conformance.multimodal.build import build

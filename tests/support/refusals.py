@@ -242,6 +242,8 @@ def refusals(d_model: int, features: int) -> list[Refusal]:
         Refusal(weir(routing=True), "routing", why="no routing is served", sent=True),
         Refusal(weir(routing={"prompt_start": -1}), "routing.prompt_start"),
         Refusal(weir(routing="all"), "routing"),
+        Refusal(weir(routing={"array": "no base64"}), "routing.array"),
+        Refusal(weir(routing={"start": 1}), "routing.start"),
         Refusal(weir(hooks=["nobody"]), "hooks[0].name", why="no hook is registered", sent=True),
         Refusal(weir(hooks=[{"name": "steer", "function": "gASV"}]), "hooks[0].function", why="--weir-hook", sent=True),
         Refusal(steer({"op": "hook", "source": "def f(): pass"}), "interventions[0].source", why="--weir-hook"),

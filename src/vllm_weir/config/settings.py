@@ -30,7 +30,7 @@ STATES_PER_PROBE = 64
 """Numbers that a probe may keep from step to step, on average."""
 OTHER_VARIABLES = ("DISABLE", "ADMIN_KEY", "API_KEY", "BASE_URL", "END_WITH_PARENT")
 """``WEIR_*`` variables that are not settings of an engine."""
-TAP_VERSION = 10
+TAP_VERSION = 11
 """Version of what a tap adds to the traced graph; part of the key of vLLM's compile cache."""
 
 

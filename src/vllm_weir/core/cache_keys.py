@@ -12,6 +12,7 @@ import numpy as np
 
 from vllm_weir.schema.engine_spec import EngineRequest, EngineSpec
 from vllm_weir.schema.instructions import ResolvedIntervention
+from vllm_weir.schema.replay import ReplayRows
 
 
 def hit_limit(engine_request: EngineRequest | None) -> int | None:
@@ -26,7 +27,7 @@ def own_from(engine_request: EngineRequest, spec: EngineSpec, prompt_len: int) -
 
 
 class CacheKeys:
-    """What one steered request adds to the keys of its KV blocks.
+    """What one request that is steered, or replays routing, adds to the keys of its KV blocks.
 
     A block's key gets the digest of what is done to the positions in it, and includes the key of
     the block before it. So it stands for everything done up to the block's end; blocks before the
@@ -37,16 +38,21 @@ class CacheKeys:
     positions from the first on at which one may act get a key that no other request has. So do those
     from the first position on whose row is given to a user's function without a key of its own, and those
     from an image on whose positions attend both ways, if something acts before its end. What only
-    scores rows adds nothing.
+    scores rows adds nothing. Experts that routers are made to choose add a digest of those of the block.
 
     Args:
         interventions: those that change something, in order; steps that only write numbers are passed over.
         prompt_len: tokens of the prompt.
         own_from: see the function of that name.
+        replay: the experts that routers are made to choose; None if there are none.
     """
 
     def __init__(
-        self, interventions: Sequence[ResolvedIntervention], prompt_len: int, own_from: int | None = None
+        self,
+        interventions: Sequence[ResolvedIntervention],
+        prompt_len: int,
+        own_from: int | None = None,
+        replay: ReplayRows | None = None,
     ) -> None:
         ungated = [m for m in interventions if not m.only_writes and not m.is_gated]
         self._bounded = [
@@ -56,7 +62,7 @@ class CacheKeys:
         """Interventions with their first position and the one after their last, None where they are
         not contiguous, and their positions if these are listed: looked up in each block, however
         many they are."""
-        self._prompt_len, self._own_from = prompt_len, own_from
+        self._prompt_len, self._own_from, self._replay = prompt_len, own_from, replay
         self._own = "" if own_from is None else secrets.token_hex(16)
         """Stands for what other requests cannot know."""
 
@@ -73,6 +79,8 @@ class CacheKeys:
                 effect = _effect(intervention.digest, first, end) if first < end else ""
             if effect:
                 effects.append(effect)
+        if self._replay is not None and (effect := self._replay.of_block(start, len(token_ids))):
+            effects.append(effect)
         return _digest(tuple(effects)) if effects else None
 
     def _scattered(
@@ -117,7 +125,7 @@ class ExternalKV:
     Attributes:
         limit: the most tokens whose keys and values may be loaded, as their rows are not wanted;
             None for no limit.
-        changed: whether interventions may change the keys and values of the request.
+        changed: whether interventions, or a replay, may change the keys and values of the request.
         prompt_changed: whether they may change those of its prompt.
     """
 
@@ -132,9 +140,9 @@ class ExternalKV:
         if request.table_needs is None:
             return cls(limit)
         spec, prompt_len = EngineSpec.from_wire(request.spec), len(prompt_ids)
-        if not spec.moves:
+        if not spec.moves and request.replay is None:
             return cls(limit)
-        keys = CacheKeys(spec.moves, prompt_len, own_from(request, spec, prompt_len))
+        keys = CacheKeys(spec.moves, prompt_len, own_from(request, spec, prompt_len), request.replay)
         return cls(limit, True, keys.of_block(0, prompt_ids) is not None)
 
     def allows(self, computed: int, loaded: int, num_tokens: int, is_async: bool) -> bool:

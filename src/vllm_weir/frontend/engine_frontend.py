@@ -205,7 +205,8 @@ class EngineFrontend:
             if engine_request.table_needs is not None:
                 engine_request.cache_salt = self.store.salt
             if self.engine.traits.media_both_ways and media:
-                firsts = (move.positions.first(prompt_len, prompt_ids) for move in admitted.effective)
+                firsts = [move.positions.first(prompt_len, prompt_ids) for move in admitted.effective]
+                firsts += [] if engine_request.replay is None else [engine_request.replay.start]
                 acts_from = min((first for first in firsts if first is not None), default=None)
                 engine_request.own_from = None if acts_from is None else media.changed_from(acts_from)
             if admitted.rows:

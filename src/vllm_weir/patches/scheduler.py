@@ -179,7 +179,7 @@ _cache_keys: weakref.WeakKeyDictionary[object, CacheKeys] = weakref.WeakKeyDicti
 
 
 def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``generate_block_hash_extra_keys``: add the digest of what interventions do in the block."""
+    """Wrap ``generate_block_hash_extra_keys``: add the digest of what is done in the block."""
 
     def wrapper(request: Any, start_token_idx: int, end_token_idx: int, *args: Any, **kwargs: Any) -> Any:
         keys, *rest = original(request, start_token_idx, end_token_idx, *args, **kwargs)
@@ -191,7 +191,7 @@ def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) ->
             spec = EngineSpec.from_wire(engine_request.spec)
             prompt_len = engine_request.prompt_len or request.num_prompt_tokens
             own_keys = _cache_keys[request] = CacheKeys(
-                spec.moves, prompt_len, own_from(engine_request, spec, prompt_len)
+                spec.moves, prompt_len, own_from(engine_request, spec, prompt_len), engine_request.replay
             )
         tokens = request.all_token_ids[start_token_idx:end_token_idx]
         digest = own_keys.of_block(start_token_idx, tokens)

@@ -12,6 +12,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import HOOK, ResolvedIntervention
 from vllm_weir.schema.keys import WIRE_KEY
 from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.replay import ReplayRows
 from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.schema.resolved_probes import (
     CellLayout,
@@ -66,8 +67,8 @@ class EngineRequest(msgspec.Struct, array_like=True):
         rows_per_group: ring rows of one group of tokens whose rows are reduced; 0 if none are.
         last_reduced: the last position whose row is reduced; None if none are.
         max_tokens: how many tokens the request can generate.
-        table_needs: what interventions and probes need of the device tables; None if there are
-            neither.
+        table_needs: what interventions and probes need of the device tables, nothing for a replay alone; None if
+            there are none of these.
         vectors: float32 bytes, by digest, of the vectors that travel with the request.
         cache_salt: see `RowStore.salt`; empty until a request of this caller has failed.
         core_refusal: why the engine core does not do its part; empty if it does. None until the
@@ -77,6 +78,7 @@ class EngineRequest(msgspec.Struct, array_like=True):
         calls: the users' functions that are called for it, `user_hooks.Call` by key.
         own_from: the first position whose keys and values may depend on what is done after its block,
             so that no other request can share them; None if there is none.
+        replay: the experts that routers are made to choose for it; None if there are none.
     """
 
     spec: bytes
@@ -95,6 +97,7 @@ class EngineRequest(msgspec.Struct, array_like=True):
     prompt_len: int | None = None
     own_from: int | None = None
     calls: dict[str, bytes] = {}
+    replay: ReplayRows | None = None
 
     @classmethod
     def carried_by(cls, extra_args: dict[str, Any] | None) -> EngineRequest | None:
@@ -130,6 +133,8 @@ class EngineSpec:
         probes: what scores its rows.
         gates: what decides on interventions, by the probes' scores.
         dose: whether the relative doses of the interventions are measured.
+        replayed: the first position at which routers are made to choose experts, and the one after the last; empty if
+            there is none.
     """
 
     captures: ResolvedSpec
@@ -137,6 +142,7 @@ class EngineSpec:
     probes: tuple[ResolvedProbe, ...] = ()
     gates: tuple[ResolvedGate, ...] = ()
     dose: bool = False
+    replayed: tuple[int, ...] = ()
 
     @functools.cached_property
     def selectors(self) -> tuple[Positions, ...]:
@@ -175,12 +181,12 @@ class EngineSpec:
 
     @functools.cached_property
     def end(self) -> int:
-        """The smallest length of prompt for which no generated position can be selected.
+        """The smallest length of prompt for which no generated position can be selected, or replayed.
 
         It is compared with the prompt alone, not with the tokens computed so far: past the prompt,
         the scheduler's count of those may run ahead of the device's.
         """
-        return max([0, *(selector.end for selector in self.selectors)])
+        return max([0, *self.replayed, *(selector.end for selector in self.selectors)])
 
     @functools.cached_property
     def places(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -249,8 +255,9 @@ class EngineSpec:
     def wire(self) -> bytes:
         moves = [move.to_wire() for move in self.moves]
         measured = [[probe.to_wire() for probe in self.probes], self.gates, self.dose]
-        more = measured if self.probes or self.dose else []
-        return msgspec.msgpack.encode([self.captures.wire, self.captures.postprocess_wire, moves, *more])
+        more = measured if self.probes or self.dose or self.replayed else []
+        replayed = [self.replayed] if self.replayed else []
+        return msgspec.msgpack.encode([self.captures.wire, self.captures.postprocess_wire, moves, *more, *replayed])
 
     @classmethod
     def from_wire(cls, wire: bytes) -> EngineSpec:
@@ -259,13 +266,14 @@ class EngineSpec:
         if spec is None:
             site_requests, postprocess, moves, *measured = msgspec.msgpack.decode(wire)
             captures = ResolvedSpec.from_wire(site_requests, postprocess)
-            probes, gates, dose = measured or ((), (), False)
+            probes, gates, dose, *replayed = measured or ((), (), False)
             spec = cls(
                 captures,
                 tuple(map(ResolvedIntervention.from_wire, moves)),
                 tuple(map(ResolvedProbe.from_wire, probes)),
                 tuple(map(ResolvedGate.from_wire, gates)),
                 dose,
+                tuple(*replayed),
             )
             # About the bytes that the objects take.
             _specs.put(wire, spec, 2048 + 16 * len(wire) + 256 * len(captures.site_requests))

@@ -186,6 +186,11 @@ class RoutingFacts:
     lowest_first: bool = True
     refused: str = ""
 
+    @property
+    def chosen_by_logits(self) -> bool:
+        """Whether the experts with the largest logits are chosen; else scores decide, which are more often equal."""
+        return not (self.groups or self.bias or self.scoring == "sqrtsoftplus")
+
 
 @dataclass(frozen=True)
 class ModelFacts:

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,8 @@ from vllm_weir.schema.named_hooks import Use
 from vllm_weir.schema.positions import Positions, check_listed
 from vllm_weir.schema.probes import AnyProbe, parse_probes
 from vllm_weir.schema.read_outs import ReadOut
-from vllm_weir.schema.routing import Routing, parse_routing
+from vllm_weir.schema.replay import parse_routing
+from vllm_weir.schema.routing import Routing
 from vllm_weir.schema.user_hooks import Hook
 from vllm_weir.schema.vectors import number
 
@@ -250,7 +252,7 @@ class RequestSpec:
         dose: whether the relative doses of its interventions are measured.
         hooks: functions that are called after the interventions: `Hook` and `Use`.
         tag: what its receipt says again.
-        routing: the experts that the model's routers choose; None if they are not wanted.
+        routing: the experts that the model's routers choose, or have to (`Replay`); None if they are not wanted.
         stacked: that of its captures whose blocks also come as one tensor; it does not travel.
         qk: of `q_rot`: whose queries, keys and facts come as vllm-lens has them; it does not travel.
         last_hooks: functions that are called after those of every request; they do not travel.
@@ -266,7 +268,7 @@ class RequestSpec:
     dose: bool = _asked(parse_flag, MEASURE_DOSE)
     hooks: tuple[Hook | Use, ...] = _asked(parse_hooks)
     tag: str = _asked(parse_tag, "")
-    routing: Routing | None = _asked(parse_routing, None, Routing.to_json)  # noqa: RUF009 - a field
+    routing: Routing | None = _asked(parse_routing, None, methodcaller("to_json"))  # noqa: RUF009 - a field
     stacked: Capture | None = None
     qk: Capture | None = None
     last_hooks: tuple[Hook, ...] = ()

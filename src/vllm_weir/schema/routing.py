@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.fields import is_int, parse_flag, plain, refuse_unknown_keys, right_words
+from vllm_weir.schema.fields import is_int, parse_flag, plain, right_words
 from vllm_weir.schema.hooks import ROUTING, Site
 
 WEIGHT_BYTES = 4
@@ -40,20 +40,6 @@ class Routing:
     def to_json(self) -> dict[str, Any]:
         """Return the wire form."""
         return {"weights": self.weights, "prompt_start": int(self.prompt_start)}
-
-
-def parse_routing(data: object, path: str) -> Routing | None:
-    """Parse a `Routing`, its wire form, or true; None and false are none."""
-    if data is None or data is False:
-        return None
-    if data is True:
-        return Routing()
-    if isinstance(data, Routing):
-        return data
-    if not isinstance(data, Mapping):
-        raise WeirError(f"expected true, a Routing or its wire form, got {type(data).__name__}", path)
-    refuse_unknown_keys(data, ("weights", "prompt_start"), path)
-    return Routing(**data)
 
 
 class RoutedBlocks(NamedTuple):

@@ -24,7 +24,10 @@ CELLS, GROUPS = NO_GRAPH + 1, NO_GRAPH + 2
 """Bits of a mask of taps. CELLS: nodes may write or read cells of their tokens, or take the row that a
 function returned. GROUPS: rows may be reduced. Without these bits the taps launch a smaller kernel."""
 
-EARLY_SCORES = NO_GRAPH + 3
+REPLAY = NO_GRAPH + 3
+"""Bit of a mask of taps which says that routers may be made to choose experts."""
+
+EARLY_SCORES = NO_GRAPH + 4
 """Bit of a mask of taps from which on each stands for a column whose probes score before the tap goes on,
 because a gate there needs them; there are two for each tap, one for each stage but the last."""
 
@@ -60,7 +63,7 @@ def early_stages(mask: int, tap: int) -> int:
 
 def exact_bits(mask: int) -> int:
     """Return the bits of a mask for which no graph of all taps stands; a negative mask, of all taps, has none."""
-    return mask >> EARLY_SCORES if mask > 0 else 0
+    return mask >> REPLAY if mask > 0 else 0
 
 
 def function_bits(mask: int) -> int:

@@ -71,9 +71,9 @@ class LiveRequests:
                 # Its taps stay on: another rank may be able to serve it, and all ranks turn on the same.
                 self._release(request_id)
                 keys = None
-                if spec.moves:
+                if spec.moves or engine_request.replay is not None:
                     salt, first = engine_request.cache_salt, own_from(engine_request, spec, prompt_len)
-                    keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, salt, first)
+                    keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, salt, first, engine_request.replay)
                 why = NO_MEMORY if isinstance(e, torch.OutOfMemoryError) else e
                 reason = f"the worker could not serve the request: {why}"
                 self._parts.failures.fail(engine_request.reader_endpoint, request_id, reason, keys, cached)
@@ -98,6 +98,7 @@ class LiveRequests:
         self._parts.codecs.release(request_id)
         self._parts.saes.release(request_id)
         self._parts.functions.release(request_id)
+        self._parts.replays.release(request_id)
 
     def _prefetch_vectors(self, joining: Iterable[tuple[str, EngineSpec]]) -> None:
         """Fetch all missing vectors of requests (endpoint, spec) that join in one step."""
@@ -140,7 +141,7 @@ class LiveRequests:
                 worker_sink,
             )
         self._hold_called(request_id, spec, engine_request)
-        if spec.moves or spec.probes:
+        if spec.moves or spec.probes or engine_request.replay is not None:
             fetch = functools.partial(self._parts.vectors.fetch, endpoint)
             self._parts.planner.add_steering(
                 request_id,
@@ -153,7 +154,19 @@ class LiveRequests:
                 spec.scoring,
                 own_from(engine_request, spec, prompt_len),
                 spec.steps,
+                engine_request.replay,
             )
+        self._hold_replay(request_id, engine_request)
+
+    def _hold_replay(self, request_id: str, engine_request: EngineRequest) -> None:
+        """Have routers choose what a request asks; raise WeirError if that cannot be done."""
+        if engine_request.replay is not None and self._parts.switch.pinned:
+            raise WeirError(
+                "this engine runs every step from one set of CUDA graphs, in which routers choose themselves; start it "
+                "with enforce_eager",
+                "routing",
+            )
+        self._parts.replays.hold(request_id, engine_request.replay)
 
     def _hold_called(self, request_id: str, spec: EngineSpec, engine_request: EngineRequest) -> None:
         """Hold what is called for a request in taps; raise WeirError if that cannot be done."""

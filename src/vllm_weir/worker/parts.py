@@ -22,6 +22,7 @@ from vllm_weir.worker.tap.install import ModulePath
 from vllm_weir.worker.tap.mapped import MappedTaps
 from vllm_weir.worker.tap.op import TapSwitch, TapTensors
 from vllm_weir.worker.tap.reductions import TapReducer
+from vllm_weir.worker.tap.replay import Replays
 from vllm_weir.worker.transfer.buffer_server import BufferServer
 from vllm_weir.worker.transfer.notifier import Notifier
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
@@ -42,6 +43,7 @@ class Parts:
         planner, row_seqs: plan each step; `plan_writer` brings its plan to the device.
         tensors, switch: what the taps share on the device, and which of them act; `active_taps` says
             which the live requests need.
+        replays: the experts that routers are made to choose.
         in_graphs, calls: what is called in taps in steps that may be CUDA graphs, and in others.
         reducer, step_rows: take a step's rows out of the ring.
         module_path: notices that a tapped module was replaced.
@@ -68,6 +70,7 @@ class Parts:
     functions: WorkerFunctions
     in_graphs: MappedTaps
     calls: TapCalls
+    replays: Replays
     vectors: VectorFetcher
     codecs: RequestCodecs
     reducer: TapReducer

@@ -28,7 +28,7 @@ class RequestFailures:
         `keys` are of a request that is steered, and `known` the positions from the first on whose KV is what
         they say.
         """
-        if keys is not None and keys.interventions:
+        if keys is not None and keys.changes:
             self._planner.steering_planner.unsteered_kv.add(keys, known)
         self._notifier.fail(endpoint, request_id, reason)
 

@@ -45,6 +45,7 @@ from vllm_weir.worker.tap.install import ModulePath, place
 from vllm_weir.worker.tap.mapped import MappedTaps
 from vllm_weir.worker.tap.op import TapSwitch, TapTensors
 from vllm_weir.worker.tap.reductions import TapReducer
+from vllm_weir.worker.tap.replay import Replays
 from vllm_weir.worker.tap.routing import RoutedRows
 from vllm_weir.worker.transfer.buffer_server import BufferServer
 from vllm_weir.worker.transfer.codecs import Codecs
@@ -106,7 +107,10 @@ class WorkerRuntime:
             parameters,
         )  # fmt: skip
         if routed is not None:
-            rows = RoutedRows(routed, self.parts.switch, model_info.max_tokens, model_info.dtype, model_info.device)
+            rows = RoutedRows(
+                routed, self.parts.switch, model_info.max_tokens, model_info.dtype, model_info.device,
+                self.parts.replays, sites.read_facts().routing,
+            )  # fmt: skip
             sites.routers.install(rows)
         self.requests = LiveRequests(self.parts)
         self.steps = Steps(self.parts, model_info.runner, model_info.traits.speculative)
@@ -152,6 +156,7 @@ class WorkerRuntime:
     def silence(self) -> None:
         """Let nothing be recorded or changed in the coming forward pass, which is a dummy."""
         self.steps.forget()
+        self.parts.replays.silence()
         self.parts.switch.set_active(0)
         self.parts.plan_writer.silence()
         self.parts.scorer.silence()
@@ -170,7 +175,8 @@ class WorkerRuntime:
             "sae_bytes": parts.saes.nbytes,
             "kept_bytes": parts.kept_rows.nbytes,
         }
-        return {"requests": len(live), "functions": len(parts.functions), **memory, **tables}
+        held = {"functions": len(parts.functions), "replays": len(parts.replays)}
+        return {"requests": len(live), **held, **memory, **tables}
 
 
 def _with_tap(taps: tuple[int, ...], tap: int) -> tuple[int, ...]:
@@ -266,6 +272,7 @@ def make_parts(
     calls = TapCalls(
         table, switch.numbers, saes.find, functions, sites_of, failures.fail_called, device, switch.score_early
     )
+    routed = sites.routers.blocks if sites.routers.blocks and tap_of(sites.routers.blocks.site) in taps else None
     return Parts(
         taps=frozenset(taps),
         host=host,
@@ -288,6 +295,7 @@ def make_parts(
         functions=functions,
         in_graphs=in_graphs,
         calls=calls,
+        replays=Replays(routed, model_info.max_tokens, device, traits.uncertainty),
         vectors=vectors,
         codecs=RequestCodecs(Directions(vectors, device, compressions, d_model), compressions, read_outs),
         reducer=reducer,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.taps import GROUPS, NO_GRAPH, function_bits
+from vllm_weir.schema.taps import GROUPS, NO_GRAPH, REPLAY, function_bits
 from vllm_weir.util.h2d import NO_MEMORY, upload
 from vllm_weir.worker.parts import Parts
 from vllm_weir.worker.planning.step_plan import StepPlan
@@ -84,6 +84,7 @@ class Steps:
         parts = self._parts
         self.forget()
         try:
+            parts.replays.write(request_ids, num_tokens, num_computed, positions, parts.switch.wants(REPLAY))
             plan = self._plan(request_ids, num_tokens, num_computed, num_drafts)
             if plan is not None and self._calls_in_taps and graph and self._runner == "V2":
                 raise WeirError("a step in whose taps something is called was to be replayed from a CUDA graph")

@@ -29,7 +29,9 @@ def test_each_router_records_the_choices_of_its_block(monkeypatch):
     assert found.blocks == RoutedBlocks((1, 3), 8, 2) and not found.refused
     rows = SimpleNamespace(wanted=True, register=lambda block: numbers.setdefault(block, torch.tensor([block])))
     found.install(rows)
-    record = SimpleNamespace(routing=lambda weights, ids, number: recorded.update({int(number[0]): (weights, ids)}))
+    record = SimpleNamespace(
+        routing=lambda weights, ids, _logits, number: recorded.update({int(number[0]): (weights, ids)})
+    )
     monkeypatch.setattr(torch.ops, "weir", record)
     for index in (1, 3):
         logits = torch.randn(4, 8, generator=torch.Generator().manual_seed(index))

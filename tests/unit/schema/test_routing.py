@@ -6,8 +6,9 @@ import pytest
 
 import vllm_weir as weir
 from vllm_weir.errors import WeirError
+from vllm_weir.schema.replay import parse_routing
 from vllm_weir.schema.request import RequestSpec
-from vllm_weir.schema.routing import NO_EXPERTS, NOT_REPORTED, ModelRouting, RoutedBlocks, parse_routing
+from vllm_weir.schema.routing import NO_EXPERTS, NOT_REPORTED, ModelRouting, RoutedBlocks
 
 FIRST, SECOND = ({"refused": "", "blocks": [1, 2], "experts": 8, "top_k": 2}, {"blocks": [3], "experts": 8, "top_k": 2})
 

@@ -26,6 +26,7 @@ from vllm_weir.frontend.admission.postprocesses import PostprocessChoice, postpr
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, asked_of, resolve_tokens
 from vllm_weir.frontend.admission.read_outs import AskedReadOut, read_late, read_outs_of
 from vllm_weir.frontend.admission.registries import HookRegistry, LensRegistry, ProbeRegistry
+from vllm_weir.frontend.admission.replay import replay_of
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.scoring import ProbeResolver
 from vllm_weir.frontend.derived.sources import DerivedPoints, Expansion
@@ -210,6 +211,7 @@ class _Admission:
             counted=scoring.counted,
             dose=spec.dose,
             functions=tuple(one.function for one in interventions if isinstance(one, Hook)),
+            replay=replay_of(spec.routing, capabilities),
         )
         if admitted.probes and (selectors := len(admitted.engine_spec.selectors)) > MAX_SELECTORS:
             raise WeirError(

@@ -24,6 +24,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.read_outs import FEATURES, LENS
+from vllm_weir.schema.replay import ReplayRows
 from vllm_weir.schema.request import ResolvedSpec, selected
 from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedProbe
 from vllm_weir.schema.rows import RowShard, ShardWidths, ring_rows
@@ -53,6 +54,7 @@ class AdmittedRequest:
         counted: the probes that score every request, each with its index among `probes`.
         dose: whether the relative doses of its interventions are measured.
         functions: those that workers call for it, which keeps them in this process.
+        replay: the experts that routers are made to choose; None if there are none.
     """
 
     spec: ResolvedSpec
@@ -70,6 +72,7 @@ class AdmittedRequest:
     counted: tuple[tuple[int, RegisteredProbe], ...] = ()
     dose: bool = False
     functions: tuple[Travelling, ...] = ()
+    replay: ReplayRows | None = None
 
     @property
     def sends_rows(self) -> bool:
@@ -127,7 +130,8 @@ class AdmittedRequest:
 
     @functools.cached_property
     def engine_spec(self) -> EngineSpec:
-        return EngineSpec(self.spec, tuple(self.effective), self.probes, self.gates, self.dose)
+        replayed = () if self.replay is None else (self.replay.start, self.replay.stop)
+        return EngineSpec(self.spec, tuple(self.effective), self.probes, self.gates, self.dose, replayed)
 
     @property
     def wire(self) -> bytes:

@@ -57,6 +57,7 @@ def row_bytes(row: np.ndarray) -> bytes:
 MAX_TOKEN_SELECTORS = 4
 """Different selectors by token id that can steer and score one request: each doubles the programs
 that it can need."""
+NO_NEEDS = TableNeeds([], 0, 0)
 
 
 def make_engine_request(
@@ -87,6 +88,14 @@ def make_engine_request(
     request.first_position = _first_position(admitted, prompt_len, prompt_ids)
     if admitted.steps:
         request.table_needs = _table_needs(admitted, prompt_ids, prompt_len, max_tokens, capabilities.d_model, sizes)
+    if admitted.replay is not None:
+        request.replay = admitted.replay.until(prompt_len + max_tokens)
+        if request.replay is None:
+            raise WeirError(
+                f"the request has at most {prompt_len + max_tokens} positions, all of them before this one",
+                "routing.start",
+            )
+        request.table_needs = request.table_needs or NO_NEEDS
     return request
 
 

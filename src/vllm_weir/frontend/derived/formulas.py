@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_weir.schema.model_facts import AttentionFacts, RoutingFacts, Scoring
+from vllm_weir.schema.model_facts import AttentionFacts, RoutingFacts
+from vllm_weir.worker.tap.expert_weights import expert_weights, scores_of
 
 CHUNK_VALUES = 1 << 22
 """Scores that are worked on at a time (16 MiB)."""
@@ -143,39 +144,15 @@ def choose_experts(logits: torch.Tensor, facts: RoutingFacts) -> tuple[torch.Ten
     """
     if facts.in_float32:
         logits = logits.float()
-    if not (facts.groups or facts.bias or facts.scoring == "sqrtsoftplus"):
-        # Scores grow with the logits, and equal logits are less frequent than equal scores.
+    if facts.chosen_by_logits:
         ids = _top(logits, facts.top_k, facts.lowest_first)
-        weights = _weights(logits, ids, facts)
-        return ids, (weights * facts.scale).float()
-    scores = _scores(logits, facts.scoring)
+        return ids, expert_weights(logits, ids, facts)
+    scores = scores_of(logits, facts.scoring)
     deciding = scores + torch.tensor(facts.bias) if facts.bias else scores
     if facts.groups:
         deciding = _in_best_groups(deciding, facts)
     ids = _top(deciding, facts.top_k, facts.lowest_first)
-    weights = scores.gather(-1, ids)
-    if facts.renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return ids, (weights * facts.scale).float()
-
-
-def _weights(logits: torch.Tensor, ids: torch.Tensor, facts: RoutingFacts) -> torch.Tensor:
-    """Return the weights of experts that the logits alone have decided."""
-    chosen = logits.gather(-1, ids)
-    if facts.scoring == "softmax":
-        if facts.renormalize:
-            return chosen.softmax(-1)
-        return (chosen - logits.logsumexp(-1, keepdim=True)).exp()
-    weights = chosen.sigmoid()
-    return weights / weights.sum(-1, keepdim=True) if facts.renormalize else weights
-
-
-def _scores(logits: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    if scoring == "softmax":
-        return logits.softmax(-1)
-    if scoring == "sigmoid":
-        return logits.sigmoid()
-    return torch.nn.functional.softplus(logits).sqrt()
+    return ids, expert_weights(logits, ids, facts)
 
 
 def _in_best_groups(scores: torch.Tensor, facts: RoutingFacts) -> torch.Tensor:

@@ -84,12 +84,13 @@ def _install(owners: Mapping[int, Any], rows: RoutedRows) -> None:
 
 
 def _recorded(owner: Any, compute: Any, rows: RoutedRows) -> Any:
-    """Wrap ``BaseRouter._compute_routing`` of one router: record what it returns."""
+    """Wrap ``BaseRouter._compute_routing`` of one router: change and record what it returns."""
 
     def wrapper(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = compute(*args, **kwargs)
         if is_compiling() or rows.wanted:
-            torch.ops.weir.routing(weights, ids, getattr(owner, BUFFER))
+            logits = kwargs["router_logits"] if "router_logits" in kwargs else args[1]
+            torch.ops.weir.routing(weights, ids, logits, getattr(owner, BUFFER))
         return weights, ids
 
     return wrapper

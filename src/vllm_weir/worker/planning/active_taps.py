@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import HELD, HOOK, IN_GRAPHS, RECONSTRUCT, WRITES
-from vllm_weir.schema.taps import CELLS, GROUPS, NO_GRAPH, SCORES, STAGES, Place, early_bit, tap_of
+from vllm_weir.schema.taps import CELLS, GROUPS, NO_GRAPH, REPLAY, SCORES, STAGES, Place, early_bit, tap_of
 from vllm_weir.util.identity_cache import IdentityCache
 
 
@@ -23,7 +23,7 @@ class ActiveTaps:
     Taps are bit masks: bit t stands for tap t, and bit SCORES + t for the probes that read there. Bit
     NO_GRAPH is set where rows are encoded whole or given to a function by the host; bits from EARLY_SCORES on are of
     columns that are scored before their tap goes on, those from FUNCTIONS on of functions that are called inside
-    graphs. CELLS and GROUPS say what a tap's kernel has to be able to do.
+    graphs. CELLS and GROUPS say what a tap's kernel has to be able to do, REPLAY that routers may be made to choose.
 
     Args:
         number_of: identity of a compiled function -> its number, None for one that only the host calls.
@@ -122,7 +122,8 @@ def _mask_of_spec(number_of: Callable[[str], int | None], spec: EngineSpec) -> i
     postprocess = spec.captures.postprocess
     kernel = _uses_cells(spec) << CELLS | (postprocess is not None and postprocess.folds) << GROUPS
     early = sum(1 << early_bit(*divmod(column, STAGES)) for column in spec.early_columns)
-    return taps | probes << SCORES | bool(spec.encoders) << NO_GRAPH | kernel | early | _functions_of(number_of, spec)
+    other = bool(spec.encoders) << NO_GRAPH | bool(spec.replayed) << REPLAY
+    return taps | probes << SCORES | other | kernel | early | _functions_of(number_of, spec)
 
 
 def _uses_cells(spec: EngineSpec) -> bool:

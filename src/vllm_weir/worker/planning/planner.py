@@ -22,6 +22,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_traits import PLAIN_ENGINE, EngineTraits, TableSizes
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.replay import ReplayRows
 from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.schema.resolved_probes import Scoring
 from vllm_weir.schema.selectors import SelectorSet
@@ -156,11 +157,12 @@ class Planner:
         scoring: Scoring | None = None,
         own_from: int | None = None,
         steps: tuple[ResolvedIntervention, ...] | None = None,
+        replay: ReplayRows | None = None,
     ) -> None:
         """Start steering or scoring a request; arguments and errors as for `SteeringPlanner.join`."""
         self._end_repetition()
         self.steered[request_id] = self.steering_planner.join(
-            request_id, endpoint, interventions, prompt_len, prompt_ids, fetch, salt, scoring, own_from, steps
+            request_id, endpoint, interventions, prompt_len, prompt_ids, fetch, salt, scoring, own_from, steps, replay
         )
         self.steady.add_request(request_id, endpoint)
         self._restarted += [request_id] * self._traits.speculative
@@ -301,7 +303,7 @@ class Planner:
             builder.failures.append(RequestFailure(self.steady.endpoints[endpoint], request_id, str(e)))
             builder.cancel(first_token, count)
             self.remove(request_id)
-            if steered is not None and steered.keys.interventions:
+            if steered is not None and steered.keys.changes:
                 known = max(0, start - self._traits.uncertainty)
                 self.steering_planner.unsteered_kv.add(steered.keys, known)
 

@@ -11,6 +11,7 @@ import numpy as np
 from vllm_weir import messages
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.instructions import ResolvedIntervention
+from vllm_weir.schema.replay import ReplayRows
 from vllm_weir.schema.resolved_probes import Scoring
 from vllm_weir.schema.selectors import Selectors, SelectorSet, distinct, selector_bits
 from vllm_weir.util.identity_cache import IdentityCache
@@ -150,12 +151,13 @@ class SteeringPlanner:
         scoring: Scoring | None = None,
         own_from: int | None = None,
         steps: tuple[ResolvedIntervention, ...] | None = None,
+        replay: ReplayRows | None = None,
     ) -> SteeredRequest:
         """Return a request's steering, which holds its vectors until it leaves.
 
         `prompt_ids` is None if only the device knows them; `fetch` returns missing vectors by digest;
         `salt` is of its keys in the prefix cache; `own_from`: see `cache_keys.own_from`; `steps`: see
-        `EngineSpec.steps`, by default those of `scoring`, or the interventions.
+        `EngineSpec.steps`, by default those of `scoring`, or the interventions; `replay`: see `CacheKeys`.
 
         Raises:
             WeirError: if the tables cannot hold it.
@@ -166,7 +168,7 @@ class SteeringPlanner:
         is_cached = sum(len(i.instructions) for i in steps) <= MOST_CACHED
         recipe = self._recipes[steps] if is_cached else SteeringRecipe(steps, self.table)
         selectors = recipe.choice.of(prompt_len, prompt_ids)
-        keys = SteeredKeys(interventions, prompt_len, prompt_ids, salt, own_from)
+        keys = SteeredKeys(interventions, prompt_len, prompt_ids, salt, own_from, replay)
         scores = None if scoring is None else self.scores.recipe(scoring, is_cached)
         vectors = recipe.vectors if scores is None else tuple({*recipe.vectors, *scores.vectors})
         self.table.hold_vectors(vectors, fetch)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from vllm_weir.core.cache_keys import CacheKeys
 from vllm_weir.schema.instructions import ResolvedIntervention
+from vllm_weir.schema.replay import ReplayRows
 
 MOST_FAILED = 256
 """Failed requests that are remembered one by one."""
@@ -22,7 +23,7 @@ MOST_FAILED = 256
 class SteeredKeys:
     """What the prefix-cache keys of a steered request are made of.
 
-    `salt`: see `RowStore.salt`; `own_from`: see `cache_keys.own_from`.
+    `salt`: see `RowStore.salt`; `own_from`: see `cache_keys.own_from`; `replay`: see `CacheKeys`.
     """
 
     interventions: tuple[ResolvedIntervention, ...]
@@ -30,11 +31,17 @@ class SteeredKeys:
     prompt_ids: Sequence[int] | None
     salt: str = ""
     own_from: int | None = None
+    replay: ReplayRows | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything is done that the keys tell of."""
+        return bool(self.interventions) or self.replay is not None
 
     @functools.cached_property
     def cache_keys(self) -> CacheKeys:
         """The same as in the scheduler, but for what stands for gated interventions: no two requests share that."""
-        return CacheKeys(self.interventions, self.prompt_len, self.own_from)
+        return CacheKeys(self.interventions, self.prompt_len, self.own_from, self.replay)
 
     @functools.cached_property
     def depends_on_tokens(self) -> bool:

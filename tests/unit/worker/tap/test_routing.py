@@ -12,6 +12,7 @@ from vllm_weir.worker.tap.op import TapSwitch, TapTensors
 from vllm_weir.worker.tap.routing import RoutedRows
 
 LAYERS, TOKENS = 6, 5
+LOGITS = torch.zeros(TOKENS, 8)
 
 
 def switch_of(blocks: RoutedBlocks, dtype: torch.dtype) -> TapSwitch:
@@ -41,7 +42,7 @@ def test_choices_survive_the_ring(dtype, experts, id_dtype):
         switch.set_active(1 << rows.tap if on else 0)
         assert rows.wanted is on
         for block, number in numbers.items():
-            torch.ops.weir.routing(weights[block], ids[block], number)
+            torch.ops.weir.routing(weights[block], ids[block], LOGITS, number)
         assert bool(switch.tensors.ring.any()) is on
     read = {blocks.site: switch.tensors.ring.to(torch.uint8).numpy()}
     model = ModelRouting.merge([{"routers": {"refused": "", **blocks._asdict()}}], LAYERS)
@@ -60,5 +61,5 @@ def test_weights_of_a_smaller_dtype_come_as_float32():
     rows = RoutedRows(blocks, switch, TOKENS, torch.bfloat16, torch.device("cpu"))
     number, weights = rows.register(0), torch.rand(TOKENS, 2).bfloat16()
     switch.set_active(1 << rows.tap)
-    torch.ops.weir.routing(weights, torch.zeros(TOKENS, 2, dtype=torch.int32), number)
+    torch.ops.weir.routing(weights, torch.zeros(TOKENS, 2, dtype=torch.int32), LOGITS, number)
     assert np.array_equal(blocks.weights(switch.tensors.ring.to(torch.uint8).numpy())[:, 0], weights.float().numpy())
