@@ -123,7 +123,7 @@ def main() -> None:
             "all": seconds,
         },
         "requests_per_second": {
-            case: {name: {"median": statistics.median(r), "rounds": r} for name, r in by.items()}
+            case: {name: {"median": round(statistics.median(r), 2), "rounds": r} for name, r in by.items()}
             for case, by in rates.items()
         },
     }
