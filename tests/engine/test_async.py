@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.support.hook_functions import breaks_at_31
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import nothing_held, rel_err
 from tests.support.sae_reference import weights
+from tests.support.spans import recorded
 
 pytestmark = [pytest.mark.engine, needs(engine_processes)]
 LAYERS = 4
@@ -375,3 +377,35 @@ def test_it_is_warmed_without_a_trace(served, truth):
 
     served.call(busy())
     verify(served.call(stream(engine, prompts()[0], asked, "warm-later"))[-1], wanted, truth)
+
+
+def test_spans_of_requests_that_vllm_traces(served, monkeypatch):
+    """Admission and capture of what Weir serves, in the client's trace and one after the other; nothing of others."""
+    client, headers = 0x5F, {"traceparent": f"00-{0x5F:032x}-{0x7:016x}-01"}
+
+    traces = recorded(monkeypatch)
+
+    async def ask(**named):
+        asked, _ = asking("all", LAYERS, max_tokens=4)
+        wrong = weir.params(sampling(max_tokens=4), capture=[weir.Capture("resid_post", layers=[99])])
+        for name, params in (("traced", asked), ("plain", sampling(max_tokens=4))):
+            async for _ in served.engine.generate(prompts()[0], params, name, **named):
+                pass
+        with pytest.raises(ValueError, match="layers"):
+            await stream(served.engine, prompts()[0], wrong, "refused")
+
+    served.call(ask())
+    assert not traces.get_finished_spans()
+    processor = served.engine.output_processor
+    monkeypatch.setattr(processor, "tracing_enabled", True)
+    monkeypatch.setattr(processor, "do_tracing", lambda *_: None)  # vLLM's own span needs statistics
+    monkeypatch.setattr(served.engine, "observability_config", SimpleNamespace(otlp_traces_endpoint="there"))
+    served.call(ask(trace_headers=headers))
+    spans = [span for span in traces.get_finished_spans() if span.name.startswith("weir_")]
+    admission, capture, refused = spans
+    assert [span.name for span in spans] == ["weir_admission", "weir_capture", "weir_admission"]
+    assert admission.attributes == {"gen_ai.request.id": "traced"}
+    assert capture.attributes["weir_rows"] > 0 < capture.attributes["weir_bytes"]
+    assert {span.context.trace_id for span in (admission, capture)} == {client} and capture.parent.span_id == 7
+    assert admission.start_time <= admission.end_time == capture.start_time < capture.end_time
+    assert "layers" in refused.status.description and not refused.status.is_ok

@@ -37,6 +37,7 @@ from vllm_weir.schema.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
 
 if TYPE_CHECKING:
     from vllm_weir.frontend.outputs.view import OutputView
+    from vllm_weir.frontend.tracing import RequestTrace
     from vllm_weir.patches.registry import PatchStatus
 
 
@@ -45,18 +46,17 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
 
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         extras = extras_of(request)
-        tracker = observer = None
+        tracker = observer = traced = None
         frontend = getattr(self, FRONTEND, None)
         if extras or (frontend is not None and frontend.universal):
-            observer = _observer_of(frontend)
+            observer, traced = _observer_of(frontend), _trace_of(self, request)
             try:
                 if extras:
                     refuse_slips(extras)
                 if carries_keys(extras) or (frontend is not None and frontend.universal):
                     tracker = _admit(self, request, status)
             except WeirError as e:
-                if observer is not None:
-                    observer.refused()
+                _count_refusal(observer, traced, e)
                 forget_items(self, request)
                 raise WeirRequestError(e.message, lens_field(e.field)) from None
         original(self, request, *args, **kwargs)
@@ -69,6 +69,9 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
             tracker.name(caller, state.request_index)
             if observer is not None:
                 observer.admitted()
+            if traced is not None:
+                traced.span("admission")
+                tracker.pending.trace = traced
             setattr(state, TRACKER, tracker)
             if tracker.held is not None:
                 state.detokenizer = StoppableDetokenizer(state.detokenizer, tracker.held)
@@ -79,6 +82,22 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
 
 def _observer_of(frontend: EngineFrontend | None) -> RequestObserver | None:
     return None if frontend is None or warming.get() else frontend.observer
+
+
+def _count_refusal(observer: RequestObserver | None, traced: RequestTrace | None, error: WeirError) -> None:
+    if observer is not None:
+        observer.refused()
+    if traced is not None:
+        traced.span("admission", error)
+
+
+def _trace_of(output_processor: Any, request: Any) -> RequestTrace | None:
+    """Return what records a request's spans; None where vLLM does not trace requests."""
+    if not getattr(output_processor, "tracing_enabled", False) or warming.get():
+        return None
+    from vllm_weir.frontend.tracing import RequestTrace
+
+    return RequestTrace(getattr(request, "external_req_id", None) or request.request_id, request.trace_headers)
 
 
 def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
@@ -449,15 +468,21 @@ async def _held(held: HeldSequences, outputs: AsyncGenerator[Any, Any]) -> Async
 
 
 def _finish_view(view: OutputView, observer: RequestObserver | None) -> None:
-    """Check a finished sequence, and tell the observer how it ended."""
+    """Check a finished sequence, and tell the observer and its trace how it ended."""
+    traced = view.pending.trace
     try:
         _verify(view)
         if observer is not None:
             observer.finished(view)
-    except WeirError:
+    except WeirError as e:
         if observer is not None:
             observer.failed()
+        if traced is not None:
+            traced.span("capture", e)
         raise
+    if traced is not None:
+        whole = view.with_start(0)
+        traced.span("capture", rows=whole.rows, bytes=whole.size)
 
 
 def _verify(view: OutputView) -> None:

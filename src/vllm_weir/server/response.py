@@ -112,6 +112,8 @@ class ResponseBuilder:
                 with cpu_lock:
                     self.fields, frames = self.request.answer(view.activations(), self._server.limits)
                 self._server.keep_frames(frames, self._spooled)
+            if (traced := view.pending.trace) is not None:
+                traced.span("delivery")
             return out
         finally:
             view.drop()

@@ -47,7 +47,7 @@ class View(SimpleNamespace):
     """Stands for a view whose rows are there."""
 
     start, end, scored_end = 0, 3, 3
-    pending = SimpleNamespace(admitted=SimpleNamespace(told=0, calls={}))
+    pending = SimpleNamespace(admitted=SimpleNamespace(told=0, calls={}), trace=None)
     part = SimpleNamespace(spec=SimpleNamespace(postprocess=None, site_requests=(1,)), has_rows=True, read_outs=())
 
     def activations(self):
@@ -400,7 +400,7 @@ def test_scores_of_probes_are_streamed_from_where_the_last_ended(server, monkeyp
     views = [View(end=3, scored_end=4), View(end=3, scored_end=4), View(end=4, scored_end=5)]
     for view in views:
         view.part = SimpleNamespace(spec=View.part.spec, has_rows=False, read_outs=())
-        view.pending = SimpleNamespace(admitted=SimpleNamespace(told=1, calls={}))
+        view.pending = SimpleNamespace(admitted=SimpleNamespace(told=1, calls={}), trace=None)
         view.concluded = lambda: True
 
     async def go():
@@ -459,3 +459,12 @@ def test_what_was_kept_for_an_answer_that_fails_is_freed(server, monkeypatch):
     (out,) = rewritten(reply(server, View(), answer=answer), chunk("stop"))
     assert "too much" in told_of(out)["choices"][0]["weir"]["error"]
     eventually(lambda: len(server.spool), 0, 60)
+
+
+def test_delivery_ends_when_the_answer_is_made(server, tmp_path):
+    """By then a result by reference is kept."""
+    told = []
+    trace = SimpleNamespace(span=lambda name: told.append((name, len(server.spool))))
+    view = View(pending=SimpleNamespace(admitted=SimpleNamespace(told=0, calls={}), trace=trace))
+    asyncio.run(reply(server, view).weir_objects())
+    assert told == [("delivery", 1)]

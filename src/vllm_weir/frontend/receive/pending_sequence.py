@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.rows import RowShard, ring_rows
 from vllm_weir.util.token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from vllm_weir.frontend.tracing import RequestTrace
 
 CROWDED = 0.5
 """Share of a worker's buffer in use from which rows are handed out as copies."""
@@ -80,6 +83,7 @@ class PendingSequence:
         early_activations: what is handed out, if it was made before anybody asked.
         texts: of tokens, for who shows them; their ids until there is a tokenizer.
         tag: the request's own, for its receipt.
+        trace: records its spans; None where requests are not traced.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class PendingSequence:
         self.early_activations: Activations | None = None
         self.texts = TokenTexts()
         self.tag = ""
+        self.trace: RequestTrace | None = None
         self._store = store
         self._claims, self._lock, self._released = 0, threading.Lock(), False
 
