@@ -8,6 +8,7 @@ installed, its own `FileTransfer` reads.
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,9 @@ IDS = [[10, 20, 30, 40, 50], list(range(5, 75)), [9]]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, Path]]:
     folder = tmp_path_factory.mktemp("default")
     more = ("--weir-default-capture", "eagle3", "--weir-default-capture-dir", str(folder / "states"))
+    stream = {"address": str(folder / "socket"), "token_file": str(folder / "token")}
+    sinks = {"trainer": {"stream": stream, "policy": "block"}}
+    more += ("--additional-config", json.dumps({"weir": {"sinks": sinks}}))
     with running(folder / "log", WEIR, *more, forked=True, args=ARGS) as http:
         yield http, folder / "states"
 
@@ -140,3 +144,21 @@ def test_what_one_file_cannot_hold_is_refused(server, path: str, field: str, val
     before = sorted(folder.iterdir())
     error = post(http, path, 400, **{field: value})["error"]
     assert error["param"].startswith(field) and sorted(folder.iterdir()) == before
+
+
+def test_a_sink_streams_rows_of_requests_to_a_trainer(server, tmp_path: Path) -> None:
+    """Each request once, in the order in which they finish; the receipt has its number in the stream."""
+    http, folder = server
+    rows = weir.StreamedRows(str(folder.parent / "socket"), (folder.parent / "token").read_text())
+    capture = {"hook": "resid_post", "layers": LAYERS, "positions": "all"}
+    batches = iter(rows)
+    for number, ids in enumerate(IDS):
+        told = post(http, prompt=ids, weir={"v": 1, "capture": [capture | {"sink": "trainer"}]})["choices"][0]["weir"]
+        assert told["receipt"]["sinks"] == {"trainer": "written"}
+        assert told["receipt"]["files"] == [f"socket#{number}"] and "activations" not in told
+        batch = next(batches)
+        assert batch.requests.tolist() == [number] * (len(ids) + 5) and batch.token_ids[: len(ids)].tolist() == ids
+        here = rows_of(http, post(http, prompt=ids, weir={"v": 1, "capture": [capture]})["choices"][0], tmp_path)
+        for layer in LAYERS:
+            assert torch.equal(batch.rows["resid_post", layer], here["resid_post", layer])
+        del batch

@@ -18,6 +18,7 @@ _SHIPPED = {
     "filesystem": "vllm_weir.storage.consumer:Filesystem",
     "logging": "vllm_weir.consumers.norms:Norms",
     "npz": "vllm_weir.storage.consumer:Npz",
+    "stream": "vllm_weir.streaming.consumer:Stream",
 }
 _PLUGINS = PluginGroup(GROUP, "consumer", _SHIPPED)
 

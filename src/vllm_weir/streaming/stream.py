@@ -9,11 +9,10 @@ from itertools import islice
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.engine import Engine
-from vllm_weir.streaming.batches import BatchLayout, Cursor, Tensors
+from vllm_weir.streaming.batch_writer import BatchWriter
+from vllm_weir.streaming.batches import Cursor, Tensors
 from vllm_weir.streaming.dataset import StreamedRows
 from vllm_weir.streaming.sender import RowSender
 
@@ -70,7 +69,7 @@ def stream_rows(
     engine = Engine(llm)
     sender = RowSender(address, token, ahead_bytes, Cursor(*start))
     try:
-        source = _Source(engine, requests, sender, _Batches(sender, batch_size, Cursor(*start)), in_flight)
+        source = _Source(engine, requests, sender, BatchWriter(sender, batch_size, Cursor(*start)), in_flight)
     except BaseException:
         sender.close()
         raise
@@ -129,7 +128,7 @@ class _Source:
     """
 
     def __init__(
-        self, engine: Engine, requests: Iterable[Any], sender: RowSender, batches: _Batches, in_flight: int | None
+        self, engine: Engine, requests: Iterable[Any], sender: RowSender, batches: BatchWriter, in_flight: int | None
     ) -> None:
         self.stop = threading.Event()
         self.error: Exception | None = None
@@ -168,62 +167,6 @@ class _Source:
             self.error = e
             logger.error("the stream of rows at %s has failed: %s", self._sender.address, e)
             self._sender.finish(f"a request failed: {e}")
-
-
-class _Batches:
-    """Joins the rows of requests, in order, to batches.
-
-    Attributes:
-        request: Number of the next request.
-    """
-
-    def __init__(self, sender: RowSender, batch_size: int | None, start: Cursor) -> None:
-        self._sender, self._size = sender, batch_size
-        self._batch, self.request, self._skip = start
-        self._layout: BatchLayout | None = None
-        self._open: tuple[Tensors, int] | None = None
-        self._rows = 0
-
-    def add(self, tensors: Tensors) -> None:
-        """Add the rows of the next request; raise WeirError if they are unlike those before."""
-        count = len(tensors["positions"])
-        tensors = {**tensors, "requests": torch.full((count,), self.request)}
-        row, self._skip = self._skip, 0
-        if row > count:
-            raise WeirError(f"request {self.request} has {count} rows, so that these are other requests", "start")
-        if self._size is not None and self._layout is not None and not self._layout.matches(tensors):
-            raise WeirError(
-                f"request {self.request} captures other sites, shapes or dtypes than those before it; give all the "
-                "same capture, or set batch_size=None for a batch for each request",
-                "requests",
-            )
-        while row < count:
-            size = self._size or count
-            if self._open is None:
-                self._reserve(tensors, size)
-            assert self._open is not None
-            part = min(count - row, size - self._rows)
-            for name, written in self._open[0].items():
-                written[self._rows : self._rows + part] = tensors[name][row : row + part]
-            self._rows, row = self._rows + part, row + part
-            if self._rows == size:
-                self._publish(Cursor(self._batch + 1, *((self.request, row) if row < count else (self.request + 1, 0))))
-        self.request += 1
-
-    def flush(self) -> None:
-        """Publish the last batch, which may be short."""
-        if self._open is not None:
-            self._publish(Cursor(self._batch + 1, self.request, 0))
-
-    def _reserve(self, tensors: Tensors, size: int) -> None:
-        if self._layout is None or self._size is None:
-            self._layout = BatchLayout(tensors, size)
-        self._open = self._sender.reserve(self._layout, size)
-
-    def _publish(self, cursor: Cursor) -> None:
-        assert self._open is not None and self._layout is not None
-        self._sender.publish(self._layout, self._open[1], self._rows, cursor)
-        self._batch, self._open, self._rows = cursor.batch, None, 0
 
 
 def tensors_of(output: Any) -> Tensors:

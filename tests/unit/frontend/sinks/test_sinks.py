@@ -973,7 +973,7 @@ def test_shipped_consumers_are_entry_points():
     declared = tomllib.loads((Path(__file__).resolve().parents[4] / "pyproject.toml").read_text())
     table = declared["project"]["entry-points"]["vllm_weir.consumers"]
     assert table == {name: value for name, value in consumers._SHIPPED.items() if value.startswith("vllm_weir.")}
-    assert {"filesystem", "logging", "npz"} <= set(table)
+    assert {"filesystem", "logging", "npz", "stream"} <= set(table)
 
 
 def test_a_plugin_with_the_name_of_a_shipped_consumer_is_warned_of(monkeypatch, caplog):
