@@ -73,7 +73,7 @@ ON_THE_HOST = {
         ),
         *("examples", "extract_engine", "extract_features", "inspect", "missing", "multimodal_server", "notebooks"),
         *("page", "serve", "serve_admin", "serve_parsers", "serve_probes", "serve_processes", "serve_saes", "soak"),
-        *("start", "model_facts", "neighbours", "routing", "serve_store"),
+        *("start", "model_facts", "neighbours", "replay", "routing", "serve_store"),
     )
 }
 """Files of tests/engine that are left out: what they test runs on the host (servers, programs, pages), or is how

@@ -19,6 +19,16 @@ from tests.support.models import make_model
 pytestmark = pytest.mark.gpu
 EXPERTS, ROUNDS = 8, 4
 """Graphs of a replay are captured in the second step that needs them."""
+EXACT, NEAR = 5e-3, 1e-3
+"""On log-probabilities: against transformers in float32, and between passes of one engine."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def products():
+    """Products as float32 rounds them; by default vLLM's kernels round as TF32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_F32_DEFAULT", "ieee")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -36,46 +46,47 @@ def scores(out):
 
 
 def arrays(seed=0):
-    return [random_experts((n + GENERATED - 5, 3, 2), EXPERTS, seed + k) for k, n in enumerate(LENGTHS)]
+    return [random_experts((n + GENERATED, 3, 2), EXPERTS, seed + k) for k, n in enumerate(LENGTHS)]
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
-def test_graphs_do_as_passes_without_them(model, mode):
-    """Chunked prefills and decoding, beside plain requests, against transformers with the same experts."""
+def test_graphs_have_the_experts_of_the_array(model, mode):
+    """In chunked prefills and decoding, beside plain requests: log-probabilities as of transformers with the same
+    experts, in the first rounds, which have no graphs, and in the last ones."""
     llm = engine(model, "float32", compilation_config={"cudagraph_mode": mode}, enable_prefix_caching=False)
     oracle, given = Oracle(model), arrays()
     asked = [weir.params(plain(), routing=weir.Replay(array, weights=True)) for array in given]
     each = [params if k % 2 == 0 else plain() for k, params in enumerate(asked)]
     for _ in range(ROUNDS):
         outs = llm.generate(prompts(LENGTHS), each, use_tqdm=False)
-        for k, (out, array) in enumerate(zip(outs, given, strict=True)):
-            ids = [*out.prompt_token_ids, *out.outputs[0].token_ids]
-            if k % 2 == 0:
-                found = out.outputs[0].routed_experts
-                assert np.array_equal(found[: len(array)], array) and found.shape == (len(ids) - 1, 3, 2)
-                assert np.abs(out.outputs[0].routing_weights.sum(-1) - 1).max() < 1e-5
-            with forced(oracle, array if k % 2 == 0 else array[:0], EXPERTS):
-                logits = oracle.logits(ids[:-1])[len(out.prompt_token_ids) - 1 :]
-            wanted = logits.log_softmax(-1).numpy()[np.arange(GENERATED), ids[-GENERATED:]]
-            assert np.abs(scores(out) - wanted).max() < 5e-3, k
+        for out, array in list(zip(outs, given, strict=True))[::2]:
+            done, ids = out.outputs[0], [*out.prompt_token_ids, *out.outputs[0].token_ids]
+            assert np.array_equal(done.routed_experts, array[: len(ids) - 1])
+            assert np.abs(done.routing_weights.sum(-1) - 1).max() < 1e-5
+            apart = []
+            for forcing in (array, array[:, :, ::-1] ^ 1):
+                with forced(oracle, forcing, EXPERTS):
+                    logits = oracle.logits(ids[:-1])[-GENERATED:]
+                wanted = logits.log_softmax(-1).numpy()[np.arange(GENERATED), ids[-GENERATED:]]
+                apart.append(np.abs(scores(out) - wanted).max())
+            assert apart[0] < EXACT and apart[1] > 20 * EXACT, apart
 
 
-def test_its_own_routing_changes_no_bit(model):
-    """A rollout replayed in batches of the same sizes, in bfloat16, where weights come from a kernel of vLLM's."""
-    llm = engine(model, enable_prefix_caching=False)
+def test_a_rollout_is_replayed_with_its_log_probabilities(model):
+    llm = engine(model, "float32", enable_prefix_caching=False)
     for _ in range(ROUNDS):
         rollouts = llm.generate(prompts(LENGTHS), weir.params(plain(), routing=True), use_tqdm=False)
     again = [weir.params(plain(), routing=weir.Replay(out.outputs[0].routed_experts)) for out in rollouts]
     for _ in range(ROUNDS):
         for out, before in zip(llm.generate(prompts(LENGTHS), again, use_tqdm=False), rollouts, strict=True):
             assert out.outputs[0].token_ids == before.outputs[0].token_ids
-            assert np.array_equal(scores(out), scores(before))
+            assert np.abs(scores(out) - scores(before)).max() < NEAR
             assert np.array_equal(out.outputs[0].routed_experts, before.outputs[0].routed_experts)
 
 
 def test_neighbours_are_routed_as_without_it(model):
-    """To the bit where vLLM's kernel sums in the same order whatever other tokens an expert has, else within rounding;
-    and to the bit in steps after it."""
+    """Their experts and weights, and what follows, beside a replay and after it. (Equal to the bit are routing and all
+    else of a token by itself; a kernel of vLLM's may sum in another order where an expert has other tokens.)"""
     llm = engine(model, "float32", enable_prefix_caching=False)
     free = [weir.params(plain(), routing=weir.Routing(weights=True))] * len(LENGTHS)
     mixed = [
@@ -85,14 +96,12 @@ def test_neighbours_are_routed_as_without_it(model):
     for _ in range(ROUNDS):
         alone = llm.generate(prompts(LENGTHS), free, use_tqdm=False)
         beside = llm.generate(prompts(LENGTHS), mixed, use_tqdm=False)
-        for before, after in zip(alone[1::2], beside[1::2], strict=True):
-            assert before.outputs[0].token_ids == after.outputs[0].token_ids
-            assert np.array_equal(before.outputs[0].routed_experts, after.outputs[0].routed_experts)
-            assert np.abs(before.outputs[0].routing_weights - after.outputs[0].routing_weights).max() < 1e-4
-            assert np.abs(scores(before) - scores(after)).max() < 1e-4
-    later = llm.generate(prompts(LENGTHS), free, use_tqdm=False)
-    for before, after in zip(alone, later, strict=True):
-        assert np.array_equal(scores(before), scores(after))
+        later = llm.generate(prompts(LENGTHS), free, use_tqdm=False)
+        for before, after in (*zip(alone[1::2], beside[1::2], strict=True), *zip(alone, later, strict=True)):
+            a, b = before.outputs[0], after.outputs[0]
+            assert a.token_ids == b.token_ids and np.array_equal(a.routed_experts, b.routed_experts)
+            assert np.abs(a.routing_weights - b.routing_weights).max() < NEAR
+            assert np.abs(scores(before) - scores(after)).max() < NEAR
 
 
 def test_cost(model, capsys):
