@@ -1,8 +1,7 @@
 """A trainer replaces the weights between its steps: all that is read, steered and routed is the new model's.
 
 By vLLM's `update_weights`, with a transfer of the test's own, since vLLM's need a GPU. vLLM 0.32 for CPU does not
-replace the matrices of experts, with Weir or without, so here they stay as they are (`tests/gpu/test_sleep_gpu.py`
-replaces them, too).
+replace the matrices of experts, with Weir or without, so here they stay as they are.
 """
 
 from __future__ import annotations
