@@ -26,25 +26,19 @@ RECORDS = ("scores", "packed", "read_outs", "rows_read")
 
 
 class SequenceOpened(msgspec.Struct, array_like=True):
-    """A new row sequence: rows of one request that share their columns.
-
-    Attributes:
-        kind: what one entry (a rank) of the sequence is:
-            ``"rows"``: a row of every column, in the model's dtype;
-            ``"fold"``: a reduction of the prompt's rows, [columns, values] float32 in whole arena rows;
-            ``"scores"``: products with directions, [columns, values] float32;
-            ``"packed"``: compressed rows, [columns, values] bytes;
-            ``"read_outs"``: what is read off the rows, [columns, values] bytes;
-            ``"rows_read"``: the same, behind the row itself, in the model's dtype.
-        width: size of an entry: arena rows for ``"fold"``, bytes for `RECORDS`, whose entries follow each other
-            without gaps.
-    """
+    """A new row sequence: rows of one request that share their columns."""
 
     row_seq: int
     request_id: str
     columns: list[int]
+    # what one entry (a rank) of the sequence is: ``"rows"``: a row of every column, in the model's dtype; ``"fold"``: a
+    # reduction of the prompt's rows, [columns, values] float32 in whole arena rows; ``"scores"``: products with
+    # directions, [columns, values] float32; ``"packed"``: compressed rows, [columns, values] bytes; ``"read_outs"``:
+    # what is read off the rows, [columns, values] bytes; ``"rows_read"``: the same, behind the row itself, in the
+    # model's dtype
     kind: str = "rows"
     values: int = 0
+    # size of an entry: arena rows for ``"fold"``, bytes for `RECORDS`, whose entries follow each other without gaps
     width: int = 0
 
     @property
@@ -191,19 +185,12 @@ decode_hello = msgspec.msgpack.Decoder(WorkerHello).decode
 
 
 class ReaderEndpoint(msgspec.Struct, frozen=True):
-    """Addresses at which a caller's process listens.
+    """Addresses at which a caller's process listens."""
 
-    Attributes:
-        rows: for messages.
-        vectors: for questions about vectors.
-        arenas: for workers that introduce their arena; "" if they are on another machine.
-        token: names the process.
-    """
-
-    rows: str
-    vectors: str
-    arenas: str
-    token: str
+    rows: str  # for messages
+    vectors: str  # for questions about vectors
+    arenas: str  # for workers that introduce their arena; "" if they are on another machine
+    token: str  # names the process
 
     @classmethod
     def parse(cls, text: str) -> ReaderEndpoint:

@@ -39,19 +39,12 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run beside an earlier one.
+    """A run beside an earlier one."""
 
-    Attributes:
-        cases: what was asked for.
-        tolerance: how much a ratio may grow, in percent.
-        left_out: what the earlier result has and this run was not asked for.
-        differs: what else differs between the two, such as the card.
-    """
-
-    cases: Sequence[Compared]
-    tolerance: float
-    left_out: Sequence[str]
-    differs: Sequence[str]
+    cases: Sequence[Compared]  # what was asked for
+    tolerance: float  # how much a ratio may grow, in percent
+    left_out: Sequence[str]  # what the earlier result has and this run was not asked for
+    differs: Sequence[str]  # what else differs between the two, such as the card
 
     @property
     def worse(self) -> list[Compared]:

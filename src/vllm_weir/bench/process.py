@@ -135,17 +135,11 @@ class WorkerProcess:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """The seconds that a case, and the whole run, may take.
+    """The seconds that a case, and the whole run, may take."""
 
-    Attributes:
-        case: seconds of a case, warm-ups included.
-        run: seconds of the whole run; None: no limit.
-        started: when the run started, in seconds of `time.monotonic`.
-    """
-
-    case: float
-    run: float | None
-    started: float
+    case: float  # seconds of a case, warm-ups included
+    run: float | None  # seconds of the whole run; None: no limit
+    started: float  # when the run started, in seconds of `time.monotonic`
 
     @classmethod
     def starting_now(cls, plan: BenchPlan) -> Deadlines:
@@ -169,28 +163,18 @@ class Deadlines:
 
 @dataclass
 class TaskTimes:
-    """The runs of a task so far.
-
-    Attributes:
-        warm: seconds of the warm-ups.
-        timed: seconds of the timed runs.
-        first: seconds of the first call of the task's case in its engine; None where it was not the first.
-        note: why there are fewer runs than planned, or none.
-        closed: whether there are no more runs.
-        late: whether the case ran out of its own time.
-        lost: seconds of a run that was not waited for.
-        graphs: CUDA graphs that were captured in the timed runs.
-    """
+    """The runs of a task so far."""
 
     task: BenchTask
-    warm: list[float] = field(default_factory=list)
-    timed: list[float] = field(default_factory=list)
+    warm: list[float] = field(default_factory=list)  # seconds of the warm-ups
+    timed: list[float] = field(default_factory=list)  # seconds of the timed runs
+    # seconds of the first call of the task's case in its engine; None where it was not the first
     first: float | None = None
-    note: str | None = None
-    closed: bool = False
-    late: bool = False
-    lost: float = 0.0
-    graphs: int = 0
+    note: str | None = None  # why there are fewer runs than planned, or none
+    closed: bool = False  # whether there are no more runs
+    late: bool = False  # whether the case ran out of its own time
+    lost: float = 0.0  # seconds of a run that was not waited for
+    graphs: int = 0  # CUDA graphs that were captured in the timed runs
 
     def spent(self) -> float:
         return sum(self.warm) + sum(self.timed) + self.lost

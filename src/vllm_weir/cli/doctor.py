@@ -31,27 +31,19 @@ PROMPT = "Anna walked to the harbor in the morning ."
 
 @dataclass
 class Diagnosis:
-    """What `weir doctor` found.
+    """What `weir doctor` found."""
 
-    Attributes:
-        versions: installed package -> version.
-        verified_on: vLLM versions by how Weir was verified on them.
-        runner: the model runner of the self-test's engine.
-        patch_points: every entry of `PATCHES` with what is wrong with it (empty: nothing).
-        consumers: every installed consumer with what is wrong with it (empty: nothing).
-        controllers: every installed controller, likewise.
-        problems: what keeps requests with Weir's keys from being served right.
-        self_test: what was compared with transformers, and how far it differs.
-    """
-
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)  # installed package -> version
     platform: str = ""
-    verified_on: dict[str, list[str]] = field(default_factory=dict)
-    runner: str = ""
+    verified_on: dict[str, list[str]] = field(default_factory=dict)  # vLLM versions by how Weir was verified on them
+    runner: str = ""  # the model runner of the self-test's engine
+    # every entry of `PATCHES` with what is wrong with it (empty: nothing)
     patch_points: list[dict[str, str]] = field(default_factory=list)
+    # every installed consumer with what is wrong with it (empty: nothing)
     consumers: list[dict[str, str]] = field(default_factory=list)
-    controllers: list[dict[str, str]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    controllers: list[dict[str, str]] = field(default_factory=list)  # every installed controller, likewise
+    problems: list[str] = field(default_factory=list)  # what keeps requests with Weir's keys from being served right
+    # what was compared with transformers, and how far it differs
     self_test: dict[str, Any] = field(default_factory=dict)
 
     @property

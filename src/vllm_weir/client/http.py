@@ -25,23 +25,15 @@ _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """A request.
-
-    Attributes:
-        path: The path on the server.
-        json: The body as JSON data.
-        content: The body as bytes, if `json` is None.
-        repeatable: Whether sending the request twice does the same as sending it once.
-        admin: Whether the request needs the admin key.
-    """
+    """A request."""
 
     method: str
-    path: str
-    json: Any = None
-    content: bytes | None = None
+    path: str  # the path on the server
+    json: Any = None  # the body as JSON data
+    content: bytes | None = None  # the body as bytes, if `json` is None
     headers: Mapping[str, str] = field(default_factory=dict)
-    repeatable: bool = True
-    admin: bool = False
+    repeatable: bool = True  # whether sending the request twice does the same as sending it once
+    admin: bool = False  # whether the request needs the admin key
 
 
 class ConnectionLost(Exception):
@@ -69,20 +61,12 @@ def transport_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """When to try again, and after how long.
+    """When to try again, and after how long."""
 
-    Attributes:
-        most: Further attempts after the first.
-        base: Seconds before the first of them, doubled for each later one; up to half is added at
-            random.
-        longest: The most seconds before an attempt, without the random part.
-        chance: Returns a random number from 0 to 1.
-    """
-
-    most: int = 2
-    base: float = 0.5
-    longest: float = 8.0
-    chance: Callable[[], float] = random.random
+    most: int = 2  # Further attempts after the first
+    base: float = 0.5  # Seconds before the first of them, doubled for each later one; up to half is added at random
+    longest: float = 8.0  # the most seconds before an attempt, without the random part
+    chance: Callable[[], float] = random.random  # Returns a random number from 0 to 1
 
     def wait(self, attempt: int, headers: Mapping[str, str] | None = None) -> float:
         """Return the seconds before further attempt number `attempt` (from 1).

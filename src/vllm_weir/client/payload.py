@@ -99,19 +99,12 @@ def body_of(
 
 @dataclass(frozen=True)
 class GenerationCall:
-    """What a call asks of each of its prompts.
+    """What a call asks of each of its prompts."""
 
-    Attributes:
-        asked: What it asks of Weir.
-        inline_bytes: Activations up to this size come within the response.
-        save_to: The directory for the activations, or None to hold them in memory.
-        fields: OpenAI's and vLLM's own fields.
-    """
-
-    asked: RequestSpec
-    inline_bytes: int | None
-    save_to: Path | None
-    fields: Mapping[str, Any]
+    asked: RequestSpec  # what it asks of Weir
+    inline_bytes: int | None  # Activations up to this size come within the response
+    save_to: Path | None  # the directory for the activations, or None to hold them in memory
+    fields: Mapping[str, Any]  # OpenAI's and vLLM's own fields
 
     @classmethod
     def create(

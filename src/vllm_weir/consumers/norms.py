@@ -18,19 +18,12 @@ logger = logging.getLogger("vllm_weir.norms")
 
 @dataclass
 class RunningNorms:
-    """Statistics of the norms of one site's rows.
+    """Statistics of the norms of one site's rows."""
 
-    Attributes:
-        rows: how many.
-        total: sum of the norms.
-        squares: sum of their squares.
-        highest: the largest.
-    """
-
-    rows: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-    highest: float = 0.0
+    rows: int = 0  # how many
+    total: float = 0.0  # sum of the norms
+    squares: float = 0.0  # sum of their squares
+    highest: float = 0.0  # the largest
 
     @property
     def mean(self) -> float:

@@ -19,17 +19,11 @@ from vllm_weir.schema.rows import GROUP
 
 
 class _ReducedPrompt(NamedTuple):
-    """The positions of a request whose prompt's rows are reduced.
+    """The positions of a request whose prompt's rows are reduced."""
 
-    Attributes:
-        rows_per_group: ring rows of a group of positions.
-        first: the first wanted position.
-        last: the last wanted position of the prompt.
-    """
-
-    rows_per_group: int
-    first: int
-    last: int
+    rows_per_group: int  # ring rows of a group of positions
+    first: int  # the first wanted position
+    last: int  # the last wanted position of the prompt
 
 
 class StepBudget:

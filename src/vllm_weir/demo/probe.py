@@ -11,15 +11,10 @@ from vllm_weir.fitting import layer
 
 @dataclass(frozen=True)
 class LogisticProbe:
-    """A direction in the residual stream and a threshold on it.
+    """A direction in the residual stream and a threshold on it."""
 
-    Attributes:
-        weight: float64 [d], in the units of the rows themselves.
-        bias: float.
-    """
-
-    weight: torch.Tensor
-    bias: float
+    weight: torch.Tensor  # float64 [d], in the units of the rows themselves
+    bias: float  # float
 
     def score(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the log-odds of the positive class, float64 [...], of rows [..., d]."""

@@ -29,21 +29,13 @@ _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter in a folder, as peft writes it.
+    """A LoRA adapter in a folder, as peft writes it."""
 
-    Attributes:
-        path: of the folder.
-        name: for people.
-        digest: hash of its configuration and weights, to which results belong.
-        config: its ``adapter_config.json``.
-        given: the ``LoRARequest`` that names it; None if a path does.
-    """
-
-    path: str
-    name: str
-    digest: str
-    config: Mapping[str, Any]
-    given: Any = None
+    path: str  # of the folder
+    name: str  # for people
+    digest: str  # hash of its configuration and weights, to which results belong
+    config: Mapping[str, Any]  # its ``adapter_config.json``
+    given: Any = None  # the ``LoRARequest`` that names it; None if a path does
 
     @classmethod
     def parse(cls, lora: Any) -> Adapter | None:

@@ -110,17 +110,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GridFile:
-    """The format of one kind of result: a dataclass of grids, of which one is stored, and of JSON data.
+    """The format of one kind of result: a dataclass of grids, of which one is stored, and of JSON data."""
 
-    Attributes:
-        kind: what the file holds, such as ``"sweep"``.
-        array: name of the grid's array in the archive.
-        version: of the format.
-    """
-
-    kind: str
-    array: str
-    version: int = 1
+    kind: str  # what the file holds, such as ``"sweep"``
+    array: str  # name of the grid's array in the archive
+    version: int = 1  # of the format
 
     def write(self, path: str | PathLike, result: Any) -> Path:
         """Write a result to a file, whatever the path's suffix; raise WeirError if it cannot be written."""

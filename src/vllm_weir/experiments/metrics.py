@@ -47,15 +47,10 @@ class BoundMetric(Protocol):
 
 @dataclass(frozen=True)
 class LogitDiff:
-    """Logit of token `a` minus logit of token `b`, where the prompt ends.
+    """Logit of token `a` minus logit of token `b`, where the prompt ends."""
 
-    Args:
-        a: text of one token, its id, or a list of these, one for each pair of prompts.
-        b: likewise.
-    """
-
-    a: Any
-    b: Any
+    a: Any  # text of one token, its id, or a list of these, one for each pair of prompts
+    b: Any  # likewise
 
     def bind(self, tokenizer: Any, pairs: int, path: str = "metric", vocab_size: int | None = None) -> BoundLogitDiff:
         """Return the metric for so many pairs of prompts.

@@ -37,21 +37,13 @@ MAX_HOOKS = 8
 
 
 class HeatMapTable(NamedTuple):
-    """The numbers of one hook point.
+    """The numbers of one hook point."""
 
-    Attributes:
-        title: of its heat map.
-        numbers: [rows, columns].
-        rows: their labels.
-        columns: their labels.
-        what: what the rows are.
-    """
-
-    title: str
-    numbers: np.ndarray
-    rows: list[str]
-    columns: list[str]
-    what: str
+    title: str  # of its heat map
+    numbers: np.ndarray  # [rows, columns]
+    rows: list[str]  # their labels
+    columns: list[str]  # their labels
+    what: str  # what the rows are
 
     @property
     def cells(self) -> list[list[str]]:

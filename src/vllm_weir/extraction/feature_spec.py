@@ -21,17 +21,11 @@ DEFAULT_TOP_K = 32
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """Features of an autoencoder at the positions of a run. Made by `parse`.
+    """Features of an autoencoder at the positions of a run. Made by `parse`."""
 
-    Attributes:
-        info: what is written beside the features.
-        source: the autoencoder, or how each worker loads it.
-        asked: the features that each request asks for; its positions are those of the run.
-    """
-
-    info: FeatureInfo
-    source: SAE | NamedPath = field(compare=False)
-    asked: Features
+    info: FeatureInfo  # what is written beside the features
+    source: SAE | NamedPath = field(compare=False)  # the autoencoder, or how each worker loads it
+    asked: Features  # the features that each request asks for; its positions are those of the run
 
     @classmethod
     def parse(cls, sae: Any, top_k: Any, ids: Any, model: str, positions: Any) -> FeatureSpec:

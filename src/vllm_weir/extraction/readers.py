@@ -29,20 +29,13 @@ CHAT_COLUMN = "messages"
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of a source.
+    """A file of a source."""
 
-    Attributes:
-        name: Its name in the store.
-        records: Number of records.
-        marks: Byte at which every MARK_LINES-th record begins, and the number of its line (line
-            formats that are not compressed).
-        blank: Whether it has blank lines, which are no records.
-    """
-
-    name: str
-    records: int
+    name: str  # its name in the store
+    records: int  # Number of records
+    # Byte at which every MARK_LINES-th record begins, and the number of its line (line formats that are not compressed)
     marks: tuple[tuple[int, int], ...] = ()
-    blank: bool = False
+    blank: bool = False  # whether it has blank lines, which are no records
 
 
 class Lines:

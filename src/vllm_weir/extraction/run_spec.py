@@ -36,26 +36,15 @@ SPEED_OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What is extracted from every record.
+    """What is extracted from every record."""
 
-    Args:
-        model: As for vLLM.
-        capture: The rows of each record.
-        max_tokens: Tokens that each request generates, greedily; vLLM needs at least one.
-        max_length: Prompts are cut to this many tokens; None refuses longer ones than the engine
-            takes.
-        engine: Options of ``vllm.LLM``.
-        features: Features to extract in place of rows, at the hook point of their autoencoder.
-        lora: Adapter under which records are read.
-    """
-
-    model: str
-    capture: Capture = PROMPTS
-    max_tokens: int = 1
-    max_length: int | None = None
-    engine: dict[str, Any] = field(default_factory=dict)
-    features: FeatureSpec | None = None
-    lora: Adapter | None = None
+    model: str  # As for vLLM
+    capture: Capture = PROMPTS  # the rows of each record
+    max_tokens: int = 1  # Tokens that each request generates, greedily; vLLM needs at least one
+    max_length: int | None = None  # Prompts are cut to this many tokens; None refuses longer ones than the engine takes
+    engine: dict[str, Any] = field(default_factory=dict)  # Options of ``vllm.LLM``
+    features: FeatureSpec | None = None  # Features to extract in place of rows, at the hook point of their autoencoder
+    lora: Adapter | None = None  # Adapter under which records are read
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:

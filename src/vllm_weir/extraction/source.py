@@ -28,17 +28,12 @@ BLOCK = 4 << 20
 
 @dataclass(frozen=True)
 class InputRecord:
-    """One record.
+    """One record."""
 
-    Attributes:
-        index: Its number in the source.
-        value: The text, its token ids, or a chat (a list of messages); None for an invalid record.
-        reason: Why the record is invalid, naming the file and line; else empty.
-    """
-
-    index: int
+    index: int  # its number in the source
+    # the text, its token ids, or a chat (a list of messages); None for an invalid record
     value: str | list[int] | list[dict[str, Any]] | None
-    reason: str = ""
+    reason: str = ""  # Why the record is invalid, naming the file and line; else empty
 
 
 @dataclass(frozen=True)

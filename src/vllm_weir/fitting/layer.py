@@ -18,17 +18,11 @@ MOST_TRIED = 32
 
 
 class Folds(NamedTuple):
-    """The fold of each prompt.
+    """The fold of each prompt."""
 
-    Attributes:
-        number: how many folds; 0 if too few prompts were given to hold any out.
-        positive: int [n], the fold of each positive prompt.
-        negative: int [m], of each negative prompt; of pairs, it is the partner's.
-    """
-
-    number: int
-    positive: np.ndarray
-    negative: np.ndarray
+    number: int  # how many folds; 0 if too few prompts were given to hold any out
+    positive: np.ndarray  # int [n], the fold of each positive prompt
+    negative: np.ndarray  # int [m], of each negative prompt; of pairs, it is the partner's
 
     @property
     def tried(self) -> tuple[np.ndarray, np.ndarray]:
@@ -58,20 +52,13 @@ def _shares(number: int, count: int, generator: np.random.Generator) -> np.ndarr
 
 @dataclass(frozen=True)
 class Direction:
-    """A direction and how rows are scored along it.
+    """A direction and how rows are scored along it."""
 
-    Attributes:
-        vector: float64 [d], at the method's scale.
-        weight: float64 [d], what the probe multiplies rows by: the unit vector, or the weights of a
-            regression that has a bias.
-        bias: of the probe; a score of 0 lies between the classes.
-        gap: how far apart the means of the classes are along the unit vector.
-    """
-
-    vector: np.ndarray
+    vector: np.ndarray  # float64 [d], at the method's scale
+    # float64 [d], what the probe multiplies rows by: the unit vector, or the weights of a regression that has a bias
     weight: np.ndarray
-    bias: float
-    gap: float
+    bias: float  # of the probe; a score of 0 lies between the classes
+    gap: float  # how far apart the means of the classes are along the unit vector
 
     @property
     def unit(self) -> np.ndarray:
@@ -91,21 +78,14 @@ class Direction:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """What was fitted at one block.
+    """What was fitted at one block."""
 
-    Attributes:
-        direction: fitted on all rows.
-        held: fitted without the rows of fold 0; None if nothing was held out.
-        auc: mean over the folds of the AUC of a direction fitted without it; None likewise.
-        norm: mean length of a row.
-        doses: of the prompts that `Folds.tried` chooses, the mean share of a row's length that
-            `held`'s gap has, and that the row's part along `held` has; None likewise.
-    """
-
-    direction: Direction
-    held: Direction | None
-    auc: float | None
-    norm: float
+    direction: Direction  # fitted on all rows
+    held: Direction | None  # fitted without the rows of fold 0; None if nothing was held out
+    auc: float | None  # mean over the folds of the AUC of a direction fitted without it; None likewise
+    norm: float  # mean length of a row
+    # of the prompts that `Folds.tried` chooses, the mean share of a row's length that `held`'s gap has, and that the
+    # row's part along `held` has; None likewise
     doses: tuple[float, float] | None
 
     @property
@@ -200,25 +180,15 @@ def auc(positive: np.ndarray, negative: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class FitTask:
-    """What is fitted, alike at every block and in every process.
+    """What is fitted, alike at every block and in every process."""
 
-    Attributes:
-        method: name of the method.
-        positive: number of positive prompts.
-        negative: number of negative prompts.
-        folds: how many are wanted.
-        seed: of the folds, and of the method.
-        strength: as in `MethodOptions`.
-        columns: first and end of the part of a row that is fitted; None for all of it.
-    """
-
-    method: str
-    positive: int
-    negative: int
-    folds: int = 5
-    seed: int = 0
-    strength: float = 1.0
-    columns: Sequence[int] | None = None
+    method: str  # name of the method
+    positive: int  # number of positive prompts
+    negative: int  # number of negative prompts
+    folds: int = 5  # how many are wanted
+    seed: int = 0  # of the folds, and of the method
+    strength: float = 1.0  # as in `MethodOptions`
+    columns: Sequence[int] | None = None  # first and end of the part of a row that is fitted; None for all of it
 
     @functools.cached_property
     def parts(self) -> Folds:

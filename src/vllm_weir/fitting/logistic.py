@@ -45,17 +45,11 @@ def fit_logistic(
 
 
 class _Vector(NamedTuple):
-    """Weights and a bias of each of m problems; the weights are sums of rows.
+    """Weights and a bias of each of m problems; the weights are sums of rows."""
 
-    Attributes:
-        sums: [m, n], the rows' coefficients.
-        scores: [m, n], the rows' products with the weights, which are `sums` times the inner products.
-        bias: [m].
-    """
-
-    sums: torch.Tensor
-    scores: torch.Tensor
-    bias: torch.Tensor
+    sums: torch.Tensor  # [m, n], the rows' coefficients
+    scores: torch.Tensor  # [m, n], the rows' products with the weights, which are `sums` times the inner products
+    bias: torch.Tensor  # [m]
 
     def plus(self, other: _Vector, factor: torch.Tensor) -> _Vector:
         return _Vector(

@@ -16,32 +16,20 @@ from vllm_weir.fitting.logistic import fit_logistic
 
 @dataclass(frozen=True)
 class Classes:
-    """The rows of two classes at one block, and subsets of them.
+    """The rows of two classes at one block, and subsets of them."""
 
-    Attributes:
-        positive: float64 [n, d].
-        negative: float64 [k, d].
-        first: bool [m, n], which positive rows each subset has.
-        second: bool [m, k], which negative rows.
-    """
-
-    positive: torch.Tensor
-    negative: torch.Tensor
-    first: torch.Tensor
-    second: torch.Tensor
+    positive: torch.Tensor  # float64 [n, d]
+    negative: torch.Tensor  # float64 [k, d]
+    first: torch.Tensor  # bool [m, n], which positive rows each subset has
+    second: torch.Tensor  # bool [m, k], which negative rows
 
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """What methods depend on besides the rows.
+    """What methods depend on besides the rows."""
 
-    Attributes:
-        seed: of the signs of LAT's differences.
-        strength: C of the logistic regressions.
-    """
-
-    seed: int = 0
-    strength: float = 1.0
+    seed: int = 0  # of the signs of LAT's differences
+    strength: float = 1.0  # C of the logistic regressions
 
 
 Finder = Callable[[Classes, MethodOptions], tuple[torch.Tensor, torch.Tensor | None]]
@@ -50,19 +38,12 @@ Finder = Callable[[Classes, MethodOptions], tuple[torch.Tensor, torch.Tensor | N
 
 @dataclass(frozen=True)
 class Method:
-    """One way to find a direction.
+    """One way to find a direction."""
 
-    Attributes:
-        find: finds it for each subset of the rows.
-        summary: one clause on the vector and its scale.
-        pairs: whether it needs pairs: prompt i of both classes say the same but for the class.
-        fewest: how many prompts of each class it needs.
-    """
-
-    find: Finder
-    summary: str
-    pairs: bool = False
-    fewest: int = 1
+    find: Finder  # finds it for each subset of the rows
+    summary: str  # one clause on the vector and its scale
+    pairs: bool = False  # whether it needs pairs: prompt i of both classes say the same but for the class
+    fewest: int = 1  # how many prompts of each class it needs
 
 
 def mean_of(values: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

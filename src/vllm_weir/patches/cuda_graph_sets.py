@@ -46,15 +46,10 @@ steps. All sizes would take seconds, and taps inside blocks would mean four time
 
 
 class LiveGraph(NamedTuple):
-    """What identifies a live graph.
+    """What identifies a live graph."""
 
-    Attributes:
-        mask: the taps that it launches, one bit each, ALL or EVERYTHING.
-        desc: vLLM's BatchExecutionDescriptor: mode, padded numbers of tokens and requests.
-    """
-
-    mask: int
-    desc: Any
+    mask: int  # the taps that it launches, one bit each, ALL or EVERYTHING
+    desc: Any  # vLLM's BatchExecutionDescriptor: mode, padded numbers of tokens and requests
 
 
 class GraphSets:

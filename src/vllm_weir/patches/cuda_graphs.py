@@ -24,14 +24,10 @@ from vllm_weir.worker.runtime import WorkerRuntime
 
 
 class RunnerGraphs(NamedTuple):
-    """What is asked of a runner's graphs.
+    """What is asked of a runner's graphs."""
 
-    Attributes:
-        report: returns what is captured.
-        warm: see `GraphSets.warm`; nothing is captured where there are no sets.
-    """
-
-    report: Callable[[], dict[str, Any]]
+    report: Callable[[], dict[str, Any]]  # returns what is captured
+    # see `GraphSets.warm`; nothing is captured where there are no sets
     warm: Callable[[Sequence[tuple[int, bool]], int | None], dict[str, int]]
 
 

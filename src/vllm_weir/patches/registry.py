@@ -270,23 +270,16 @@ PATCHES: tuple[Patch, ...] = (
 
 @dataclass
 class PatchStatus:
-    """Whether Weir works in this process, and what failed if not.
+    """Whether Weir works in this process, and what failed if not."""
 
-    Attributes:
-        active: False when Weir is disabled: only the guard is installed, and it refuses.
-        problems: path of a patch -> what is wrong. Any entry refuses every request with Weir's
-            keys.
-        serving_problems: likewise, of patches that only a server needs; refuses requests over HTTP.
-        failure: why Weir's own code could not be loaded, or None. It refuses every request with
-            Weir's keys.
-        serving_failure: likewise, of code that only a server needs; refuses requests over HTTP.
-    """
-
-    active: bool
+    active: bool  # False when Weir is disabled: only the guard is installed, and it refuses
+    # path of a patch -> what is wrong. Any entry refuses every request with Weir's keys.
     problems: dict[str, str] = field(default_factory=dict)
+    # likewise, of patches that only a server needs; refuses requests over HTTP
     serving_problems: dict[str, str] = field(default_factory=dict)
+    # why Weir's own code could not be loaded, or None. It refuses every request with Weir's keys.
     failure: str | None = None
-    serving_failure: str | None = None
+    serving_failure: str | None = None  # likewise, of code that only a server needs; refuses requests over HTTP
 
     def note(self, patch: Patch, why: str) -> None:
         (self.serving_problems if patch.serving else self.problems)[patch.path] = why

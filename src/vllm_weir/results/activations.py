@@ -32,17 +32,11 @@ MAX_VALUES = 8
 
 @dataclass(frozen=True)
 class CompressedRows:
-    """Compressed rows of one sequence.
+    """Compressed rows of one sequence."""
 
-    Attributes:
-        header: how to read the records, see docs/reference/file-formats.md.
-        records: site -> uint8 [rows, record_bytes].
-        dtypes: site -> dtype of the decoded rows, by name.
-    """
-
-    header: dict[str, Any]
-    records: Mapping[Site, torch.Tensor]
-    dtypes: Mapping[Site, str]
+    header: dict[str, Any]  # how to read the records, see docs/reference/file-formats.md
+    records: Mapping[Site, torch.Tensor]  # site -> uint8 [rows, record_bytes]
+    dtypes: Mapping[Site, str]  # site -> dtype of the decoded rows, by name
 
     def __getstate__(self) -> dict[str, Any]:
         records = self.records

@@ -177,15 +177,10 @@ def _labels(rows: FeatureValues | LensTokens, shown: int) -> list[str]:
 
 @dataclass(frozen=True)
 class ReadValues:
-    """All that was read off the rows of one output.
+    """All that was read off the rows of one output."""
 
-    Attributes:
-        features: by the autoencoder's name; of a cross-layer transcoder by block then.
-        lens: by block; of several lenses by label.
-    """
-
-    features: Mapping[str, AnyFeatures]
-    lens: Lenses
+    features: Mapping[str, AnyFeatures]  # by the autoencoder's name; of a cross-layer transcoder by block then
+    lens: Lenses  # by block; of several lenses by label
 
     @property
     def rows(self) -> int:

@@ -14,18 +14,12 @@ STREAM, QUERIES, KEYS, LAYERS, FACTS = "residual_stream", "attn_q", "attn_k", "q
 
 @dataclass(frozen=True)
 class Stacked:
-    """Which blocks come as one tensor beside the rows of each site.
+    """Which blocks come as one tensor beside the rows of each site."""
 
-    Attributes:
-        stream: blocks of `resid_post`, ascending: ``residual_stream``.
-        queries: blocks of `q_rot`, ascending: ``attn_q`` and ``qk_layers``.
-        keys: for each of `queries`, the block of `k_rot` whose keys it attends to: ``attn_k``.
-        facts: for each of `queries`, how its attention is computed, JSON data: ``qk_meta``.
-    """
-
-    stream: tuple[int, ...] = ()
-    queries: tuple[int, ...] = ()
-    keys: tuple[int, ...] = ()
+    stream: tuple[int, ...] = ()  # blocks of `resid_post`, ascending: ``residual_stream``
+    queries: tuple[int, ...] = ()  # blocks of `q_rot`, ascending: ``attn_q`` and ``qk_layers``
+    keys: tuple[int, ...] = ()  # for each of `queries`, the block of `k_rot` whose keys it attends to: ``attn_k``
+    # for each of `queries`, how its attention is computed, JSON data: ``qk_meta``
     facts: tuple[Mapping[str, Any], ...] = ()
 
     @property

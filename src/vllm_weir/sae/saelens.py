@@ -23,15 +23,10 @@ _BLOCK = re.compile(r"blocks\.(\d{1,9})\.(\w+(?:\.\w+)?)", re.ASCII)
 
 
 class NamedSite(NamedTuple):
-    """A site that a file names.
+    """A site that a file names."""
 
-    Attributes:
-        site: the hook point of Weir.
-        before_weight: whether the file means the norm's output before its weight and bias, of which
-            the site is what follows them.
-    """
-
-    site: Site
+    site: Site  # the hook point of Weir
+    # whether the file means the norm's output before its weight and bias, of which the site is what follows them
     before_weight: bool = False
 
 
@@ -112,26 +107,16 @@ class Given:
 
 @dataclass(frozen=True)
 class ParsedFile:
-    """A file's entries.
+    """A file's entries."""
 
-    Attributes:
-        config: of the autoencoder, before anything is folded.
-        folds_decoder_norms: whether thresholds are in units of activations times decoder norms.
-        scaled_features: whether the file has factors of the activations that are not all 1.
-        scaling: factor of the input.
-        center: whether the mean of each row is subtracted from it.
-        before_weight: whether rows are meant before the norm's weight and bias.
-        dtype: of the weights, or None.
-        shape: (d_in, d_sae, d_out) as the file says them, None where it does not.
-    """
-
-    config: SAEConfig
-    folds_decoder_norms: bool = False
-    scaled_features: bool = False
-    scaling: float = 1.0
-    center: bool = False
-    before_weight: bool = False
-    dtype: str | None = None
+    config: SAEConfig  # of the autoencoder, before anything is folded
+    folds_decoder_norms: bool = False  # whether thresholds are in units of activations times decoder norms
+    scaled_features: bool = False  # whether the file has factors of the activations that are not all 1
+    scaling: float = 1.0  # factor of the input
+    center: bool = False  # whether the mean of each row is subtracted from it
+    before_weight: bool = False  # whether rows are meant before the norm's weight and bias
+    dtype: str | None = None  # of the weights, or None
+    # (d_in, d_sae, d_out) as the file says them, None where it does not
     shape: tuple[int | None, int | None, int | None] = (None, None, None)
 
 

@@ -37,15 +37,10 @@ _AT = re.compile(r"^(?:probe|probes\[0\])\.", re.ASCII)
 
 
 class Upload(NamedTuple):
-    """What a client has sent.
+    """What a client has sent."""
 
-    Attributes:
-        probe: the probe, with the name that it is kept under.
-        settings: values of `SETTINGS`.
-    """
-
-    probe: AnyProbe
-    settings: Mapping[str, Any]
+    probe: AnyProbe  # the probe, with the name that it is kept under
+    settings: Mapping[str, Any]  # values of `SETTINGS`
 
 
 def read_json(name: str, data: bytes) -> Upload:

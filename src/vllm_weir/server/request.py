@@ -20,28 +20,19 @@ _ENTRY = re.compile(r"^(modules|interventions|probes)\[(\d+)\](.*)$", re.ASCII |
 
 @dataclass(frozen=True)
 class WeirRequest:
-    """What one HTTP request asks of Weir.
+    """What one HTTP request asks of Weir."""
 
-    Attributes:
-        extra_args: Weir's part of ``SamplingParams.extra_args``, plain JSON data.
-        inline_bytes: Up to this many bytes of rows come inline with the choice.
-        stream: Whether chunks carry new scores as they arrive.
-        binary: Whether the values of hooks come as base64 instead of numbers.
-        answer: Returns another system's fields of the response, and what is to be stored for them by its key;
-            None for none.
-        deposit: Puts the rows of the first sequence where another system looks for them, in place of an object
-            ``weir``; returns fields of the response, and what removes the rows again. None for an object ``weir``.
-        own: Whether the key ``weir`` was given, so that rows come in Weir's form.
-        origins: For the lists in ``weir``, the fields of another system that their first entries stand for.
-    """
-
-    extra_args: Mapping[str, Any]
-    inline_bytes: int
-    stream: bool = False
-    binary: bool = False
+    extra_args: Mapping[str, Any]  # Weir's part of ``SamplingParams.extra_args``, plain JSON data
+    inline_bytes: int  # Up to this many bytes of rows come inline with the choice
+    stream: bool = False  # whether chunks carry new scores as they arrive
+    binary: bool = False  # whether the values of hooks come as base64 instead of numbers
+    # Returns another system's fields of the response, and what is to be stored for them by its key; None for none
     answer: Callable[[Activations, ServerLimits], tuple[dict[str, Any], dict[str, bytes]]] | None = None
+    # Puts the rows of the first sequence where another system looks for them, in place of an object ``weir``; returns
+    # fields of the response, and what removes the rows again. None for an object ``weir``.
     deposit: Callable[[OutputView], tuple[dict[str, Any], Callable[[], None]]] | None = None
-    own: bool = False
+    own: bool = False  # whether the key ``weir`` was given, so that rows come in Weir's form
+    # For the lists in ``weir``, the fields of another system that their first entries stand for
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def as_sent(self, error: WeirError) -> WeirError:

@@ -21,15 +21,10 @@ from vllm_weir.schema.hooks import Site
 
 
 class ValueForm(NamedTuple):
-    """How the values of hooks come in an answer.
+    """How the values of hooks come in an answer."""
 
-    Attributes:
-        binary: as ``{"b64", "dtype", "shape"}`` instead of numbers.
-        most: bytes that they, and what is saved, may have.
-    """
-
-    binary: bool
-    most: int
+    binary: bool  # as ``{"b64", "dtype", "shape"}`` instead of numbers
+    most: int  # bytes that they, and what is saved, may have
 
     def told(self, view: OutputView) -> dict[str, Any]:
         """Return the values, and what is saved, of a finished sequence, as `values` does."""

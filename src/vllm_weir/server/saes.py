@@ -31,15 +31,10 @@ _NAMED = NamedOption(OPTION, VARIABLE)
 
 
 class SAESource(NamedTuple):
-    """Where an autoencoder is.
+    """Where an autoencoder is."""
 
-    Attributes:
-        path: of its files, on the server's disk.
-        site: hook point and block, for files that do not say them.
-    """
-
-    path: str
-    site: Any = None
+    path: str  # of its files, on the server's disk
+    site: Any = None  # hook point and block, for files that do not say them
 
 
 def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:

@@ -19,33 +19,20 @@ PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Damage:
-    """A file with damaged rows.
+    """A file with damaged rows."""
 
-    Attributes:
-        file: The file.
-        rows: How many of its rows are damaged.
-        error: What is wrong with the first of them.
-    """
-
-    file: str
-    rows: int
-    error: str
+    file: str  # the file
+    rows: int  # how many of its rows are damaged
+    error: str  # what is wrong with the first of them
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of `verify`.
+    """The result of `verify`."""
 
-    Attributes:
-        rows: Rows of the dataset, all of which were read.
-        unsummed: Those of them that were stored without a checksum, so that damage would not be
-            noticed.
-        damaged: A `Damage` for each damaged file.
-    """
-
-    rows: int
-    unsummed: int
-    damaged: list[Damage]
+    rows: int  # Rows of the dataset, all of which were read
+    unsummed: int  # Those of them that were stored without a checksum, so that damage would not be noticed
+    damaged: list[Damage]  # a `Damage` for each damaged file
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,15 +14,10 @@ MAX_KERNEL_K = 64
 
 
 class Rectifier(NamedTuple):
-    """A ReLU or JumpReLU of values with a bias: with p = value + bias, p where p > 0 and p > threshold, else 0.
+    """A ReLU or JumpReLU of values with a bias: with p = value + bias, p where p > 0 and p > threshold, else 0."""
 
-    Attributes:
-        bias: float32 [m].
-        thresholds: float32 [m], None for a ReLU.
-    """
-
-    bias: torch.Tensor
-    thresholds: torch.Tensor | None = None
+    bias: torch.Tensor  # float32 [m]
+    thresholds: torch.Tensor | None = None  # float32 [m], None for a ReLU
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """Return the activations [n, m] of values [n, m], float32."""

@@ -22,22 +22,15 @@ class Part(NamedTuple):
 
 
 class _Sending(NamedTuple):
-    """What a function gave for rows of several requests, on its way to the host.
-
-    Attributes:
-        endpoints: of the readers, one for each part.
-        positions: int64 [n].
-        data: [n, ...] in host memory, complete once the device has come here.
-        flags: whether the data are bool [n], which rows were finite and no longer are.
-    """
+    """What a function gave for rows of several requests, on its way to the host."""
 
     parts: Sequence[Part]
-    endpoints: Sequence[str]
+    endpoints: Sequence[str]  # of the readers, one for each part
     name: str
     site: Site
-    positions: np.ndarray
-    data: torch.Tensor
-    flags: bool
+    positions: np.ndarray  # int64 [n]
+    data: torch.Tensor  # [n, ...] in host memory, complete once the device has come here
+    flags: bool  # whether the data are bool [n], which rows were finite and no longer are
 
 
 class HookResults:

@@ -71,26 +71,20 @@ class HookContext:
 
 @dataclass
 class OwnFunction:
-    """A function with the args of one request, and what it keeps.
-
-    Attributes:
-        group: of the functions that one call can serve; None for one that is called for its request alone.
-        params: see `HookContext`.
-        states: of each hook point, (the position after the last that has changed it, the state) after every call:
-            a sequence that is computed again from some position on goes on from there.
-        saved: what it has saved.
-        unsent: which of it the request's reader has.
-        weights: those that it asked for and that were put together, by name.
-    """
+    """A function with the args of one request, and what it keeps."""
 
     call: Call
     function: Any
     args: dict[str, Any]
+    # of the functions that one call can serve; None for one that is called for its request alone
     group: str | None = None
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)  # see `HookContext`
+    # of each hook point, (the position after the last that has changed it, the state) after every call: a sequence that
+    # is computed again from some position on goes on from there
     states: dict[Site, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
-    saved: dict[str, Any] = field(default_factory=dict)
-    unsent: Unsent = field(default_factory=Unsent)
+    saved: dict[str, Any] = field(default_factory=dict)  # what it has saved
+    unsent: Unsent = field(default_factory=Unsent)  # which of it the request's reader has
+    # those that it asked for and that were put together, by name
     weights: dict[str, WholeWeight] = field(default_factory=dict)
 
     def state_before(self, site: Site, position: int, device: torch.device) -> torch.Tensor | None:

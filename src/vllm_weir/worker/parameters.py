@@ -15,27 +15,16 @@ from vllm_weir.worker.weights import fingerprint
 
 @dataclass(frozen=True)
 class HeldWeight:
-    """A weight as one tensor-parallel rank holds it: matrices below each other, of each a part.
+    """A weight as one tensor-parallel rank holds it: matrices below each other, of each a part."""
 
-    Attributes:
-        read: returns it, [rows, ...].
-        mark: what tells it from other weights: itself, or what can be read of it.
-        live: whether `read` returns the model's own memory.
-        sizes: rows of each matrix here.
-        copies: of each matrix, how many neighbouring ranks have the same part.
-        dim: along which the ranks' parts are joined; None: every rank has all of it.
-        rows: of the whole; what follows them is padding. None: all.
-        chosen: which of the matrices is asked for; None: all.
-    """
-
-    read: Callable[[], torch.Tensor]
-    mark: torch.Tensor
-    live: bool
-    sizes: Sequence[int]
-    copies: Sequence[int]
-    dim: int | None = None
-    rows: int | None = None
-    chosen: int | None = None
+    read: Callable[[], torch.Tensor]  # returns it, [rows, ...]
+    mark: torch.Tensor  # what tells it from other weights: itself, or what can be read of it
+    live: bool  # whether `read` returns the model's own memory
+    sizes: Sequence[int]  # rows of each matrix here
+    copies: Sequence[int]  # of each matrix, how many neighbouring ranks have the same part
+    dim: int | None = None  # along which the ranks' parts are joined; None: every rank has all of it
+    rows: int | None = None  # of the whole; what follows them is padding. None: all.
+    chosen: int | None = None  # which of the matrices is asked for; None: all
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the whole, given the part of each rank in order; of a single part it is a view."""

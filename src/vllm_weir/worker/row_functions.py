@@ -32,19 +32,13 @@ MOST_COPIED = 2**25
 
 
 class Given(NamedTuple):
-    """What a function gave.
+    """What a function gave."""
 
-    Attributes:
-        rows: [n, width], None for none.
-        values: [n, ...] float32 by name.
-        spoiled: bool [n], which rows were finite and are not now; None if there are no new rows.
-        states: [n, ...], None for a function without a state.
-    """
-
-    rows: torch.Tensor | None
-    values: dict[str, torch.Tensor]
+    rows: torch.Tensor | None  # [n, width], None for none
+    values: dict[str, torch.Tensor]  # [n, ...] float32 by name
+    # bool [n], which rows were finite and are not now; None if there are no new rows
     spoiled: torch.Tensor | None = None
-    states: torch.Tensor | None = None
+    states: torch.Tensor | None = None  # [n, ...], None for a function without a state
 
 
 class RowContext:

@@ -30,17 +30,12 @@ SPILL = 0.6
 
 @dataclass(frozen=True)
 class IssuedStep:
-    """A step whose forward pass is being issued, in which something is recorded or changed.
+    """A step whose forward pass is being issued, in which something is recorded or changed."""
 
-    Attributes:
-        plan: what is.
-        first_row: its first ring row; in a `streamed` step that of its groups of reduced rows.
-        mapped: mask of its taps and its tokens if compiled functions are called inside taps, else None.
-    """
-
-    plan: StepPlan
-    first_row: int
+    plan: StepPlan  # what is
+    first_row: int  # its first ring row; in a `streamed` step that of its groups of reduced rows
     streamed: bool
+    # mask of its taps and its tokens if compiled functions are called inside taps, else None
     mapped: tuple[int, Batch] | None
 
 

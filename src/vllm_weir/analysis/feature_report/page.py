@@ -27,65 +27,38 @@ class ContextToken:
 
 @dataclass(frozen=True)
 class FeatureContext:
-    """Tokens around the one on which a feature is most active in a record.
+    """Tokens around the one on which a feature is most active in a record."""
 
-    Attributes:
-        record: the record.
-        value: the feature's largest activation there.
-        tokens: neighbouring rows of the record.
-        cut: whether the record has rows before these, and after these.
-    """
-
-    record: int
-    value: float
-    tokens: tuple[ContextToken, ...]
-    cut: tuple[bool, bool]
+    record: int  # the record
+    value: float  # the feature's largest activation there
+    tokens: tuple[ContextToken, ...]  # neighbouring rows of the record
+    cut: tuple[bool, bool]  # whether the record has rows before these, and after these
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureReport:
-    """What a page shows of a feature.
+    """What a page shows of a feature."""
 
-    Attributes:
-        feature: its number.
-        density: share of the rows on which it is active.
-        active: number of these rows.
-        largest: its largest activation.
-        mean: its mean activation where it is active.
-        histogram: rows by activation, in bins of equal width from 0 to `largest`.
-        contexts: of the records in which it is most active.
-        effects: the tokens whose logits it changes most; None if not known.
-    """
-
-    feature: int
-    density: float
-    active: int
-    largest: float
-    mean: float
-    histogram: np.ndarray
-    contexts: tuple[FeatureContext, ...]
-    effects: LogitEffects | None
+    feature: int  # its number
+    density: float  # share of the rows on which it is active
+    active: int  # number of these rows
+    largest: float  # its largest activation
+    mean: float  # its mean activation where it is active
+    histogram: np.ndarray  # rows by activation, in bins of equal width from 0 to `largest`
+    contexts: tuple[FeatureContext, ...]  # of the records in which it is most active
+    effects: LogitEffects | None  # the tokens whose logits it changes most; None if not known
 
 
 @dataclass(frozen=True, eq=False)
 class SAEReport:
-    """All that a page shows.
+    """All that a page shows."""
 
-    Attributes:
-        info: which autoencoder, and which of its features the dataset holds.
-        records: number of records of the dataset.
-        totals: counts over all its rows.
-        features: the chosen features.
-        texts: texts of tokens.
-        notes: sentences on what is left out, and why.
-    """
-
-    info: FeatureInfo
-    records: int
-    totals: FeatureTotals
-    features: tuple[FeatureReport, ...]
-    texts: TokenTexts
-    notes: tuple[str, ...]
+    info: FeatureInfo  # which autoencoder, and which of its features the dataset holds
+    records: int  # number of records of the dataset
+    totals: FeatureTotals  # counts over all its rows
+    features: tuple[FeatureReport, ...]  # the chosen features
+    texts: TokenTexts  # texts of tokens
+    notes: tuple[str, ...]  # sentences on what is left out, and why
 
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"

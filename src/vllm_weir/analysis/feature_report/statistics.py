@@ -17,21 +17,13 @@ BINS = 40
 
 @dataclass(frozen=True, eq=False)
 class FeatureTotals:
-    """Counts over all rows of a dataset.
+    """Counts over all rows of a dataset."""
 
-    Attributes:
-        rows: number of rows.
-        full_rows: rows with as many active features as were asked for, which may have more.
-        active: rows on which each feature is active, int64 [d_sae].
-        largest: its largest activation, float32 [d_sae]; 0 if it is never active.
-        total: sum of its activations, float64 [d_sae].
-    """
-
-    rows: int
-    full_rows: int
-    active: np.ndarray
-    largest: np.ndarray
-    total: np.ndarray
+    rows: int  # number of rows
+    full_rows: int  # rows with as many active features as were asked for, which may have more
+    active: np.ndarray  # rows on which each feature is active, int64 [d_sae]
+    largest: np.ndarray  # its largest activation, float32 [d_sae]; 0 if it is never active
+    total: np.ndarray  # sum of its activations, float64 [d_sae]
 
     @property
     def density(self) -> np.ndarray:
@@ -46,30 +38,19 @@ class FeatureTotals:
 
 @dataclass(frozen=True)
 class Peak:
-    """Where a feature is most active in a record.
+    """Where a feature is most active in a record."""
 
-    Attributes:
-        value: its activation.
-        record: the record.
-        row: index of the row in the record.
-    """
-
-    value: float
-    record: int
-    row: int
+    value: float  # its activation
+    record: int  # the record
+    row: int  # index of the row in the record
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureDetails:
-    """What is known of one feature.
+    """What is known of one feature."""
 
-    Attributes:
-        histogram: rows by activation, int64 [BINS], in bins of equal width from 0 to `largest`.
-        peaks: of the records in which it is most active, the most active first.
-    """
-
-    histogram: np.ndarray
-    peaks: tuple[Peak, ...]
+    histogram: np.ndarray  # rows by activation, int64 [BINS], in bins of equal width from 0 to `largest`
+    peaks: tuple[Peak, ...]  # of the records in which it is most active, the most active first
 
 
 def totals_of(dataset: FeatureDataset) -> FeatureTotals:

@@ -35,15 +35,11 @@ _SOURCES = ("source_run", "source_module", "source_inline")
 
 
 class KnownNames(NamedTuple):
-    """What a server knows that a request's fields refer to.
+    """What a server knows that a request's fields refer to."""
 
-    Attributes:
-        module: returns the interventions under a name; raises WeirError naming the field that it is given.
-        d_model: width of the residual stream.
-    """
-
+    # returns the interventions under a name; raises WeirError naming the field that it is given
     module: Callable[[str, str], Sequence[Kept]]
-    d_model: int
+    d_model: int  # width of the residual stream
 
 
 def from_gates(gates: Any, names: KnownNames) -> tuple[list[Probe], list[Add]]:

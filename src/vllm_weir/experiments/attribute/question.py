@@ -89,17 +89,11 @@ class PromptPair:
 
 @dataclass(frozen=True)
 class AskedSites:
-    """What is asked about, hook points by layers (by heads).
+    """What is asked about, hook points by layers (by heads)."""
 
-    Attributes:
-        hooks: hook points.
-        layers: blocks.
-        heads: heads; None for whole rows.
-    """
-
-    hooks: tuple[str, ...]
-    layers: tuple[int, ...]
-    heads: tuple[int, ...] | None
+    hooks: tuple[str, ...]  # hook points
+    layers: tuple[int, ...]  # blocks
+    heads: tuple[int, ...] | None  # heads; None for whole rows
 
     @classmethod
     def parse(cls, hooks: Any, layers: Any, heads: Any, num_layers: int, shape: Callable[[Site], tuple]) -> AskedSites:

@@ -20,34 +20,21 @@ OnTensor = Callable[[Site, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class RowPatch:
-    """Rows to put in.
+    """Rows to put in."""
 
-    Attributes:
-        site: where.
-        position: of the token.
-        row: [...], as the site's rows are, or [d_head] for one head.
-        head: which head; None for the whole row.
-    """
-
-    site: Site
-    position: int
-    row: torch.Tensor
-    head: int | None = None
+    site: Site  # where
+    position: int  # of the token
+    row: torch.Tensor  # [...], as the site's rows are, or [d_head] for one head
+    head: int | None = None  # which head; None for the whole row
 
 
 @dataclass(frozen=True)
 class Derivatives:
-    """What one differentiated run gives.
+    """What one differentiated run gives."""
 
-    Attributes:
-        metric: its value.
-        rows: site -> [tokens, ...], detached.
-        gradients: site -> d metric / d row, likewise.
-    """
-
-    metric: float
-    rows: dict[Site, torch.Tensor]
-    gradients: dict[Site, torch.Tensor]
+    metric: float  # its value
+    rows: dict[Site, torch.Tensor]  # site -> [tokens, ...], detached
+    gradients: dict[Site, torch.Tensor]  # site -> d metric / d row, likewise
 
 
 class Twin:

@@ -207,23 +207,14 @@ def check_options(folds: Any, seed: Any, strength: Any = 1.0) -> None:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Prompts of fold 0, and a direction that was fitted without them.
+    """Prompts of fold 0, and a direction that was fitted without them."""
 
-    Attributes:
-        layer: where the direction is used.
-        head: of which head; None for whole rows.
-        direction: what is added and projected out.
-        positive: tokens of the prompts.
-        negative: likewise.
-        doses: as in `LayerFit`.
-    """
-
-    layer: int
-    head: int | None
-    direction: Direction
-    positive: Sequence[list[int]]
-    negative: Sequence[list[int]]
-    doses: tuple[float, float]
+    layer: int  # where the direction is used
+    head: int | None  # of which head; None for whole rows
+    direction: Direction  # what is added and projected out
+    positive: Sequence[list[int]]  # tokens of the prompts
+    negative: Sequence[list[int]]  # likewise
+    doses: tuple[float, float]  # as in `LayerFit`
 
 
 @dataclass(frozen=True)

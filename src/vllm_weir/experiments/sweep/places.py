@@ -32,17 +32,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the position axis.
+    """An entry of the position axis."""
 
-    Attributes:
-        label: on the axis.
-        selector: of the positions that are patched together.
-        field: named by errors.
-    """
-
-    label: Label
-    selector: Positions
-    field: str
+    label: Label  # on the axis
+    selector: Positions  # of the positions that are patched together
+    field: str  # named by errors
 
     def resolve(self, token_ids: Sequence[int], special_ids: Sequence[int] = ()) -> tuple[int, ...]:
         """Return its positions in a prompt, ascending; raise WeirError if there are none, or one is outside."""
@@ -138,15 +132,10 @@ _INTO = {
 
 @dataclass(frozen=True)
 class Receiver:
-    """The end of a path.
+    """The end of a path."""
 
-    Attributes:
-        site: where it is.
-        heads: the heads that receive; None for the whole row.
-    """
-
-    site: Site
-    heads: tuple[int, ...] | None = None
+    site: Site  # where it is
+    heads: tuple[int, ...] | None = None  # the heads that receive; None for the whole row
 
     @classmethod
     def parse(cls, to: Any, field: str = "to") -> Receiver:

@@ -26,23 +26,14 @@ class Pair(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One number to compute.
+    """One number to compute."""
 
-    Attributes:
-        key: number in the plan, from 0.
-        pair: number of the pair of prompts.
-        site: where rows are put in.
-        place: at which positions.
-        head: which head; None for whole rows.
-        own: whether the rows are the base run's own, as a measure of noise.
-    """
-
-    key: int
-    pair: int
-    site: Site
-    place: Place
-    head: int | None = None
-    own: bool = False
+    key: int  # number in the plan, from 0
+    pair: int  # number of the pair of prompts
+    site: Site  # where rows are put in
+    place: Place  # at which positions
+    head: int | None = None  # which head; None for whole rows
+    own: bool = False  # whether the rows are the base run's own, as a measure of noise
 
 
 @dataclass(frozen=True)
@@ -51,32 +42,19 @@ class SweepPlan:
 
     A pair of prompts has a number for each unpatched run, then one for each cell, then one for each
     site in which the base run's own rows are put back. Keys count through them, pair by pair.
-
-    Attributes:
-        pairs: the prompts.
-        hooks: hook points.
-        layers: blocks.
-        labels: of the positions' axis.
-        places: for each pair, the place of each label.
-        heads: heads; None for whole rows.
-        mode: `DENOISE` or `NOISE`.
-        to: end of the path; None to patch without one.
-        freeze: see `frozen_sites`.
-        num_layers: blocks of the model.
-        about: further JSON data that tell this plan from others: the model's configuration, the metric.
     """
 
-    pairs: tuple[Pair, ...]
-    hooks: tuple[str, ...]
-    layers: tuple[int, ...]
-    labels: tuple[Label, ...]
-    places: tuple[tuple[Place, ...], ...]
-    heads: tuple[int, ...] | None = None
-    mode: str = DENOISE
-    to: Receiver | None = None
-    freeze: tuple[str, ...] = ()
-    num_layers: int = 0
-    about: Any = None
+    pairs: tuple[Pair, ...]  # the prompts
+    hooks: tuple[str, ...]  # hook points
+    layers: tuple[int, ...]  # blocks
+    labels: tuple[Label, ...]  # of the positions' axis
+    places: tuple[tuple[Place, ...], ...]  # for each pair, the place of each label
+    heads: tuple[int, ...] | None = None  # heads; None for whole rows
+    mode: str = DENOISE  # `DENOISE` or `NOISE`
+    to: Receiver | None = None  # end of the path; None to patch without one
+    freeze: tuple[str, ...] = ()  # see `frozen_sites`
+    num_layers: int = 0  # blocks of the model
+    about: Any = None  # further JSON data that tell this plan from others: the model's configuration, the metric
 
     @property
     def axes(self) -> dict[str, tuple[Label, ...]]:

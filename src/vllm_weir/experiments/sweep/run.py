@@ -140,17 +140,11 @@ WHENCE = ("_name_or_path", "transformers_version")
 
 @dataclass(frozen=True)
 class PreparedSweep:
-    """A plan, and what else a run of it needs.
+    """A plan, and what else a run of it needs."""
 
-    Attributes:
-        plan: the cells.
-        metric: tied to the plan's pairs.
-        position_labels: of the positions' axis, with the base prompt's tokens.
-    """
-
-    plan: SweepPlan
-    metric: BoundMetric
-    position_labels: tuple[str, ...]
+    plan: SweepPlan  # the cells
+    metric: BoundMetric  # tied to the plan's pairs
+    position_labels: tuple[str, ...]  # of the positions' axis, with the base prompt's tokens
 
 
 def _identity(engine: Engine, adapter: Adapter | None) -> dict[str, Any]:

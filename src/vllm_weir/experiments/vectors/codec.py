@@ -89,17 +89,11 @@ BLOCKS, HIDDEN_STATES = "blocks", "hidden_states"
 
 @dataclass(frozen=True)
 class Given:
-    """What a caller says about a file that does not say it itself.
+    """What a caller says about a file that does not say it itself."""
 
-    Args:
-        layers: block of the one vector, or of each of several, in their order; None if not given.
-        hook: hook point; None if not given.
-        numbering: how layers are counted, in the file and in `layers`: ``"blocks"`` or
-            ``"hidden_states"``; None if not given.
-    """
-
-    layers: Any = None
-    hook: Any = None
+    layers: Any = None  # block of the one vector, or of each of several, in their order; None if not given
+    hook: Any = None  # hook point; None if not given
+    # how layers are counted, in the file and in `layers`: ``"blocks"`` or ``"hidden_states"``; None if not given
     numbering: Any = None
 
     def __post_init__(self) -> None:

@@ -26,25 +26,15 @@ ON_RAY = (
 
 @dataclass(frozen=True)
 class _Offer:
-    """What the last stage of a pipeline has for a lens, as it tells the others.
+    """What the last stage of a pipeline has for a lens, as it tells the others."""
 
-    Attributes:
-        links: see `OutputPath`.
-        scale: likewise.
-        modules: those of `links`, and the ``LogitsProcessor``, from `_packed`.
-        processor: path of the latter.
-        form: of the unembedding.
-        stream: rows that have left the last block, float32, on the CPU.
-        own: the model's logits of these; None on ranks that vLLM leaves without.
-    """
-
-    links: tuple[Link, ...]
-    scale: float
-    modules: list[torch.nn.Module]
-    processor: str
-    form: HeadForm
-    stream: torch.Tensor
-    own: torch.Tensor | None
+    links: tuple[Link, ...]  # see `OutputPath`
+    scale: float  # likewise
+    modules: list[torch.nn.Module]  # those of `links`, and the ``LogitsProcessor``, from `_packed`
+    processor: str  # path of the latter
+    form: HeadForm  # of the unembedding
+    stream: torch.Tensor  # rows that have left the last block, float32, on the CPU
+    own: torch.Tensor | None  # the model's logits of these; None on ranks that vLLM leaves without
 
 
 def unembedding_of_ranks(

@@ -31,17 +31,11 @@ class _Given(Exception):
 
 @dataclass(frozen=True)
 class Head:
-    """A model's unembedding, as the model hands it to vLLM's ``LogitsProcessor``.
+    """A model's unembedding, as the model hands it to vLLM's ``LogitsProcessor``."""
 
-    Attributes:
-        module: has the weights.
-        bias: of the tokens of this rank; None for none.
-        processor: takes the products.
-    """
-
-    module: Any
-    bias: torch.Tensor | None
-    processor: Any
+    module: Any  # has the weights
+    bias: torch.Tensor | None  # of the tokens of this rank; None for none
+    processor: Any  # takes the products
 
     def products(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows [n, width] times this rank's part of the weights, [n, tokens], in whatever form they are."""
@@ -74,21 +68,13 @@ def find_head(model: Any, row: torch.Tensor) -> Head:
 
 @dataclass(frozen=True)
 class HeadForm:
-    """What all ranks need to know of the unembedding.
+    """What all ranks need to know of the unembedding."""
 
-    Attributes:
-        width: of the rows that it takes.
-        columns: products of a row on all ranks, with padding.
-        dtype: of the weights.
-        products_dtype: in which products are taken.
-        biased: whether a bias is added.
-    """
-
-    width: int
-    columns: int
-    dtype: torch.dtype
-    products_dtype: torch.dtype
-    biased: bool
+    width: int  # of the rows that it takes
+    columns: int  # products of a row on all ranks, with padding
+    dtype: torch.dtype  # of the weights
+    products_dtype: torch.dtype  # in which products are taken
+    biased: bool  # whether a bias is added
 
     @classmethod
     def of(cls, head: Head, dtype: torch.dtype, device: torch.device, ranks: int) -> HeadForm:

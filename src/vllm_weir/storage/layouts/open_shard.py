@@ -34,36 +34,24 @@ class OpenShard:
     Every record is copied once, into `gathered`, where its checksum is computed. `sending` is
     written by a thread while more records are gathered. If that write fails, it is repeated before
     anything that follows it is written.
-
-    Attributes:
-        file: The file.
-        runs: Its runs so far.
-        header: Header of its records; empty for a shard without records.
-        thread: Writes `sending`.
-        gathered: Buffer of whole records, of which the first `gathered_bytes` are in use.
-        spare: The buffer that is not being filled; the two are swapped.
-        sending: What the thread writes, or has failed to write.
-        checksums: Checksums of consecutive records, by the byte of the file at which the first one
-            begins.
-        writing: The thread's write, until its outcome is known.
-        torn: Whether records of a batch that was not added whole may lie behind `end`.
-        end: Bytes of the file, once everything so far is written.
-        manifest_space: Upper bound of the bytes of its manifest.
     """
 
-    file: AtomicFile
-    runs: ShardRuns
-    header: dict
-    thread: ThreadPoolExecutor
+    file: AtomicFile  # the file
+    runs: ShardRuns  # its runs so far
+    header: dict  # Header of its records; empty for a shard without records
+    thread: ThreadPoolExecutor  # Writes `sending`
+    # Buffer of whole records, of which the first `gathered_bytes` are in use
     gathered: bytearray = field(default_factory=bytearray)
     gathered_bytes: int = 0
-    spare: bytearray = field(default_factory=bytearray)
+    spare: bytearray = field(default_factory=bytearray)  # the buffer that is not being filled; the two are swapped
+    # what the thread writes, or has failed to write
     sending: memoryview = field(default_factory=lambda: memoryview(b""))
+    # Checksums of consecutive records, by the byte of the file at which the first one begins
     checksums: dict[int, np.ndarray] = field(default_factory=dict)
-    writing: Future[None] | None = None
-    torn: bool = False
-    end: int = HEADER_SPACE
-    manifest_space: int = MANIFEST_SPACE
+    writing: Future[None] | None = None  # the thread's write, until its outcome is known
+    torn: bool = False  # whether records of a batch that was not added whole may lie behind `end`
+    end: int = HEADER_SPACE  # Bytes of the file, once everything so far is written
+    manifest_space: int = MANIFEST_SPACE  # Upper bound of the bytes of its manifest
 
     def append(self, batch: CheckedBatch) -> None:
         """Add a batch, of which some stays in memory for now; after an error nothing of it is added."""

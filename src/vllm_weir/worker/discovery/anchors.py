@@ -23,18 +23,13 @@ import torch
 
 @dataclass(frozen=True, order=True)
 class TensorKey:
-    """Which tensor of a call: an argument, by name and position, or an element of the output.
+    """Which tensor of a call: an argument, by name and position, or an element of the output."""
 
-    Attributes:
-        kind: "arg" or "out".
-        index: position of the argument or output element; -1 for an argument that is only given by
-            name, and for a call that returns a single tensor.
-        name: of the argument; empty if it is one of ``*args``.
-    """
-
-    kind: Literal["arg", "out"]
+    kind: Literal["arg", "out"]  # "arg" or "out"
+    # position of the argument or output element; -1 for an argument that is only given by name, and for a call that
+    # returns a single tensor
     index: int
-    name: str = ""
+    name: str = ""  # of the argument; empty if it is one of ``*args``
 
     def __str__(self) -> str:
         if self.kind == "arg":
@@ -56,30 +51,22 @@ class Anchor:
     """Where a hook point is, and how its value is made.
 
     At most one of `residual`, `added_term` and `offset` is set.
-
-    Attributes:
-        module: path from the model.
-        when: whether the tensors are taken before or after the module's call.
-        hidden: the tensor that is written.
-        residual: another tensor of the same call, or None. A single call may leave it out.
-        scale: factor of `hidden`, and of `residual` and `offset`.
-        added_term: a term from an earlier call, with a factor of its own.
-        offset: a vector [d] in the call's output that the model adds later (a bias):
-            ``value = scale * (hidden + offset)``. It is read and never written.
-        columns: (start, stop): the slice of the last dimension of `hidden` that is the point's row;
-            None for all of it. Such an anchor has no other tensor, and a scale of 1.
-        per_head: whether `hidden` is [tokens, heads, d_head], so that its rows are its last two
-            dimensions. Such an anchor too has no other tensor.
     """
 
-    module: str
-    when: Literal["before", "after"]
-    hidden: TensorKey
-    residual: TensorKey | None = None
-    scale: float = 1.0
-    added_term: AddedTerm | None = None
+    module: str  # path from the model
+    when: Literal["before", "after"]  # whether the tensors are taken before or after the module's call
+    hidden: TensorKey  # the tensor that is written
+    residual: TensorKey | None = None  # another tensor of the same call, or None. A single call may leave it out.
+    scale: float = 1.0  # factor of `hidden`, and of `residual` and `offset`
+    added_term: AddedTerm | None = None  # a term from an earlier call, with a factor of its own
+    # a vector [d] in the call's output that the model adds later (a bias): ``value = scale * (hidden + offset)``. It is
+    # read and never written.
     offset: TensorKey | None = None
+    # (start, stop): the slice of the last dimension of `hidden` that is the point's row; None for all of it. Such an
+    # anchor has no other tensor, and a scale of 1.
     columns: tuple[int, int] | None = None
+    # whether `hidden` is [tokens, heads, d_head], so that its rows are its last two dimensions. Such an anchor too has
+    # no other tensor.
     per_head: bool = False
 
     def __str__(self) -> str:

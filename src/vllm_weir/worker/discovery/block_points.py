@@ -34,18 +34,13 @@ IDENTITIES = {
 
 @dataclass
 class BlockPoints:
-    """What was found in one block.
+    """What was found in one block."""
 
-    Attributes:
-        anchors: hook point inside the block -> where it is, for those that were found.
-        kind: a key of `IDENTITIES`; "described" if a description names the points; or "unknown".
-        gain: factor of the stream after the last addition, as it leaves the block.
-    """
-
+    # hook point inside the block -> where it is, for those that were found
     anchors: dict[str, Anchor] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    kind: str = "unknown"
-    gain: float = 1.0
+    kind: str = "unknown"  # a key of `IDENTITIES`; "described" if a description names the points; or "unknown"
+    gain: float = 1.0  # factor of the stream after the last addition, as it leaves the block
 
     @classmethod
     def none(cls, reason: str) -> BlockPoints:

@@ -31,15 +31,10 @@ GROUP = "vllm_weir.models"
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A parsed description; empty for a model that has none.
+    """A parsed description; empty for a model that has none."""
 
-    Attributes:
-        stack: path of the list of blocks; "" if it is to be found.
-        points: hook point inside the block -> place.
-    """
-
-    stack: str = ""
-    points: Mapping[str, str] = field(default_factory=dict)
+    stack: str = ""  # path of the list of blocks; "" if it is to be found
+    points: Mapping[str, str] = field(default_factory=dict)  # hook point inside the block -> place
 
     @classmethod
     def parse(cls, data: object, field_path: str) -> ModelDescription:

@@ -18,31 +18,21 @@ Run = Callable[[], None]
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """A model, where its blocks are, and which modules mix tokens or look them up.
-
-    Attributes:
-        stack: path of the list of blocks.
-        blocks: index -> block, for the blocks that live in this process.
-        num_layers: blocks of the whole model.
-        is_mixer: whether a module mixes tokens (attention, linear attention, a state-space layer).
-        is_embedding: whether a module looks tokens up.
-        entrance: path of the module that takes embeddings if tokens are looked up before the model
-            runs.
-        look_up: returns the embeddings of a few tokens as the model is given them in that case,
-            [tokens, width]; None if unknown.
-        beside_stream: returns the tensors, among the keyword arguments of the module that runs the
-            blocks, that it may add to the stream between them (features of images).
-    """
+    """A model, where its blocks are, and which modules mix tokens or look them up."""
 
     model: torch.nn.Module
-    stack: str
-    blocks: dict[int, torch.nn.Module]
-    num_layers: int
+    stack: str  # path of the list of blocks
+    blocks: dict[int, torch.nn.Module]  # index -> block, for the blocks that live in this process
+    num_layers: int  # blocks of the whole model
     width: int
+    # whether a module mixes tokens (attention, linear attention, a state-space layer)
     is_mixer: Callable[[torch.nn.Module], bool]
-    is_embedding: Callable[[torch.nn.Module], bool]
-    entrance: str = ""
+    is_embedding: Callable[[torch.nn.Module], bool]  # whether a module looks tokens up
+    entrance: str = ""  # path of the module that takes embeddings if tokens are looked up before the model runs
+    # returns the embeddings of a few tokens as the model is given them in that case, [tokens, width]; None if unknown
     look_up: Callable[[], torch.Tensor] | None = None
+    # returns the tensors, among the keyword arguments of the module that runs the blocks, that it may add to the stream
+    # between them (features of images)
     beside_stream: Callable[[Mapping[str, Any]], Sequence[torch.Tensor]] = lambda _given: ()
 
     @cached_property

@@ -18,34 +18,21 @@ from vllm_weir.worker.discovery.trace import ModuleCall, Trace
 
 @dataclass(frozen=True)
 class Link:
-    """A module on the way.
+    """A module on the way."""
 
-    Attributes:
-        module: path from the model.
-        scale: it is given so many times the tensor before it.
-        result: which tensor of its output goes on.
-    """
-
-    module: str
-    scale: float
-    result: TensorKey
+    module: str  # path from the model
+    scale: float  # it is given so many times the tensor before it
+    result: TensorKey  # which tensor of its output goes on
 
 
 @dataclass(frozen=True, eq=False)
 class OutputPath:
-    """What a model does with the stream behind its last block.
+    """What a model does with the stream behind its last block."""
 
-    Attributes:
-        links: modules, each called with one tensor alone.
-        scale: the model returns so many times what leaves the last of them.
-        stream: what left the last block in a pass with the model's own weights, float32 [tokens, d].
-        output: what the model returned in that pass, float32 [tokens, any width].
-    """
-
-    links: tuple[Link, ...]
-    scale: float
-    stream: torch.Tensor
-    output: torch.Tensor
+    links: tuple[Link, ...]  # modules, each called with one tensor alone
+    scale: float  # the model returns so many times what leaves the last of them
+    stream: torch.Tensor  # what left the last block in a pass with the model's own weights, float32 [tokens, d]
+    output: torch.Tensor  # what the model returned in that pass, float32 [tokens, any width]
 
 
 def find_links(

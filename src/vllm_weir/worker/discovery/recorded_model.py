@@ -21,18 +21,13 @@ from vllm_weir.worker.discovery.trace import Trace
 
 @dataclass(frozen=True)
 class RecordedModel:
-    """A model to be run and recorded.
-
-    Attributes:
-        run: runs the model once, uncompiled, over a few tokens.
-        baseline: the pass with the model's own weights.
-    """
+    """A model to be run and recorded."""
 
     tree: ModuleTree
-    run: Run
+    run: Run  # runs the model once, uncompiled, over a few tokens
     matcher: Matcher
     mixers: set[str]
-    baseline: Trace
+    baseline: Trace  # the pass with the model's own weights
 
     @classmethod
     def start(cls, tree: ModuleTree, run: Run, dtype: torch.dtype) -> RecordedModel:

@@ -27,39 +27,30 @@ UNDOES_FUSION = (
 
 @dataclass
 class SiteMap:
-    """Verdicts on every site of the blocks that live in this process.
+    """Verdicts on every site of the blocks that live in this process."""
 
-    Attributes:
-        num_layers: blocks of the whole model.
-        anchors: site -> where it is. Under pipeline parallelism the stage before serves `resid_pre`
-            of a stage's first block.
-        refused: site -> why it is not supported.
-        shapes: site -> shape of a row of the whole model; left out where that is (d_model,).
-        shards: site -> the part of its row that this worker's tensors hold; left out where they
-            hold all of it.
-        read_only: site -> why it is read and not written, for sites that this model alone restricts
-            (`schema.hooks.READ_ONLY_HOOKS` are read-only in every model).
-        before_quantised: sites whose values vLLM may quantise in one kernel with what makes them,
-            which a tap would undo.
-        read_facts: returns those of the attention and MoE layers, for sites that are derived; some follow
-            from weights, which may be replaced.
-        embeddings_given: whether `embed` is read off the embeddings that the model is given instead
-            of tokens, among which are those of images.
-        output_path: the way of rows from the last block to what the model returns; None if it was
-            not found.
-        routers: those of MoE layers, whose choices are read in one row.
-    """
-
-    num_layers: int
+    num_layers: int  # blocks of the whole model
+    # site -> where it is. Under pipeline parallelism the stage before serves `resid_pre` of a stage's first block.
     anchors: dict[Site, Anchor] = field(default_factory=dict)
-    refused: dict[Site, str] = field(default_factory=dict)
+    refused: dict[Site, str] = field(default_factory=dict)  # site -> why it is not supported
+    # site -> shape of a row of the whole model; left out where that is (d_model,)
     shapes: dict[Site, RowShape] = field(default_factory=dict)
+    # site -> the part of its row that this worker's tensors hold; left out where they hold all of it
     shards: dict[Site, Shard] = field(default_factory=dict)
+    # site -> why it is read and not written, for sites that this model alone restricts (`schema.hooks.READ_ONLY_HOOKS`
+    # are read-only in every model)
     read_only: dict[Site, str] = field(default_factory=dict)
+    # sites whose values vLLM may quantise in one kernel with what makes them, which a tap would undo
     before_quantised: set[Site] = field(default_factory=set)
+    # returns those of the attention and MoE layers, for sites that are derived; some follow from weights, which may be
+    # replaced
     read_facts: Callable[[], ModelFacts] = ModelFacts
+    # whether `embed` is read off the embeddings that the model is given instead of tokens, among which are those of
+    # images
     embeddings_given: bool = False
+    # the way of rows from the last block to what the model returns; None if it was not found
     output_path: OutputPath | None = None
+    # those of MoE layers, whose choices are read in one row
     routers: FoundRouters = field(default_factory=FoundRouters)
 
     def refuse(self, hooks: Iterable[str], layers: Iterable[int], why: str) -> None:

@@ -71,15 +71,11 @@ def map_sites(
 
 @dataclass(frozen=True)
 class _Solution:
-    """What was found with one choice of what carries the stream.
-
-    Attributes:
-        noise_levels: block -> level of the noise pass in which they were found.
-    """
+    """What was found with one choice of what carries the stream."""
 
     ports: StreamPorts
     points: dict[int, BlockPoints]
-    noise_levels: dict[int, NoiseLevel]
+    noise_levels: dict[int, NoiseLevel]  # block -> level of the noise pass in which they were found
 
     @property
     def num_found(self) -> int:

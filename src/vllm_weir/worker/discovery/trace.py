@@ -16,36 +16,25 @@ from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 
 @dataclass
 class ModuleCall:
-    """One call of a module.
+    """One call of a module."""
 
-    Attributes:
-        path: of the module, from the model.
-        local_path: of the module, from its block; "" for the block itself.
-        start: time of the call. Times count the starts and ends of calls in a pass.
-        occurrence: number of earlier calls of this module in the pass.
-        end: time of the return.
-        args: arguments of the stream's width, as the call was given them.
-        outputs: outputs of the stream's width.
-        args_after: the arguments that the call wrote into, or is known to write into, after the
-            call.
-        offsets: vectors [d] among the outputs, float32: biases that the caller is to add.
-        other_widths: arguments and outputs of other widths; only of calls outside the blocks.
-        shapes: of every floating-point argument and output of two or more dimensions.
-        pointers: addresses of the tensors in `args` and `outputs`.
-    """
-
-    path: str
-    local_path: str
-    start: int
-    occurrence: int = 0
-    end: int = 0
+    path: str  # of the module, from the model
+    local_path: str  # of the module, from its block; "" for the block itself
+    start: int  # time of the call. Times count the starts and ends of calls in a pass.
+    occurrence: int = 0  # number of earlier calls of this module in the pass
+    end: int = 0  # time of the return
+    # arguments of the stream's width, as the call was given them
     args: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[TensorKey, torch.Tensor] = field(default_factory=dict)  # outputs of the stream's width
+    # the arguments that the call wrote into, or is known to write into, after the call
     args_after: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
+    # vectors [d] among the outputs, float32: biases that the caller is to add
     offsets: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
+    # arguments and outputs of other widths; only of calls outside the blocks
     other_widths: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
+    # of every floating-point argument and output of two or more dimensions
     shapes: dict[TensorKey, tuple[int, ...]] = field(default_factory=dict)
-    pointers: dict[TensorKey, int] = field(default_factory=dict)
+    pointers: dict[TensorKey, int] = field(default_factory=dict)  # addresses of the tensors in `args` and `outputs`
 
     @property
     def results(self) -> dict[TensorKey, torch.Tensor]:
@@ -66,17 +55,12 @@ class ModuleCall:
 
 @dataclass
 class Trace:
-    """The calls of one forward pass.
+    """The calls of one forward pass."""
 
-    Attributes:
-        blocks: for each block, its own call and then those of the modules that ran in it, by start.
-        outside: calls of modules that ran in no block and contain no block, by start.
-        model_output: the first tensor that the model returned, float32 [tokens, any width].
-    """
-
+    # for each block, its own call and then those of the modules that ran in it, by start
     blocks: list[list[ModuleCall]]
-    outside: list[ModuleCall]
-    model_output: torch.Tensor | None = None
+    outside: list[ModuleCall]  # calls of modules that ran in no block and contain no block, by start
+    model_output: torch.Tensor | None = None  # the first tensor that the model returned, float32 [tokens, any width]
 
 
 def terms_at(calls: Sequence[ModuleCall], anchor: Anchor) -> tuple[torch.Tensor, torch.Tensor | None] | None:

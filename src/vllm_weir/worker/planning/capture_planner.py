@@ -24,34 +24,22 @@ class CapturingRequest:
     """A live request's captures.
 
     A *code* is the set of the request's selectors that select a position, as bits.
-
-    Attributes:
-        endpoint: where its rows go.
-        columns: per selector, the columns it wants that this worker fills, as `CapturePlanner.places`
-            returns them.
-        max_generated: estimate of the tokens that the request generates, to size extents.
-        codec: number of the codec that makes records of its rows, -1 for none.
-        read_out_codec: returns the number of the codec that reads rows with these columns.
-        site_sets: code -> site set.
-        row_seqs: site set -> row sequence.
-        reduction: row sequence for the prompt's reduced rows; None before the first one.
-        reduction_site_set: site set that is reduced, -1 before the first row.
-        reduced_rows: rows reduced so far.
     """
 
     request_id: str
-    endpoint: str
+    endpoint: str  # where its rows go
     selectors: Selectors
+    # per selector, the columns it wants that this worker fills, as `CapturePlanner.places` returns them
     columns: list[tuple[int, ...]]
-    max_generated: int
+    max_generated: int  # estimate of the tokens that the request generates, to size extents
     postprocess: Postprocess | None
-    codec: int
-    read_out_codec: ReadOutCodec | None = None
-    site_sets: dict[int, int] = field(default_factory=dict)
-    row_seqs: dict[int, RowSequence] = field(default_factory=dict)
-    reduction: RowSequence | None = None
-    reduction_site_set: int = -1
-    reduced_rows: int = 0
+    codec: int  # number of the codec that makes records of its rows, -1 for none
+    read_out_codec: ReadOutCodec | None = None  # returns the number of the codec that reads rows with these columns
+    site_sets: dict[int, int] = field(default_factory=dict)  # code -> site set
+    row_seqs: dict[int, RowSequence] = field(default_factory=dict)  # site set -> row sequence
+    reduction: RowSequence | None = None  # row sequence for the prompt's reduced rows; None before the first one
+    reduction_site_set: int = -1  # site set that is reduced, -1 before the first row
+    reduced_rows: int = 0  # rows reduced so far
 
     @property
     def reduces_prompt(self) -> bool:

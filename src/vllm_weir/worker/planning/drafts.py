@@ -53,17 +53,11 @@ class DraftedStep:
 
 @dataclass(frozen=True)
 class VerifiedTokens:
-    """Which tokens of a step hold, and where they are; arrays are int64 [n], by request.
+    """Which tokens of a step hold, and where they are; arrays are int64 [n], by request."""
 
-    Attributes:
-        first_tokens: each request's first token, ascending.
-        ends: the first of its tokens that does not hold.
-        shifts: how far behind the planned positions it really is.
-    """
-
-    first_tokens: np.ndarray
-    ends: np.ndarray
-    shifts: np.ndarray
+    first_tokens: np.ndarray  # each request's first token, ascending
+    ends: np.ndarray  # the first of its tokens that does not hold
+    shifts: np.ndarray  # how far behind the planned positions it really is
 
     def keep(self, entries: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return what holds of entries that each stand for a run of tokens.

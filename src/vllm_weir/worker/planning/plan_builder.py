@@ -28,23 +28,14 @@ from vllm_weir.worker.planning.step_plan import ProgramsByPosition, ProgramsByTo
 
 @dataclass(frozen=True)
 class _RequestReduction:
-    """One request's part in the step's reductions.
+    """One request's part in the step's reductions."""
 
-    Attributes:
-        tokens: int64 [n], of the step.
-        spans: int32 [n], as in `StepPlan`.
-        slots: int64 [n], ring row of each token's group, counted from the request's first one.
-        fields: as in `REDUCTION`, `cell` still 0.
-        group_size: ring rows of a group.
-        arena_row: where the result goes; None if the step does not complete it.
-    """
-
-    tokens: np.ndarray
-    spans: np.ndarray
-    slots: np.ndarray
-    fields: tuple[int, ...]
-    group_size: int
-    arena_row: int | None
+    tokens: np.ndarray  # int64 [n], of the step
+    spans: np.ndarray  # int32 [n], as in `StepPlan`
+    slots: np.ndarray  # int64 [n], ring row of each token's group, counted from the request's first one
+    fields: tuple[int, ...]  # as in `REDUCTION`, `cell` still 0
+    group_size: int  # ring rows of a group
+    arena_row: int | None  # where the result goes; None if the step does not complete it
 
 
 class PlanBuilder:

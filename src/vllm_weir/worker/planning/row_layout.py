@@ -12,24 +12,18 @@ from vllm_weir.schema.taps import STAGES, shard_column, tap_of
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The rows of the taps where they are not simply [d_model].
+    """The rows of the taps where they are not simply [d_model]."""
 
-    Attributes:
-        widths: tap -> values of the whole model's row; only of taps whose row is not [d_model].
-        shards: tap -> the part of its row that this worker's tensor holds; only of taps whose row
-            is not [d_model].
-        spread: taps whose rows tensor-parallel workers hold together. Each worker sends its own
-            part.
-        silent: those of `spread` whose part another worker holds too, which sends it.
-        ring_rows: column -> rows of the ring that one of its rows takes; left out where that is 1.
-        reader_columns: column -> what it is called in messages, where that differs.
-    """
-
+    # tap -> values of the whole model's row; only of taps whose row is not [d_model]
     widths: Mapping[int, int] = field(default_factory=dict)
+    # tap -> the part of its row that this worker's tensor holds; only of taps whose row is not [d_model]
     shards: Mapping[int, Shard] = field(default_factory=dict)
+    # taps whose rows tensor-parallel workers hold together. Each worker sends its own part.
     spread: frozenset[int] = frozenset()
-    silent: frozenset[int] = frozenset()
+    silent: frozenset[int] = frozenset()  # those of `spread` whose part another worker holds too, which sends it
+    # column -> rows of the ring that one of its rows takes; left out where that is 1
     ring_rows: Mapping[int, int] = field(default_factory=dict)
+    # column -> what it is called in messages, where that differs
     reader_columns: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod

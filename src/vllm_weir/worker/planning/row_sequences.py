@@ -67,22 +67,15 @@ class ResultCell:
     """What a row sequence holds instead of rows: one cell for each token, or for all of them.
 
     A cell is float32 [columns, values], unless `kind` says otherwise.
-
-    Attributes:
-        kind: ``"fold"`` for a reduction, or a codec's records: ``"scores"``, or ``"packed"``,
-            ``"read_outs"`` and ``"rows_read"``, [columns, values] bytes.
-        values: per column.
-        size: arena rows of the cell; bytes for records.
-        codec: number of the codec, -1 for none.
-        units_per_row: bytes of an arena row for records, which follow each other without gaps; 1
-            for a reduction.
     """
 
+    # ``"fold"`` for a reduction, or a codec's records: ``"scores"``, or ``"packed"``, ``"read_outs"`` and
+    # ``"rows_read"``, [columns, values] bytes
     kind: str
-    values: int
-    size: int
-    codec: int = -1
-    units_per_row: int = 1
+    values: int  # per column
+    size: int  # arena rows of the cell; bytes for records
+    codec: int = -1  # number of the codec, -1 for none
+    units_per_row: int = 1  # bytes of an arena row for records, which follow each other without gaps; 1 for a reduction
 
 
 class RowSequences:

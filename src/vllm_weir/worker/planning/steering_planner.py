@@ -95,29 +95,22 @@ class SteeringRecipe:
 
 @dataclass
 class SteeredRequest:
-    """A live request's interventions.
-
-    Attributes:
-        keys: what its keys in the prefix cache are made of.
-        vectors: digests of the vectors that it holds.
-        entered: whether its first position computed here is known, and those before it reported.
-        programs: programs that it holds: identity -> (key, number).
-        groups: indices of interventions -> number under which the reader knows them.
-        by_code: code -> (group, program), for codes where neither depends on the position.
-        scored: its probes; None if none reads at this worker's taps.
-    """
+    """A live request's interventions."""
 
     request_id: str
     endpoint: str
     selectors: Selectors
     recipe: SteeringRecipe
-    keys: SteeredKeys
-    vectors: tuple[str, ...]
-    entered: bool = False
+    keys: SteeredKeys  # what its keys in the prefix cache are made of
+    vectors: tuple[str, ...]  # digests of the vectors that it holds
+    entered: bool = False  # whether its first position computed here is known, and those before it reported
+    # programs that it holds: identity -> (key, number)
     programs: dict[ProgramIdentity, tuple[object, int]] = field(default_factory=dict)
+    # indices of interventions -> number under which the reader knows them
     groups: dict[tuple[int, ...], int] = field(default_factory=dict)
+    # code -> (group, program), for codes where neither depends on the position
     by_code: dict[int, tuple[int, int]] = field(default_factory=dict)
-    scored: ScoredRequest | None = None
+    scored: ScoredRequest | None = None  # its probes; None if none reads at this worker's taps
 
 
 class SteeringPlanner:

@@ -16,33 +16,21 @@ from vllm_weir.worker.planning.row_sequences import RowSequences
 
 @dataclass(frozen=True)
 class ProgramsByToken:
-    """Tokens whose program depends on their token id.
+    """Tokens whose program depends on their token id."""
 
-    Attributes:
-        tokens: int64 [n], of the step.
-        token_sets: sets of token ids.
-        programs: int32 [2 ** sets], the program to choose: bit j of the index says whether the
-            token's id is in ``token_sets[j]``.
-    """
-
-    tokens: np.ndarray
-    token_sets: tuple[tuple[int, ...], ...]
+    tokens: np.ndarray  # int64 [n], of the step
+    token_sets: tuple[tuple[int, ...], ...]  # sets of token ids
+    # int32 [2 ** sets], the program to choose: bit j of the index says whether the token's id is in ``token_sets[j]``
     programs: np.ndarray
 
 
 @dataclass(frozen=True)
 class ProgramsByPosition:
-    """Tokens whose program depends on their position, which only the device knows.
+    """Tokens whose program depends on their position, which only the device knows."""
 
-    Attributes:
-        tokens: int64 [n], of the step.
-        first: the first position that any of them may have.
-        programs: int32 [m], of the positions from `first` on.
-    """
-
-    tokens: np.ndarray
-    first: int
-    programs: np.ndarray
+    tokens: np.ndarray  # int64 [n], of the step
+    first: int  # the first position that any of them may have
+    programs: np.ndarray  # int32 [m], of the positions from `first` on
 
 
 class ScoreReads(NamedTuple):

@@ -32,23 +32,15 @@ REFUSED = -0.0
 
 @dataclass(frozen=True)
 class _Call:
-    """What one controller is asked after a step, of n requests.
+    """What one controller is asked after a step, of n requests."""
 
-    Attributes:
-        name: of the controller.
-        gates: the requests' gates.
-        slots: int64 [n].
-        first: bool [n].
-        states: int64 [n], where the gates' factors are in the table of states.
-        scores: by probe, int64 [n, 1 + k]: where in the table the number of scored positions is, and the
-            scores; -1 for outputs that the request's probe does not have.
-    """
-
-    name: str
-    gates: tuple[ControlledGate, ...]
-    slots: torch.Tensor
-    first: torch.Tensor
-    states: torch.Tensor
+    name: str  # of the controller
+    gates: tuple[ControlledGate, ...]  # the requests' gates
+    slots: torch.Tensor  # int64 [n]
+    first: torch.Tensor  # bool [n]
+    states: torch.Tensor  # int64 [n], where the gates' factors are in the table of states
+    # by probe, int64 [n, 1 + k]: where in the table the number of scored positions is, and the scores; -1 for outputs
+    # that the request's probe does not have
     scores: tuple[torch.Tensor, ...]
 
 

@@ -14,13 +14,9 @@ from vllm_weir.worker.transfer.codecs import Codecs
 
 @dataclass(frozen=True)
 class Products:
-    """The codec whose records are products with directions, float32.
+    """The codec whose records are products with directions, float32."""
 
-    Attributes:
-        matrix: the directions, float32 [m, d_model].
-    """
-
-    matrix: torch.Tensor
+    matrix: torch.Tensor  # the directions, float32 [m, d_model]
     quick = by_column = False
 
     @property

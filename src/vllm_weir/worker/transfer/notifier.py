@@ -32,35 +32,25 @@ def _no_scores(_reads: ScoreReads | None) -> dict[str, np.ndarray]:
 
 @dataclass
 class StepNotice:
-    """What one step has to tell its readers, by their endpoint.
+    """What one step has to tell its readers, by their endpoint."""
 
-    Attributes:
-        arrived: waits until the step's rows are in host memory; raises if they are lost.
-        layout_updates: what has changed in the layout of each reader's rows.
-        arrivals: which rows have arrived, ARRIVAL [n].
-        steered: what was steered, STEERED [n].
-        failures: request id -> why it failed.
-        spill: whether readers should empty their retired extents.
-        scored: which positions were scored, SCORED [n].
-        scores: waits for their scores, and returns them by endpoint, float32; raises if they are
-            lost. Given `score_reads`, it returns those instead of what the plan names.
-        drafted: what the step drafted, if drafts decide on what readers are told.
-        told: waits for what users' functions gave, and returns it by endpoint.
-        sampled: waits until the step is sampled, and returns how many tokens of each request were,
-            of all that have drafts; raises if that is lost.
-    """
-
-    arrived: Callable[[], None]
+    arrived: Callable[[], None]  # waits until the step's rows are in host memory; raises if they are lost
+    # what has changed in the layout of each reader's rows
     layout_updates: dict[str, messages.LayoutUpdate] = field(default_factory=dict)
-    arrivals: dict[str, np.ndarray] = field(default_factory=dict)
-    steered: dict[str, np.ndarray] = field(default_factory=dict)
-    failures: dict[str, dict[str, str]] = field(default_factory=dict)
-    spill: bool = False
-    scored: dict[str, np.ndarray] = field(default_factory=dict)
+    arrivals: dict[str, np.ndarray] = field(default_factory=dict)  # which rows have arrived, ARRIVAL [n]
+    steered: dict[str, np.ndarray] = field(default_factory=dict)  # what was steered, STEERED [n]
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)  # request id -> why it failed
+    spill: bool = False  # whether readers should empty their retired extents
+    scored: dict[str, np.ndarray] = field(default_factory=dict)  # which positions were scored, SCORED [n]
+    # waits for their scores, and returns them by endpoint, float32; raises if they are lost. Given `score_reads`, it
+    # returns those instead of what the plan names.
     scores: Callable[[ScoreReads | None], dict[str, np.ndarray]] = _no_scores
-    drafted: DraftedStep | None = None
+    drafted: DraftedStep | None = None  # what the step drafted, if drafts decide on what readers are told
+    # waits until the step is sampled, and returns how many tokens of each request were, of all that have drafts; raises
+    # if that is lost
     sampled: Callable[[], Mapping[str, int]] = dict
     score_reads: ScoreReads | None = None
+    # waits for what users' functions gave, and returns it by endpoint
     told: Callable[[], Mapping[str, list[messages.Told]]] = dict
 
     def drop_rejected(self, ledger: DraftLedger) -> None:

@@ -14,15 +14,10 @@ from vllm_weir.worker.transfer.codecs import Codecs
 
 @dataclass(frozen=True)
 class CompressedRecords:
-    """Records to be copied to the host.
+    """Records to be copied to the host."""
 
-    Attributes:
-        records: uint8 [n, record_bytes] on the device.
-        pieces: int64 [m, 3] of byte in `records`, byte of the arena, bytes.
-    """
-
-    records: torch.Tensor
-    pieces: np.ndarray
+    records: torch.Tensor  # uint8 [n, record_bytes] on the device
+    pieces: np.ndarray  # int64 [m, 3] of byte in `records`, byte of the arena, bytes
 
 
 class Postprocessor:

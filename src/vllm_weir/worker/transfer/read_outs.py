@@ -35,19 +35,12 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FeatureReader:
-    """Reads features of an autoencoder.
+    """Reads features of an autoencoder."""
 
-    Attributes:
-        sae: on the device.
-        read_out: what to read.
-        width: of a row of its site.
-        ids: the chosen features on the device; None for the most active ones.
-    """
-
-    sae: SAE
-    read_out: ReadOut
-    width: int
-    ids: torch.Tensor | None
+    sae: SAE  # on the device
+    read_out: ReadOut  # what to read
+    width: int  # of a row of its site
+    ids: torch.Tensor | None  # the chosen features on the device; None for the most active ones
 
     @property
     def group(self) -> object:

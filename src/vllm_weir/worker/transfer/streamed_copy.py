@@ -35,36 +35,22 @@ MIN_PACKED_COLUMNS = 4
 
 @dataclass(frozen=True)
 class SentStrip:
-    """A strip of a band: columns that are sent together.
+    """A strip of a band: columns that are sent together."""
 
-    Attributes:
-        rows: how many a token has.
-        runs: int64 [n, 5] of lane, arena row, arena rows from one token to the next, tokens,
-            rows.
-        single_tokens: int64 [n, 3] of lane, arena row, rows: tokens outside of runs.
-        packs: tokens that are sent compressed, with the place of the strip's first column among
-            theirs.
-    """
-
-    rows: int
-    runs: np.ndarray
-    single_tokens: np.ndarray
+    rows: int  # how many a token has
+    runs: np.ndarray  # int64 [n, 5] of lane, arena row, arena rows from one token to the next, tokens, rows
+    single_tokens: np.ndarray  # int64 [n, 3] of lane, arena row, rows: tokens outside of runs
+    # tokens that are sent compressed, with the place of the strip's first column among theirs
     packs: list[tuple[PackGroup, int]]
 
 
 @dataclass(eq=False)
 class ColumnBand:
-    """A piece of the ring with its strips.
+    """A piece of the ring with its strips."""
 
-    Attributes:
-        start: ring row of lane 0.
-        unwritten_taps: taps that have yet to write their rows.
-        strips: see `Band`.
-    """
-
-    start: int
-    unwritten_taps: set[int]
-    strips: list[SentStrip]
+    start: int  # ring row of lane 0
+    unwritten_taps: set[int]  # taps that have yet to write their rows
+    strips: list[SentStrip]  # see `Band`
 
 
 class StreamedCopy:

@@ -20,33 +20,25 @@ from vllm_weir.worker.discovery.trace import ModuleCall, value_at
 
 @dataclass
 class PartFindings:
-    """The points inside one part of a block.
-
-    Attributes:
-        shapes: hook point -> shape of a row of the whole model, unless it is (d_model,).
-        features: hook point -> which values of the whole row this worker holds, if its rows are not
-            as wide as the stream.
-        readers: hook point -> the tensors that must move by what is added there, and by nothing
-            else.
-        quantised: hook points whose values a module quantises.
-        located: those of q, k and v whose heads are known to keep their order, because attention or
-            a module before it is given them as they are.
-        exact: those that attention itself is given as they are.
-        source_of_z: the first head of what attention returned, if z is made of that by a gate or a
-            norm; None if z is what attention returned.
-        router_inside: path of the layer of experts that calls its router itself; "" if none.
-    """
+    """The points inside one part of a block."""
 
     anchors: dict[str, Anchor] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    # hook point -> shape of a row of the whole model, unless it is (d_model,)
     shapes: dict[str, RowShape] = field(default_factory=dict)
+    # hook point -> which values of the whole row this worker holds, if its rows are not as wide as the stream
     features: dict[str, Features] = field(default_factory=dict)
+    # hook point -> the tensors that must move by what is added there, and by nothing else
     readers: dict[str, tuple[Anchor, ...]] = field(default_factory=dict)
-    quantised: set[str] = field(default_factory=set)
+    quantised: set[str] = field(default_factory=set)  # hook points whose values a module quantises
+    # those of q, k and v whose heads are known to keep their order, because attention or a module before it is given
+    # them as they are
     located: set[str] = field(default_factory=set)
-    exact: set[str] = field(default_factory=set)
+    exact: set[str] = field(default_factory=set)  # those that attention itself is given as they are
+    # the first head of what attention returned, if z is made of that by a gate or a norm; None if z is what attention
+    # returned
     source_of_z: Anchor | None = None
-    router_inside: str = ""
+    router_inside: str = ""  # path of the layer of experts that calls its router itself; "" if none
 
     def refuse(self, hooks: Iterable[str], why: str) -> None:
         """Refuse hook points; the first reason that is given stays."""

@@ -16,15 +16,10 @@ from vllm_weir.schema.rows import Shard
 
 @dataclass(frozen=True)
 class Features:
-    """Values that a linear module takes or returns for a token: how many there are, and which are here.
+    """Values that a linear module takes or returns for a token: how many there are, and which are here."""
 
-    Attributes:
-        whole: how many the whole model has.
-        shard: which of them this worker's module takes or returns.
-    """
-
-    whole: int
-    shard: Shard
+    whole: int  # how many the whole model has
+    shard: Shard  # which of them this worker's module takes or returns
 
     @classmethod
     def unsplit(cls, width: int) -> Features:
@@ -43,51 +38,31 @@ class Features:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear module.
+    """A linear module."""
 
-    Attributes:
-        inputs: of its input.
-        outputs: of the matrices that it merges, in the order in which their results lie in a row.
-        quantises_input: whether vLLM may fuse the quantisation of its input with what comes before.
-    """
-
-    inputs: Features
-    outputs: tuple[Features, ...]
-    quantises_input: bool = False
+    inputs: Features  # of its input
+    outputs: tuple[Features, ...]  # of the matrices that it merges, in the order in which their results lie in a row
+    quantises_input: bool = False  # whether vLLM may fuse the quantisation of its input with what comes before
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """A softmax attention layer, called with queries, keys and values.
+    """A softmax attention layer, called with queries, keys and values."""
 
-    Attributes:
-        heads: query heads of this worker.
-        kv_heads: its key-value heads.
-        head_size: of queries and keys.
-        value_size: of a head of the result.
-        latent: whether it takes latent vectors in place of keys and values (MLA).
-    """
-
-    heads: int
-    kv_heads: int
-    head_size: int
-    value_size: int
-    latent: bool = False
+    heads: int  # query heads of this worker
+    kv_heads: int  # its key-value heads
+    head_size: int  # of queries and keys
+    value_size: int  # of a head of the result
+    latent: bool = False  # whether it takes latent vectors in place of keys and values (MLA)
 
 
 @dataclass(frozen=True)
 class PartModules:
-    """Recognises the modules inside attention and MLP.
+    """Recognises the modules inside attention and MLP."""
 
-    Attributes:
-        attention: the shape of a softmax attention layer; None for any other module.
-        linear: the shape of a linear module; None for any other module.
-        experts: the number of experts of a layer that runs them in one kernel; None for any other
-            module.
-        ranks: workers among which rows are divided.
-    """
-
+    # the shape of a softmax attention layer; None for any other module
     attention: Callable[[torch.nn.Module], AttentionShape | None]
-    linear: Callable[[torch.nn.Module], LinearShape | None]
+    linear: Callable[[torch.nn.Module], LinearShape | None]  # the shape of a linear module; None for any other module
+    # the number of experts of a layer that runs them in one kernel; None for any other module
     experts: Callable[[torch.nn.Module], int | None]
-    ranks: int = 1
+    ranks: int = 1  # workers among which rows are divided

@@ -33,32 +33,25 @@ from vllm_weir.worker.discovery.trace import ModuleCall
 
 @dataclass
 class BlockRecord:
-    """The calls of one block in one pass.
-
-    Attributes:
-        calls: of the block (first) and of everything in it, by start. Their tensors are float32 on
-            the CPU, [tokens, values]; shapes and pointers are those of the live tensors.
-        computed: path of a layer of experts -> what it computed before noise replaced it.
-    """
+    """The calls of one block in one pass."""
 
     block: int
     tokens: int = 0
+    # of the block (first) and of everything in it, by start. Their tensors are float32 on the CPU, [tokens, values];
+    # shapes and pointers are those of the live tensors.
     calls: list[ModuleCall] = field(default_factory=list)
+    # path of a layer of experts -> what it computed before noise replaced it
     computed: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """A module whose calls are recorded.
-
-    Attributes:
-        replaced: whether what it returns is replaced by noise.
-    """
+    """A module whose calls are recorded."""
 
     block: int
     path: str
     local_path: str
-    replaced: bool
+    replaced: bool  # whether what it returns is replaced by noise
     names: list[str]
 
 
