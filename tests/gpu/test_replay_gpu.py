@@ -11,7 +11,8 @@ import pytest
 import vllm_weir as weir
 from tests.conformance.oracle import Oracle
 from tests.engine.common import prompts, sampling
-from tests.gpu.test_routing_gpu import GENERATED, LENGTHS, engine
+from tests.gpu import test_routing_gpu
+from tests.gpu.test_routing_gpu import GENERATED, LENGTHS
 from tests.support.engines import close_all
 from tests.support.forced import forced, random_experts
 from tests.support.models import make_model
@@ -34,6 +35,11 @@ def products():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model("mixtral", "a", tmp_path_factory.mktemp("replayed"))
+
+
+def engine(model, dtype="bfloat16", **more):
+    """On runner V2, whatever vLLM takes for the model: V1 has one set of graphs, in which nothing is replayed."""
+    return test_routing_gpu.engine(model, dtype, env={"VLLM_USE_V2_MODEL_RUNNER": "1"}, **more)
 
 
 def plain():
@@ -104,7 +110,7 @@ def test_neighbours_are_routed_as_without_it(model):
             assert np.abs(scores(before) - scores(after)).max() < NEAR
 
 
-def test_cost(model, capsys):
+def test_cost(model, capfd):  # engines start here, which write to the file of stdout
     """Prints seconds of a crowd without routing, with it recorded, and replayed; the arrays have to be there."""
     crowd, seconds = prompts([32] * 64), {}
     given = [random_experts((159, 3, 2), EXPERTS, k) for k in range(64)]
@@ -125,5 +131,5 @@ def test_cost(model, capsys):
             assert all(np.array_equal(a, b) for a, b in zip(found, given, strict=True))
         del outs, found
         close_all()
-    with capsys.disabled():
+    with capfd.disabled():
         print({name: round(taken, 3) for name, taken in seconds.items()})

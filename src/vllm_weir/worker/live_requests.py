@@ -163,7 +163,7 @@ class LiveRequests:
         if engine_request.replay is not None and self._parts.switch.pinned:
             raise WeirError(
                 "this engine runs every step from one set of CUDA graphs, in which routers choose themselves; start it "
-                "with enforce_eager",
+                "with the environment's VLLM_USE_V2_MODEL_RUNNER=1, or with enforce_eager",
                 "routing",
             )
         self._parts.replays.hold(request_id, engine_request.replay)
