@@ -85,6 +85,12 @@ def test_layers_are_those_of_the_model(tmp_path: Path) -> None:
             start([blocks])
         asyncio.run(load_given(server, {}))
         assert server.by_default is None
+        asyncio.run(load_given(server, {DEFAULT_CAPTURE: json.dumps({"layers": "mtp", "folder": ""})}))
+        (params, _) = server.by_default.request(body()).deposit(view())
+        path = Path(params["kv_transfer_params"]["hidden_states_path"])
+        assert path.is_file() and path.parent == server.directory.path / "hidden_states"
+        server.by_default = None
+        assert server.by_default is None
 
 
 def test_plain_requests(tmp_path: Path) -> None:
