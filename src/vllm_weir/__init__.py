@@ -51,9 +51,10 @@ if TYPE_CHECKING:
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
     from vllm_weir.compat.probe_hook import LLM, AsyncLLM
     from vllm_weir.compat.rhizonymph.tiers import from_tiers
-    from vllm_weir.compat.vllm_lens.attention import attention_patterns, compute_attention_weights
     from vllm_weir.compat.vllm_lens.request import SteeringVector
     from vllm_weir.compat.vllm_lens.tensors import (
+        attention_patterns,
+        compute_attention_weights,
         decode_activations,
         deserialize_tensor,
         serialize_activations,

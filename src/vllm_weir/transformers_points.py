@@ -16,10 +16,9 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.worker.discovery.anchors import Anchor, pick
-from vllm_weir.worker.discovery.block_stack import find_tree
-from vllm_weir.worker.discovery.descriptions import description_of
+from vllm_weir.worker.discovery.block_stack import description_of, find_tree
 from vllm_weir.worker.discovery.module_tree import ModuleTree
-from vllm_weir.worker.discovery.parts.modules import AttentionShape, Features, LinearShape, PartModules
+from vllm_weir.worker.discovery.parts.recorder import AttentionShape, Features, LinearShape, PartModules
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.sites import map_sites
 

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from vllm_weir.schema.hooks import STREAM_HOOKS, Site
-from vllm_weir.worker.discovery.block_stack import find_tree
-from vllm_weir.worker.discovery.descriptions import ModelDescription
+from vllm_weir.worker.discovery.block_stack import ModelDescription, find_tree
 from vllm_weir.worker.discovery.sites import map_sites
 
 D, TOKENS, LAYERS = 16, 6, 3

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.unit.blocks import LAYERS, Block, D, Model, PostNorm, Sequential, WithParts, mapped
-from vllm_weir.worker.discovery.parts.modules import AttentionShape, Features, LinearShape, PartModules
+from vllm_weir.worker.discovery.parts.recorder import AttentionShape, Features, LinearShape, PartModules
 
 HEADS, KV_HEADS, SIZE, EXPERTS = 4, 2, 8, 5
 Q, KV, MLP = HEADS * SIZE, KV_HEADS * SIZE, 3 * D

@@ -24,12 +24,11 @@ from vllm_weir.errors import MissingFile, WeirError, brief
 from vllm_weir.results.activations import Activations
 from vllm_weir.schema.fields import plain
 from vllm_weir.schema.hooks import Site, normalise_hook
+from vllm_weir.storage.atomic_file import split_url
 from vllm_weir.storage.dataset import ActivationDataset
 from vllm_weir.storage.index import Index, short_names
-from vllm_weir.storage.layouts.npz import folder_of, home_of, unpack_own
-from vllm_weir.storage.layouts.npz_arrays import CODES, read_npz, to_arrays
+from vllm_weir.storage.layouts.npz import CODES, folder_of, home_of, read_npz, to_arrays, unpack_own
 from vllm_weir.storage.loading import load
-from vllm_weir.storage.local_files import split_url
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import ArrayBlock, RecordBlock
 

@@ -12,7 +12,7 @@ import torch
 from vllm_weir.codec import decode, project
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.compression import METHODS, Compression
-from vllm_weir.storage.layouts.npz_arrays import to_records
+from vllm_weir.storage.layouts.npz import to_records
 
 DENSE, SPARSE = ("rp8", "full8"), "topk8"
 """Modes of Vllm_mi_patch: those that store values in ``q``, and the one that stores them in

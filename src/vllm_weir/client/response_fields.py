@@ -21,7 +21,7 @@ from vllm_weir.results.activations import Activations
 from vllm_weir.results.read_outs import FeatureValues, Lenses, LensReadings, LensTokens, nested
 from vllm_weir.results.receipt import InterventionReceipt, Receipt
 from vllm_weir.results.scores import HookValues, Scores
-from vllm_weir.results.stacked import Stacked
+from vllm_weir.results.site_slices import Stacked
 from vllm_weir.schema.hooks import Site, parse_site
 from vllm_weir.schema.keys import PROJECTED_KEYS
 

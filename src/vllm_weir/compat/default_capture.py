@@ -22,8 +22,8 @@ from vllm_weir.server.limits import DEFAULT_CAPTURE as VARIABLE
 from vllm_weir.server.request import WeirRequest
 from vllm_weir.server.state import ServerState
 from vllm_weir.storage.batch import Batch, pack
-from vllm_weir.storage.layouts.buffered import join_sites
-from vllm_weir.storage.layouts.speculators import file_of, publish_states
+from vllm_weir.storage.layouts.per_request import file_of, publish_states
+from vllm_weir.storage.layouts.site_tensors import join_sites
 from vllm_weir.storage.object_store import ObjectStore
 
 OPTION, FOLDER_OPTION = "--weir-default-capture", "--weir-default-capture-dir"

@@ -18,9 +18,9 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
+from vllm_weir.storage.atomic_file import store_errors
 from vllm_weir.storage.index import Index, IndexBuilder, short_names
 from vllm_weir.storage.layouts.per_request import plain_header
-from vllm_weir.storage.local_files import store_errors
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import FileBlock
 from vllm_weir.storage.safetensors_io import read_container

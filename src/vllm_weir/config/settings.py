@@ -63,7 +63,7 @@ class Settings(BaseModel):
         refused: what happens if the model lacks a hook point named under `hooks`, or its verification failed: requests
             for it fail (``"request"``), or the engine does not start (``"start"``).
         describe: where the hook points are in a model whose structure does not show it, see
-            `vllm_weir.worker.discovery.descriptions`.
+            `vllm_weir.worker.discovery.block_stack`.
         sinks: name -> ``{consumer: options}``: where captures may send their rows, and with ``"capture"`` what a sink
             gets of every request; see docs/guides/sinks.md.
         functions: how a function of `weir.Hook` reaches the workers: ``"named"``, by its module or as its source, or

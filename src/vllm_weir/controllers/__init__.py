@@ -16,7 +16,7 @@ from vllm_weir.controllers.async_controller import Actions, AsyncController
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.sinks import SinkDefinition
 from vllm_weir.util.plugins import PluginGroup
-from vllm_weir.worker.scoring.sync_controller import ScoredStep, SyncController, WorkerInfo
+from vllm_weir.worker.scoring.step_controllers import ScoredStep, SyncController, WorkerInfo
 
 __all__ = [
     "GROUP",

@@ -14,9 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.feature_writer import FeatureBatch
-from vllm_weir.extraction.run_spec import RunSpec
+from vllm_weir.extraction.run_spec import FeatureSpec, RunSpec
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compression import Compression, header_bytes
 from vllm_weir.schema.hooks import Site

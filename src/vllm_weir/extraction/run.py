@@ -14,10 +14,10 @@ from typing import Any, Literal
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.experiments.adapter import Adapter
 from vllm_weir.extraction.engine import ExtractionEngine, VllmEngine
-from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.plan import ExtractionPlan, FeatureTarget, OutputTarget, Ray
 from vllm_weir.extraction.run_spec import (
     CAPTURED,
+    FeatureSpec,
     RecordCounts,
     RunSpec,
     check_run,
@@ -32,7 +32,7 @@ from vllm_weir.schema.fields import right_words
 from vllm_weir.schema.hooks import MODEL_HOOKS, HookPoint, Site, normalise_hook
 from vllm_weir.schema.model_facts import ModelConfig
 from vllm_weir.storage.layouts.base import MARKER
-from vllm_weir.storage.layouts.speculators import LAYOUT as SPECULATORS
+from vllm_weir.storage.layouts.per_request import LAYOUT as SPECULATORS
 from vllm_weir.util.shipped import model_path
 
 ON_ERROR = ("fail", "skip")
@@ -188,7 +188,7 @@ def extract(
             skipped = plan.known_skipped(total)
             add_step(RecordCounts(held=total - len(skipped), skipped=skipped))
         elif ray is not None:
-            from vllm_weir.extraction.ray_backend import run
+            from vllm_weir.extraction.plan import run
 
             run(plan, ray, remaining, total, add_step, stop)
         else:

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.readers import READERS, InputFile, Lines, Tables, kind_of
-from vllm_weir.storage.local_files import split_url, store_errors
+from vllm_weir.storage.atomic_file import split_url, store_errors
 from vllm_weir.storage.object_store import ObjectStore
 
 BLOCK = 4 << 20

@@ -17,7 +17,7 @@ from vllm_weir.schema.gates import PREFIX, parse_controllers
 from vllm_weir.schema.probes import parse_probes
 from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.sinks import SinkDefinition
-from vllm_weir.worker.scoring.sync_controller import SyncController
+from vllm_weir.worker.scoring.step_controllers import SyncController
 
 
 def check_controllers(definitions: Mapping[str, SinkDefinition]) -> None:

@@ -31,7 +31,7 @@ from vllm_weir.compat.vllm_lens.request import is_binary, lens_capture, lens_int
 from vllm_weir.compat.vllm_lens.tensors import decode_activations
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.stacked import STREAM
+from vllm_weir.results.site_slices import STREAM
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.fields import loads
 from vllm_weir.schema.keys import (

@@ -19,8 +19,7 @@ from vllm_weir import codec
 from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
 from vllm_weir.results.safetensors_header import CODES, build_header
-from vllm_weir.results.site_slices import SiteSlices, without_base
-from vllm_weir.results.stacked import KEYS, NOT_STACKED, QUERIES, STREAM, Stacked
+from vllm_weir.results.site_slices import KEYS, NOT_STACKED, QUERIES, STREAM, SiteSlices, Stacked, without_base
 from vllm_weir.schema.hooks import Site, parse_site
 from vllm_weir.util import notebook
 from vllm_weir.util.atomic_write import atomic_write

@@ -1,12 +1,16 @@
-"""Rows of several sites that lie together in memory."""
+"""Rows of a site by position, stacked over sequences, and collected."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.rows import RowShard
 
@@ -72,3 +76,74 @@ class SiteSlices(Mapping):
 
     def __len__(self) -> int:
         return len(self._sites)
+
+
+STREAM, QUERIES, KEYS, LAYERS, FACTS = "residual_stream", "attn_q", "attn_k", "qk_layers", "qk_meta"
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Which blocks come as one tensor beside the rows of each site."""
+
+    stream: tuple[int, ...] = ()  # blocks of `resid_post`, ascending: ``residual_stream``
+    queries: tuple[int, ...] = ()  # blocks of `q_rot`, ascending: ``attn_q`` and ``qk_layers``
+    keys: tuple[int, ...] = ()  # for each of `queries`, the block of `k_rot` whose keys it attends to: ``attn_k``
+    # for each of `queries`, how its attention is computed, JSON data: ``qk_meta``
+    facts: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What there is."""
+        return (*self.tensors(), *self.values())
+
+    def tensors(self) -> dict[str, list[Site]]:
+        """Return the sites of each tensor, in the order of its first dimension."""
+        found = {STREAM: [Site("resid_post", layer) for layer in self.stream]}
+        found[QUERIES] = [Site("q_rot", layer) for layer in self.queries]
+        found[KEYS] = [Site("k_rot", layer) for layer in self.keys]
+        return {name: sites for name, sites in found.items() if sites}
+
+    def values(self) -> dict[str, list[Any]]:
+        """Return what is no tensor, JSON data."""
+        return {LAYERS: list(self.queries), FACTS: [dict(one) for one in self.facts]} if self.queries else {}
+
+    def to_metadata(self) -> dict[str, str]:
+        """Return entries of a safetensors header."""
+        qk = {"qk": json.dumps([self.queries, self.keys, self.facts])} if self.queries else {}
+        return {"lens": json.dumps(self.stream), **qk}
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, str]) -> Stacked:
+        """Return what `to_metadata` has written; raise ValueError, KeyError or TypeError if it is something else."""
+        queries, keys, facts = json.loads(metadata.get("qk", "[[], [], []]"))
+        return cls(tuple(json.loads(metadata["lens"])), tuple(queries), tuple(keys), tuple(facts))
+
+
+NOT_STACKED = Stacked()
+
+
+class RowCollection:
+    """One row of each prompt at each of several sites, all of one width, in host memory."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self.sites = tuple(sites)
+        self.failures: dict[str, str] = {}
+        """Name of a prompt -> why it has no rows; "" stands for all."""
+        self._rows: dict[str, torch.Tensor] = {}
+
+    def put(self, name: str, rows: torch.Tensor) -> None:
+        """Keep a prompt's rows, [sites, d]; they replace earlier ones."""
+        self._rows[name] = rows
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rows.nbytes for rows in self._rows.values())
+
+    def at(self, site: Site, names: Sequence[str]) -> torch.Tensor:
+        """Return the rows [prompts, d] at a site, in the order of the names; raise WeirError if a prompt has none."""
+        for i, name in enumerate(names):
+            if name not in self._rows:
+                why = self.failures.get(name) or self.failures.get("") or "its rows did not arrive"
+                raise WeirError(f"prompt {i} of both lists together cannot be read: {why}", "positive")
+        index = self.sites.index(site)
+        return torch.stack([self._rows[name][index] for name in names])

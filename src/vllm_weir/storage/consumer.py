@@ -10,7 +10,7 @@ from vllm_weir.consumers.base import Consumer, EngineInfo, Finished, Rows
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.capture import ROW_NOTES_KEY
 from vllm_weir.storage.batch import Batch
-from vllm_weir.storage.layouts.buffered import safe_name
+from vllm_weir.storage.layouts.site_tensors import safe_name
 from vllm_weir.storage.loading import open_writer
 
 FILE_PER_SEQUENCE = ("per_request", "npz")

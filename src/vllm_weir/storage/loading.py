@@ -10,13 +10,13 @@ from os import PathLike
 from typing import Any
 
 from vllm_weir.errors import MissingFile, WeirError, brief
+from vllm_weir.storage.atomic_file import split_url
 from vllm_weir.storage.dataset import ActivationDataset
 from vllm_weir.storage.index import Index
 from vllm_weir.storage.layouts.base import MARKER, Writer, read_marker
 from vllm_weir.storage.layouts.npz import FILE, FOLDER, read_npz_layout
 from vllm_weir.storage.layouts.packed import is_pack, read_packed
 from vllm_weir.storage.layouts.per_request import read_per_request
-from vllm_weir.storage.local_files import split_url
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.safetensors_io import read_container
 

@@ -16,8 +16,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from vllm_weir.errors import StoreError, WeirError
-from vllm_weir.storage.atomic_file import AtomicFile, remove_stale_files, remove_stale_uploads
-from vllm_weir.storage.local_files import LocalFiles, checked_url, local_path, store_errors
+from vllm_weir.storage.atomic_file import (
+    AtomicFile,
+    LocalFiles,
+    checked_url,
+    local_path,
+    remove_stale_files,
+    remove_stale_uploads,
+    store_errors,
+)
 
 BUCKET_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oci", "oss", "r2"}
 """Protocols without folders: making a folder there could create a bucket."""

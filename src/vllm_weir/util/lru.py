@@ -1,9 +1,9 @@
-"""A cache bounded in bytes, for any number of threads."""
+"""Caches: of the values used last, and by the identity of a key."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 from cachetools import LRUCache
@@ -52,3 +52,32 @@ class LruCache(Generic[Value]):
 
 def _size_of(entry: tuple[Any, int]) -> int:
     return entry[1]
+
+
+Source = TypeVar("Source")
+Derived = TypeVar("Derived")
+MAX_ENTRIES = 1024
+
+
+class IdentityCache(Generic[Source, Derived]):
+    """What `derive` returns for an object that never changes, remembered for up to `MAX_ENTRIES` objects.
+
+    Not an LRU cache: it is asked for every scheduled request in every step, so a look-up is one dict access by `id`,
+    without hashing the object, and a full cache starts afresh.
+    """
+
+    def __init__(self, derive: Callable[[Source], Derived]) -> None:
+        self._derive = derive
+        self._entries: dict[int, tuple[Source, Derived]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, source: Source) -> Derived:
+        entry = self._entries.get(id(source))
+        if entry is None:
+            if len(self._entries) >= MAX_ENTRIES:
+                self._entries.clear()
+            # The source is kept alive, so that no other object can get its id.
+            entry = self._entries[id(source)] = (source, self._derive(source))
+        return entry[1]

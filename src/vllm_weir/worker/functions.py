@@ -18,8 +18,7 @@ from vllm_weir.schema.instructions import IN_GRAPHS
 from vllm_weir.schema.user_hooks import Call
 from vllm_weir.util.h2d import upload
 from vllm_weir.util.lru import LruCache
-from vllm_weir.worker.hook_results import HookResults, Part
-from vllm_weir.worker.own_function import OwnFunction
+from vllm_weir.worker.own_function import HookResults, OwnFunction, Part
 from vllm_weir.worker.parameters import Parameters, WholeWeight
 from vllm_weir.worker.row_functions import MOST_COPIED, Given, RowFunction, stacked
 from vllm_weir.worker.steering.programs import ProgramTable

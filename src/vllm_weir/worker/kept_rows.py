@@ -16,7 +16,7 @@ import torch
 
 from vllm_weir import messages
 from vllm_weir.errors import WeirError
-from vllm_weir.results.row_collection import RowCollection
+from vllm_weir.results.site_slices import RowCollection
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.rows import RowShape, row_width
 from vllm_weir.schema.taps import column_of

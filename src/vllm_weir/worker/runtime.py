@@ -22,20 +22,18 @@ from vllm_weir.worker.functions import WorkerFunctions
 from vllm_weir.worker.kept_rows import KeptRows
 from vllm_weir.worker.lenses import Lenses, Unembedding
 from vllm_weir.worker.live_requests import LiveRequests
-from vllm_weir.worker.model_info import ModelInfo
+from vllm_weir.worker.model_info import ModelInfo, worker_report
 from vllm_weir.worker.parameters import Parameters
-from vllm_weir.worker.parts import Parts
+from vllm_weir.worker.parts import Parts, RequestFailures
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_layout import RowLayout
 from vllm_weir.worker.planning.row_sequences import RowSequences
-from vllm_weir.worker.report import worker_report
-from vllm_weir.worker.request_failures import RequestFailures
 from vllm_weir.worker.saes import WorkerSAEs
 from vllm_weir.worker.scoring.probe_table import ProbeTable
 from vllm_weir.worker.scoring.scorer import Scorer
-from vllm_weir.worker.scoring.sync_controller import SyncController, WorkerInfo
+from vllm_weir.worker.scoring.step_controllers import SyncController, WorkerInfo
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.steering.vector_fetch import VectorFetcher
 from vllm_weir.worker.steps import Steps

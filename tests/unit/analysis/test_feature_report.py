@@ -19,10 +19,9 @@ from tests.support import machine
 from tests.support.extracting import FakeFeatureEngine, fake_features, run_fake, texts, write_jsonl
 from tests.unit.refusals import refused
 from vllm_weir.analysis import sae_report
-from vllm_weir.analysis.feature_report.logit_effects import CheckpointUnembedding
 from vllm_weir.analysis.feature_report.page import ContextToken, FeatureContext, FeatureReport, SAEReport, render
 from vllm_weir.analysis.feature_report.report import _effects
-from vllm_weir.analysis.feature_report.statistics import BINS, FeatureTotals
+from vllm_weir.analysis.feature_report.statistics import BINS, CheckpointUnembedding, FeatureTotals
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
 from vllm_weir.sae.autoencoder import SAE
@@ -195,7 +194,7 @@ def test_everything_is_escaped() -> None:
     info = FeatureInfo(NASTY, ("resid_post", 3), 2, {"architecture": NASTY}, "", NASTY, 32, None)  # type: ignore[arg-type]
     totals = FeatureTotals(4, 0, np.array([1, 0]), np.array([2.0, 0.0], np.float32), np.array([2.0, 0.0]))
     context = FeatureContext(0, 2.0, (ContextToken(NASTY, 5, 0, 2.0), ContextToken("\n", 6, 1, 0.0)), (True, False))
-    from vllm_weir.analysis.feature_report.logit_effects import LogitEffects
+    from vllm_weir.analysis.feature_report.statistics import LogitEffects
 
     one = FeatureReport(
         0, 0.25, 1, 2.0, 2.0, np.ones(BINS, np.int64), (context,), LogitEffects(((1, 1.0),), ((2, -1.0),))

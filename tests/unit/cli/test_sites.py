@@ -14,7 +14,7 @@ from vllm_weir import WeirError
 from vllm_weir.cli import sites
 from vllm_weir.cli.main import app
 from vllm_weir.schema.model_facts import SiteVerdict
-from vllm_weir.worker.discovery.descriptions import description_of
+from vllm_weir.worker.discovery.block_stack import description_of
 
 VERDICTS = [SiteVerdict("resid_post", layer, True, "", (64,)) for layer in (0, 1, 2, 5)]
 VERDICTS += [SiteVerdict("resid_mid", layer, False, "attention and MLP run in parallel") for layer in range(6)]

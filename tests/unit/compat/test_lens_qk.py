@@ -20,7 +20,7 @@ from vllm_weir.frontend.admission.postprocesses import stack
 from vllm_weir.frontend.derived.formulas import attention_pattern
 from vllm_weir.frontend.derived.sources import derived_verdicts
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.stacked import Stacked
+from vllm_weir.results.site_slices import Stacked
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.model_facts import AttentionFacts, ModelFacts
 from vllm_weir.server.limits import ServerLimits

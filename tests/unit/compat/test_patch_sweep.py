@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tests.unit.refusals import refused
 from vllm_weir.compat.rhizonymph import sweep as patch_sweep
-from vllm_weir.compat.rhizonymph.sweep_body import PatchSweep, align, positions_of
+from vllm_weir.compat.rhizonymph.steering_schemas import PatchSweep, align, positions_of
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)
 

@@ -18,10 +18,9 @@ from tests.unit.extraction.test_run import never
 from tests.unit.refusals import refused
 from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.feature_spec import FeatureSpec
 from vllm_weir.extraction.feature_writer import FeatureBatch, FeatureWriter
 from vllm_weir.extraction.run import extract
-from vllm_weir.extraction.run_spec import request_id
+from vllm_weir.extraction.run_spec import FeatureSpec, request_id
 from vllm_weir.extraction.source import open_source
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.storage import load

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
-from vllm_weir.patches.model.routing import find_routers
+from vllm_weir.patches.model.discovery import find_routers
 from vllm_weir.schema.routing import RoutedBlocks
 
 

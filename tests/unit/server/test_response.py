@@ -24,7 +24,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.pacing import Pacing
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.scores import Scores
-from vllm_weir.results.stacked import Stacked
+from vllm_weir.results.site_slices import Stacked
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server import response as module
 from vllm_weir.server.limits import ServerLimits

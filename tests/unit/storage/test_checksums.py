@@ -26,7 +26,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import MULTIPLIER, checksums
 from vllm_weir.results.safetensors_header import build_header
 from vllm_weir.storage import ActivationDataset, Batch, convert, inspect, load, open_writer
-from vllm_weir.storage.layouts import open_shard
+from vllm_weir.storage.layouts import sharded
 from vllm_weir.storage.layouts.manifest import SCHEMA, from_parquet, to_parquet
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.safetensors_io import read_container
@@ -137,7 +137,7 @@ def without_checksums(path: Path, layout: str) -> None:
             if not name.endswith(".checksums"):
                 shape = [len(data)] if name == "manifest" else list(t.shape)
                 tensors[name] = ((t.dtype, shape, len(data)), data)
-        room = open_shard.HEADER_SPACE if layout == "sharded" else 0
+        room = sharded.HEADER_SPACE if layout == "sharded" else 0
         for crc in ("lists", "manifest"):
             container.metadata.pop(crc, None)
         header = build_header({name: place for name, (place, _) in tensors.items()}, container.metadata, room)
@@ -203,7 +203,7 @@ def test_rows_that_are_given_up_or_tried_again_leave_the_others_their_checksums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small batches and large ones, with requests abandoned between them and a write that is interrupted."""
-    monkeypatch.setattr(open_shard, "GATHER_BYTES", 2000)
+    monkeypatch.setattr(sharded, "GATHER_BYTES", 2000)
     writer = open_writer(tmp_path, "sharded")
     large = rows_of("x", *SITE, 40)
     for name in NAMES:
@@ -214,7 +214,7 @@ def test_rows_that_are_given_up_or_tried_again_leave_the_others_their_checksums(
         writer.finish_request(name, {"prompt_tokens": 5, "text": name})
     for error in (KeyboardInterrupt, MemoryError):
         with monkeypatch.context() as patch, pytest.raises(error):
-            patch.setattr(open_shard, "checksums", lambda _, error=error: (_ for _ in ()).throw(error))
+            patch.setattr(sharded, "checksums", lambda _, error=error: (_ for _ in ()).throw(error))
             writer.write(Batch("x", *SITE, np.arange(40), np.arange(40), large))
     writer.write(Batch("x", *SITE, np.arange(40), np.arange(40), large))
     writer.finish_request("x")

@@ -22,7 +22,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.results.safetensors_header import build_header
 from vllm_weir.storage import LAYOUTS, load, open_writer
 from vllm_weir.storage.layouts.manifest import MANIFEST, SCHEMA, to_parquet
-from vllm_weir.storage.layouts.open_shard import HEADER_SPACE
+from vllm_weir.storage.layouts.sharded import HEADER_SPACE
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.safetensors_io import read_container
 from vllm_weir.storage.verify import verify

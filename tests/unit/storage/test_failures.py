@@ -25,7 +25,7 @@ from vllm_weir.extraction import run_spec, source
 from vllm_weir.schema.compression import Compression
 from vllm_weir.storage import LAYOUTS, Batch, load, open_writer
 from vllm_weir.storage.layouts.base import read_marker
-from vllm_weir.storage.layouts.buffered import safe_name
+from vllm_weir.storage.layouts.site_tensors import safe_name
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.verify import verify
 
@@ -450,7 +450,7 @@ def test_requests_that_are_dropped_anywhere_on_a_disk_full_at_times(
     for seed in range(min(12, settings().max_examples // 4)):
         rng, path, kept = random.Random(seed), tmp_path / str(seed), []
         limit = rng.choice([50, 700, 1500, 5000, 4 << 20])
-        monkeypatch.setattr("vllm_weir.storage.layouts.open_shard.GATHER_BYTES", limit)
+        monkeypatch.setattr("vllm_weir.storage.layouts.sharded.GATHER_BYTES", limit)
         writer = open_writer(path, layout, **{"sharded": {"shard_bytes": 30_000}, "packed": {}}[layout])
         for k in range(40):
             odds["full"] = rng.choice([0, 0, 0.3])

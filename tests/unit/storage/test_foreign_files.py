@@ -17,7 +17,7 @@ from tests.unit.stored import SITES, check, length_of, make, write
 from vllm_weir import analysis
 from vllm_weir.errors import StoreError, WeirError
 from vllm_weir.storage import Batch, inspect, load, open_writer
-from vllm_weir.storage.local_files import LocalFiles, local_path
+from vllm_weir.storage.atomic_file import LocalFiles, local_path
 from vllm_weir.storage.object_store import ObjectStore
 
 ROOT = Path(__file__).parents[3]

@@ -18,7 +18,7 @@ from vllm_weir.consumers.filesystem import Filesystem
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage import LAYOUTS, atomic_file, load, object_store, open_writer
-from vllm_weir.storage.layouts import manifest, open_shard
+from vllm_weir.storage.layouts import manifest, sharded
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -157,7 +157,7 @@ def test_a_write_that_failed_behind_the_writer_s_back_is_made_good(
     first: int, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small batches are written by a thread while more of them come; the disk is full for some of its calls."""
-    monkeypatch.setattr(open_shard, "GATHER_BYTES", 700)
+    monkeypatch.setattr(sharded, "GATHER_BYTES", 700)
     real, made, failed = os.pwrite, itertools.count(), []
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
@@ -186,7 +186,7 @@ def test_a_write_that_failed_behind_the_writer_s_back_is_made_good(
 
 
 def test_an_interrupted_wait_for_a_write_is_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_shard, "GATHER_BYTES", 700)
+    monkeypatch.setattr(sharded, "GATHER_BYTES", 700)
     begun, go, real = threading.Event(), threading.Event(), os.pwrite
 
     def slow(fd: int, data: memoryview, offset: int) -> int:
@@ -201,7 +201,7 @@ def test_an_interrupted_wait_for_a_write_is_waited_for_again(tmp_path: Path, mon
     monkeypatch.setattr(os, "pwrite", slow)
     writer = open_writer(tmp_path, "sharded")
     with monkeypatch.context() as patch:
-        patch.setattr(open_shard, "wait", interrupt)
+        patch.setattr(sharded, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             write(writer, "a")
     assert begun.wait(60)

@@ -26,7 +26,7 @@ from vllm_weir.results.activations import Activations
 from vllm_weir.schema.compression import METHODS, Compression
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage import LAYOUTS, Batch, convert, inspect, load, open_writer
-from vllm_weir.storage.local_files import LocalFiles
+from vllm_weir.storage.atomic_file import LocalFiles
 from vllm_weir.storage.verify import verify
 
 NAMES = ["a", "b/../c", "ü" * 40, "req-3", "0"]

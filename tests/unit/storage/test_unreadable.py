@@ -19,7 +19,7 @@ from tests.unit.stored import make, read_all
 from vllm_weir import analysis
 from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.storage import LAYOUTS, load
-from vllm_weir.storage.local_files import LocalFiles
+from vllm_weir.storage.atomic_file import LocalFiles
 from vllm_weir.storage.verify import verify
 
 

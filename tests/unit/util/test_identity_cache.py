@@ -19,8 +19,8 @@ from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec, SiteRequest
 from vllm_weir.schema.selectors import Selectors
 from vllm_weir.schema.taps import num_taps
-from vllm_weir.util import identity_cache
-from vllm_weir.util.identity_cache import IdentityCache
+from vllm_weir.util import lru
+from vllm_weir.util.lru import IdentityCache
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import NO_PROBES
 from vllm_weir.worker.planning.row_sequences import RowSequences
@@ -40,7 +40,7 @@ def test_it_is_made_once_for_each_thing():
 
 def test_a_thing_that_has_gone_leaves_its_place_to_nobody(monkeypatch):
     """Ids are used again; with few places, everything is forgotten now and then."""
-    monkeypatch.setattr(identity_cache, "MAX_ENTRIES", 8)
+    monkeypatch.setattr(lru, "MAX_ENTRIES", 8)
     firsts = IdentityCache(lambda thing: thing[0])
     for k in range(1000):
         assert firsts[[k]] == k

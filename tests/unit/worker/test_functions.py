@@ -12,7 +12,7 @@ from tests.unit.refusals import refused
 from vllm_weir.frontend.receive.score_table import ToldValues
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.functions import WorkerFunctions
-from vllm_weir.worker.hook_results import Part
+from vllm_weir.worker.own_function import Part
 from vllm_weir.worker.row_functions import _OnDevice
 from vllm_weir.worker.tap.mapped import MappedTaps
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.refusals import refused
-from vllm_weir.worker import weights
-from vllm_weir.worker.weights import fingerprint
+from vllm_weir.worker import parameters
+from vllm_weir.worker.parameters import fingerprint
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.bool)
 
@@ -35,7 +35,7 @@ def test_a_change_of_one_bit_is_another(dtype, shape, data):
 @pytest.mark.parametrize("count", [9, 3 * 64 + 5])
 def test_other_places_are_another(count, monkeypatch):
     """Also where words change places between the parts that are summed, or their signs with each other."""
-    monkeypatch.setattr(weights, "CPU_WORDS", 64)
+    monkeypatch.setattr(parameters, "CPU_WORDS", 64)
     value = torch.randn(count, generator=torch.Generator().manual_seed(1))
     swapped, negated = value.clone(), value.clone()
     swapped[[0, -1]] = swapped[[-1, 0]]

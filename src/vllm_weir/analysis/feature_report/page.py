@@ -9,8 +9,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from vllm_weir.analysis.feature_report.logit_effects import LogitEffects
-from vllm_weir.analysis.feature_report.statistics import BINS, FeatureTotals
+from vllm_weir.analysis.feature_report.statistics import BINS, FeatureTotals, LogitEffects
 from vllm_weir.storage.features.dataset import FeatureInfo
 from vllm_weir.util.token_texts import TokenTexts
 

@@ -9,9 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from vllm_weir.analysis.feature_report.logit_effects import CheckpointUnembedding, LogitEffects, check_site
 from vllm_weir.analysis.feature_report.page import ContextToken, FeatureContext, FeatureReport, SAEReport, render
-from vllm_weir.analysis.feature_report.statistics import FeatureTotals, Peak, details_of, totals_of
+from vllm_weir.analysis.feature_report.statistics import (
+    CheckpointUnembedding,
+    FeatureTotals,
+    LogitEffects,
+    Peak,
+    check_site,
+    details_of,
+    totals_of,
+)
 from vllm_weir.errors import StoreError, WeirError, brief
 from vllm_weir.sae.autoencoder import SAE
 from vllm_weir.sae.transfer import digest_of

@@ -22,8 +22,7 @@ from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.schema.compression import MAX_WIDTH, Compression
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.index import Index, IndexBuilder, short_names
-from vllm_weir.storage.layouts.npz import FILE, MANIFEST, add_own_file, add_request, home_of
-from vllm_weir.storage.layouts.npz_arrays import read_npz, read_some
+from vllm_weir.storage.layouts.npz import FILE, MANIFEST, add_own_file, add_request, home_of, read_npz, read_some
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import ArrayBlock
 

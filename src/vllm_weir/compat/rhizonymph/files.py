@@ -21,7 +21,7 @@ from vllm_weir.results.activations import Activations
 from vllm_weir.schema.compression import ITEMSIZE, ROW_DTYPES, Compression
 from vllm_weir.schema.hooks import Site, normalise_hook
 from vllm_weir.storage.index import Index, IndexBuilder, text_field
-from vllm_weir.storage.layouts.buffered import safe_name
+from vllm_weir.storage.layouts.site_tensors import safe_name
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import FileBlock
 

@@ -12,9 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 from vllm_weir.compat.rhizonymph import steering
 from vllm_weir.compat.rhizonymph.requests import one_probe
 from vllm_weir.compat.rhizonymph.steering import ADMIN, State
-from vllm_weir.compat.rhizonymph.steering_schemas import PackedVectors, RegisterModule
+from vllm_weir.compat.rhizonymph.steering_schemas import PackedVectors, PatchSweep, RegisterModule
 from vllm_weir.compat.rhizonymph.sweep import NO_RUNS, Sweeper
-from vllm_weir.compat.rhizonymph.sweep_body import PatchSweep
 from vllm_weir.errors import brief
 from vllm_weir.schema.gates import PREFIX
 from vllm_weir.server import probes

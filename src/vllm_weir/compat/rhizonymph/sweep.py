@@ -19,7 +19,7 @@ import numpy as np
 
 from vllm_weir.compat.http import known_names
 from vllm_weir.compat.rhizonymph.requests import KnownNames, from_patch, parse_table
-from vllm_weir.compat.rhizonymph.sweep_body import PatchSweep, align, positions_of
+from vllm_weir.compat.rhizonymph.steering_schemas import PatchSweep, align, positions_of
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.fields import token_id as token_id_of

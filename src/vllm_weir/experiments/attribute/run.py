@@ -19,16 +19,18 @@ import torch
 from vllm_weir.api import engine, params
 from vllm_weir.errors import WeirError
 from vllm_weir.experiments.adapter import Adapter
-from vllm_weir.experiments.attribute.features import check_saes, feature_effects, parse_saes
 from vllm_weir.experiments.attribute.question import (
     AskedSites,
     LogitsMetric,
     Method,
     PromptPair,
+    check_saes,
+    feature_effects,
     parse_count,
     parse_hooks,
     parse_method,
     parse_metric,
+    parse_saes,
 )
 from vllm_weir.experiments.attribute.result import Attribution, VerifiedEffect, effects_of, first_order, largest
 from vllm_weir.experiments.attribute.twin import RowPatch, Twin

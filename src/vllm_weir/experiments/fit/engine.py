@@ -15,7 +15,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.experiments.adapter import Adapter
 from vllm_weir.fitting.layer import FitTask, LayerFit, fit_on_worker, fit_rows
 from vllm_weir.frontend.engine import Engine, EngineCapabilities, worker_id
-from vllm_weir.results.row_collection import RowCollection
+from vllm_weir.results.site_slices import RowCollection
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import DERIVED_HOOKS, HEAD_HOOKS, Site, normalise_hook
 from vllm_weir.schema.rows import RowPart

@@ -17,8 +17,16 @@ from vllm_weir.experiments.metrics import DENOISE, BoundMetric, Mode, bind_metri
 from vllm_weir.experiments.prompts import Prompt, check_tokens, encode, named, parse_one_or_more
 from vllm_weir.experiments.sweep.cells import CellRunner
 from vllm_weir.experiments.sweep.checkpoint import Checkpoint, NoCheckpoint
-from vllm_weir.experiments.sweep.places import Receiver, parse_entries, parse_path, place_entries, precedes
-from vllm_weir.experiments.sweep.plan import Pair, SweepPlan, token_labels
+from vllm_weir.experiments.sweep.plan import (
+    Pair,
+    Receiver,
+    SweepPlan,
+    parse_entries,
+    parse_path,
+    place_entries,
+    precedes,
+    token_labels,
+)
 from vllm_weir.experiments.sweep.result import Sweep
 from vllm_weir.frontend.engine import Engine, EngineCapabilities
 from vllm_weir.schema.capture import parse_layers

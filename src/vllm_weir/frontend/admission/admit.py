@@ -30,7 +30,7 @@ from vllm_weir.frontend.admission.replay import replay_of
 from vllm_weir.frontend.admission.sae_registry import SAERegistry
 from vllm_weir.frontend.admission.scoring import ProbeResolver
 from vllm_weir.frontend.derived.sources import DerivedPoints, Expansion
-from vllm_weir.results.stacked import Stacked
+from vllm_weir.results.site_slices import Stacked
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.fields import with_fields
 from vllm_weir.schema.functions import pickled

@@ -15,7 +15,7 @@ from vllm_weir.frontend.admission.postprocesses import MEMORY, Destination, Post
 from vllm_weir.frontend.admission.read_outs import AskedReadOut
 from vllm_weir.frontend.derived.recipe import Recipe
 from vllm_weir.frontend.derived.sources import Expansion
-from vllm_weir.results.stacked import NOT_STACKED, Stacked
+from vllm_weir.results.site_slices import NOT_STACKED, Stacked
 from vllm_weir.schema.capture import Capture, describe_rows
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.positions import Positions

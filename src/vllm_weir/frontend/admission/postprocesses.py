@@ -10,7 +10,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.derived.sources import sources_of
-from vllm_weir.results.stacked import NOT_STACKED, Stacked
+from vllm_weir.results.site_slices import NOT_STACKED, Stacked
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.model_facts import AttentionFacts

@@ -14,8 +14,7 @@ import torch
 from vllm_weir.errors import WeirError
 from vllm_weir.patches.model.unembedding import FAILURES, not_alone, refused, ways, why_apart, why_none
 from vllm_weir.patches.model.whole_head import Head, HeadForm, WholeHead, find_head
-from vllm_weir.worker.discovery.output_path import Link, OutputPath
-from vllm_weir.worker.discovery.site_map import SiteMap
+from vllm_weir.worker.discovery.site_map import Link, OutputPath, SiteMap
 from vllm_weir.worker.lenses import Unembedding
 
 ON_RAY = (

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.worker.parameters import HeldWeight, Parameters
-from vllm_weir.worker.weights import fingerprint
+from vllm_weir.worker.parameters import HeldWeight, Parameters, fingerprint
 
 PATIENCE = datetime.timedelta(seconds=60)
 """How long a rank waits for the others to ask for the same weight."""

@@ -15,8 +15,7 @@ from vllm_weir.patches.model.whole_head import HeadForm, WholeHead, find_head
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import pick
 from vllm_weir.worker.discovery.matcher import Matcher
-from vllm_weir.worker.discovery.output_path import Link
-from vllm_weir.worker.discovery.site_map import SiteMap
+from vllm_weir.worker.discovery.site_map import Link, SiteMap
 from vllm_weir.worker.lenses import Unembedding
 from vllm_weir.worker.model_info import ModelInfo
 from vllm_weir.worker.tap.install import untapped

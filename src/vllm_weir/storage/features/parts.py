@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vllm_weir.storage.local_files import store_errors
+from vllm_weir.storage.atomic_file import store_errors
 from vllm_weir.storage.object_store import ObjectStore
 
 LAYOUT = "features"

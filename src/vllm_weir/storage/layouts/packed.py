@@ -13,8 +13,14 @@ from vllm_weir.errors import WeirError
 from vllm_weir.results.safetensors_header import MAX_HEADER
 from vllm_weir.storage.atomic_file import AtomicFile
 from vllm_weir.storage.index import Index, IndexBuilder, text_field
-from vllm_weir.storage.layouts.buffered import BufferedWriter, SiteRows
-from vllm_weir.storage.layouts.site_tensors import list_reader, publish_tensors, read_site, site_tensors
+from vllm_weir.storage.layouts.site_tensors import (
+    BufferedWriter,
+    SiteRows,
+    list_reader,
+    publish_tensors,
+    read_site,
+    site_tensors,
+)
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import FileBlock
 from vllm_weir.storage.safetensors_io import read_container

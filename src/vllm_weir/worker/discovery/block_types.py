@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from vllm_weir.worker.discovery.anchors import Anchor
-from vllm_weir.worker.discovery.block_points import BlockPoints
+from vllm_weir.worker.discovery.anchors import Anchor, ModuleCall, value_at
+from vllm_weir.worker.discovery.block_stack import BlockPoints
 from vllm_weir.worker.discovery.matcher import Matcher
 from vllm_weir.worker.discovery.resolve import resolve_block
 from vllm_weir.worker.discovery.stream_ports import StreamPorts
-from vllm_weir.worker.discovery.trace import ModuleCall, value_at
 
 SEARCHES = 3
 """Blocks of one type that are searched before the type is taken to have no points."""

@@ -23,12 +23,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_weir.schema.hooks import Site
-from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
+from vllm_weir.worker.discovery.anchors import Anchor, ModuleCall, TensorKey, Trace, value_at
 from vllm_weir.worker.discovery.matcher import SLIGHT
-from vllm_weir.worker.discovery.output_path import Link, OutputPath, find_links, given_times
 from vllm_weir.worker.discovery.recorded_model import RecordedModel
-from vllm_weir.worker.discovery.site_map import SiteMap
-from vllm_weir.worker.discovery.trace import ModuleCall, Trace, value_at
+from vllm_weir.worker.discovery.site_map import Link, OutputPath, SiteMap, find_links, given_times
 
 EMBED, FINAL_NORM = Site("embed", 0), Site("final_norm", 0)
 

@@ -14,8 +14,7 @@ from typing import Literal
 
 import torch
 
-from vllm_weir.worker.discovery.anchors import AddedTerm, Anchor, TensorKey
-from vllm_weir.worker.discovery.trace import ModuleCall
+from vllm_weir.worker.discovery.anchors import AddedTerm, Anchor, ModuleCall, TensorKey
 
 
 @dataclass(frozen=True)

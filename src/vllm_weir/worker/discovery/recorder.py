@@ -24,9 +24,17 @@ from typing import Any
 
 import torch
 
-from vllm_weir.worker.discovery.anchors import Anchor, TensorKey, arguments, outputs, parameters_of, pick
+from vllm_weir.worker.discovery.anchors import (
+    Anchor,
+    ModuleCall,
+    TensorKey,
+    Trace,
+    arguments,
+    outputs,
+    parameters_of,
+    pick,
+)
 from vllm_weir.worker.discovery.module_tree import ModuleTree
-from vllm_weir.worker.discovery.trace import ModuleCall, Trace
 
 EMBEDDINGS_PARAMETER = "inputs_embeds"
 """Parameter that takes embeddings, if the runner looks tokens up before it calls the model."""

@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_weir.schema.hooks import INNER_HOOKS
-from vllm_weir.worker.discovery.block_points import BlockPoints
+from vllm_weir.worker.discovery.anchors import ModuleCall
+from vllm_weir.worker.discovery.block_stack import BlockPoints
 from vllm_weir.worker.discovery.candidates import (
     CandidateTensor,
     Match,
@@ -36,7 +37,6 @@ from vllm_weir.worker.discovery.candidates import (
 )
 from vllm_weir.worker.discovery.matcher import FAINT, Matcher, rms
 from vllm_weir.worker.discovery.stream_ports import StreamPorts
-from vllm_weir.worker.discovery.trace import ModuleCall
 
 
 def resolve_block(

@@ -28,18 +28,16 @@ from dataclasses import dataclass
 import torch
 
 from vllm_weir.schema.hooks import MODEL_HOOKS, PART_HOOKS, STREAM_HOOKS
-from vllm_weir.worker.discovery.block_points import BlockPoints
+from vllm_weir.worker.discovery.anchors import Trace
+from vllm_weir.worker.discovery.block_stack import BlockPoints, ModelDescription, resolve_described_block
 from vllm_weir.worker.discovery.block_types import BlockTypes
-from vllm_weir.worker.discovery.descriptions import ModelDescription, resolve_described_block
 from vllm_weir.worker.discovery.module_tree import ModuleTree, Run
-from vllm_weir.worker.discovery.noise import NoiseLevel, enter_noise, leave_noise, noise
-from vllm_weir.worker.discovery.parts.modules import PartModules
 from vllm_weir.worker.discovery.parts.points import map_parts
-from vllm_weir.worker.discovery.recorded_model import RecordedModel
+from vllm_weir.worker.discovery.parts.recorder import PartModules
+from vllm_weir.worker.discovery.recorded_model import NoiseLevel, RecordedModel, enter_noise, leave_noise, noise
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.stream_check import StreamCheck
 from vllm_weir.worker.discovery.stream_ports import StreamPorts, stream_port_candidates
-from vllm_weir.worker.discovery.trace import Trace
 from vllm_weir.worker.discovery.verification import Verification
 
 

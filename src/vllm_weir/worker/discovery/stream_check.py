@@ -17,12 +17,10 @@ from collections.abc import Mapping
 
 import torch
 
-from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
+from vllm_weir.worker.discovery.anchors import Anchor, ModuleCall, TensorKey, Trace, terms_at, value_at
 from vllm_weir.worker.discovery.matcher import rms
-from vllm_weir.worker.discovery.noise import noise
-from vllm_weir.worker.discovery.recorded_model import RecordedModel
+from vllm_weir.worker.discovery.recorded_model import RecordedModel, noise
 from vllm_weir.worker.discovery.stream_ports import StreamPorts
-from vllm_weir.worker.discovery.trace import ModuleCall, Trace, terms_at, value_at
 
 ROUNDINGS = 2
 """Units of rounding, of the summed magnitudes, by which streams that agree may differ."""

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_weir.worker.discovery.anchors import Anchor, TensorKey, parameters_of
+from vllm_weir.worker.discovery.anchors import Anchor, ModuleCall, TensorKey, Trace, parameters_of, value_at
 from vllm_weir.worker.discovery.module_tree import ModuleTree
-from vllm_weir.worker.discovery.trace import ModuleCall, Trace, value_at
 
 
 @dataclass(frozen=True)

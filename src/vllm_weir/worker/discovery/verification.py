@@ -23,15 +23,13 @@ from collections.abc import Mapping
 import torch
 
 from vllm_weir.schema.hooks import INNER_HOOKS, STREAM_HOOKS, Site
-from vllm_weir.worker.discovery.anchors import Anchor
-from vllm_weir.worker.discovery.block_points import IDENTITIES, BlockPoints, Identity
+from vllm_weir.worker.discovery.anchors import Anchor, Trace, terms_at, value_at
+from vllm_weir.worker.discovery.block_stack import IDENTITIES, BlockPoints, Identity
 from vllm_weir.worker.discovery.boundary_sites import BoundarySites, why_repeated
 from vllm_weir.worker.discovery.matcher import rms
-from vllm_weir.worker.discovery.noise import NoiseLevel, enter_noise, leave_noise, noise
-from vllm_weir.worker.discovery.recorded_model import RecordedModel
+from vllm_weir.worker.discovery.recorded_model import NoiseLevel, RecordedModel, enter_noise, leave_noise, noise
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.stream_ports import StreamPorts
-from vllm_weir.worker.discovery.trace import Trace, terms_at, value_at
 
 ROUNDINGS = 4
 """Units of rounding, of the summed magnitudes, by which a sum of three tensors may be off."""

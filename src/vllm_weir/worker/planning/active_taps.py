@@ -14,7 +14,7 @@ from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import HELD, HOOK, IN_GRAPHS, RECONSTRUCT, WRITES
 from vllm_weir.schema.taps import CELLS, GROUPS, NO_GRAPH, REPLAY, SCORES, STAGES, Place, early_bit, tap_of
-from vllm_weir.util.identity_cache import IdentityCache
+from vllm_weir.util.lru import IdentityCache
 
 
 class ActiveTaps:

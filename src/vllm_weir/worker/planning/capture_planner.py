@@ -11,9 +11,9 @@ from vllm_weir.schema.read_outs import RecordLayout
 from vllm_weir.schema.request import Postprocess, cell_rows
 from vllm_weir.schema.rows import COMPLETE, CONTINUED, GROUP
 from vllm_weir.schema.selectors import Selectors, distinct, joined_codes
+from vllm_weir.worker.planning.columns import SiteSets
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import ResultCell, RowSequence, RowSequences
-from vllm_weir.worker.planning.site_sets import SiteSets
 
 ReadOutCodec = Callable[[tuple[int, ...]], int]
 """Columns of a token's rows in the ring -> number of the codec."""

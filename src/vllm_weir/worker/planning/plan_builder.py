@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_weir.schema.rows import CONTINUED, GROUP, MAXIMUM, SEEDED
-from vllm_weir.worker.planning.by_endpoint import ByEndpoint
 from vllm_weir.worker.planning.columns import (
     ARRIVAL,
     COPY_RUN,
@@ -22,7 +21,7 @@ from vllm_weir.worker.planning.columns import (
     concatenate,
 )
 from vllm_weir.worker.planning.row_sequences import RowSequence, RowSequences
-from vllm_weir.worker.planning.score_builder import ScoreBuilder
+from vllm_weir.worker.planning.score_builder import ByEndpoint, ScoreBuilder
 from vllm_weir.worker.planning.step_plan import ProgramsByPosition, ProgramsByToken, RequestFailure, StepPlan
 
 

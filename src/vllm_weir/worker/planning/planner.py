@@ -27,14 +27,14 @@ from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.schema.resolved_probes import Scoring
 from vllm_weir.schema.selectors import SelectorSet
 from vllm_weir.schema.taps import column_of
-from vllm_weir.util.identity_cache import IdentityCache
+from vllm_weir.util.lru import IdentityCache
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.capture_planner import CapturePlanner, CapturingRequest, ReadOutCodec
+from vllm_weir.worker.planning.columns import SiteSets
 from vllm_weir.worker.planning.drafts import DraftedStep
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.score_planner import ScorePlanner
-from vllm_weir.worker.planning.site_sets import SiteSets
 from vllm_weir.worker.planning.steady_requests import SteadyRequests
 from vllm_weir.worker.planning.steering_planner import SteeredRequest, SteeringPlanner
 from vllm_weir.worker.planning.step_plan import RepeatedSteps, RequestFailure, StepPlan

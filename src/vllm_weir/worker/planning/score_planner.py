@@ -12,7 +12,7 @@ from vllm_weir import messages
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.resolved_probes import Scoring
 from vllm_weir.schema.selectors import Selectors, joined_codes
-from vllm_weir.util.identity_cache import IdentityCache
+from vllm_weir.util.lru import IdentityCache
 from vllm_weir.worker.planning.columns import DUE, FIRST_DUE
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.score_builder import ScoreBuilder

@@ -14,7 +14,7 @@ from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.replay import ReplayRows
 from vllm_weir.schema.resolved_probes import Scoring
 from vllm_weir.schema.selectors import Selectors, SelectorSet, distinct, selector_bits
-from vllm_weir.util.identity_cache import IdentityCache
+from vllm_weir.util.lru import IdentityCache
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.score_planner import ScoredRequest, ScorePlanner

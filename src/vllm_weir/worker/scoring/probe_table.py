@@ -22,8 +22,8 @@ from vllm_weir.schema.engine_traits import TableSizes
 from vllm_weir.schema.resolved_probes import MEAN, ResolvedProbe
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.scoring.recipe import ScoringRecipe
-from vllm_weir.worker.steering.host_tables import HostTables
 from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.steering.slots import HostTables
 
 PROBE_FIELDS = (
     "kind", "outputs", "scores", "raws", "units", "hidden", "activation", "smoothing", "window", "state", "gate",

@@ -16,8 +16,7 @@ from vllm_weir.worker.planning.columns import RUN, as_integers
 from vllm_weir.worker.planning.step_plan import ScoreReads, StepPlan
 from vllm_weir.worker.scoring import cpu_kernel
 from vllm_weir.worker.scoring.probe_table import EARLY, FACTOR, FLAGS, GATE, GATE_STATE, NEXT_GATE, ZERO, ProbeTable
-from vllm_weir.worker.scoring.step_controllers import StepControllers
-from vllm_weir.worker.scoring.sync_controller import SyncController
+from vllm_weir.worker.scoring.step_controllers import StepControllers, SyncController
 from vllm_weir.worker.scoring.tensors import RUN_FIELDS, ScoreTensors
 from vllm_weir.worker.tap.device_tables import STAGING, TableWriter
 from vllm_weir.worker.tap.op import TapTensors

@@ -25,8 +25,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import BY_COLUMN, DOSE, ENCODE, HOOK, RECONSTRUCT, Instruction, ResolvedIntervention
 from vllm_weir.schema.rows import Shard, ring_rows
 from vllm_weir.schema.taps import tap_of
-from vllm_weir.worker.steering.host_tables import HostTables
-from vllm_weir.worker.steering.slots import Move, Slots
+from vllm_weir.worker.steering.slots import HostTables, Move, Slots
 
 LAST, AFTER_POST = 1, 2
 """Node flags: the last term of an intervention; the intervention belongs to the next block's

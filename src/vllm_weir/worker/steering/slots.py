@@ -1,4 +1,4 @@
-"""Rows of a table, counted by their users. Pure numpy."""
+"""Rows of the device's tables: which are in use, and their copy on the host."""
 
 from __future__ import annotations
 
@@ -110,3 +110,24 @@ class Slots:
             end += rows
         self._free = list(range(self._capacity - 1, end - 1, -1))
         self._on_move([move for move in moves if move.source != move.target])
+
+
+class HostTables:
+    """Arrays of which single rows are written.
+
+    Args:
+        names: of the attributes that are such arrays.
+
+    Attributes:
+        changed: table name -> rows that were written since the last `take_changes`.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.changed: dict[str, set[int]] = {name: set() for name in names}
+
+    def take_changes(self) -> dict[str, np.ndarray]:
+        """Return the rows written since the last call, int64 and ascending, by table name."""
+        changes = {name: np.fromiter(sorted(rows), np.int64) for name, rows in self.changed.items() if rows}
+        for rows in self.changed.values():
+            rows.clear()
+        return changes

@@ -7,7 +7,7 @@ import torch
 
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.step_plan import ProgramsByPosition, ProgramsByToken, StepPlan
-from vllm_weir.worker.steering.host_tables import HostTables
+from vllm_weir.worker.steering.slots import HostTables
 
 STAGING = 4
 """Staging buffers of the plan: how many steps the host may be ahead of copies to the device."""

@@ -21,7 +21,7 @@ from vllm_weir.schema.instructions import HOOK
 from vllm_weir.schema.taps import NO_GRAPH, Place, places_in, site_of
 from vllm_weir.schema.user_hooks import Call
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.hook_results import Part
+from vllm_weir.worker.own_function import Part
 from vllm_weir.worker.row_functions import Given, RowFunction
 from vllm_weir.worker.steering.programs import AFTER_POST, ProgramTable
 from vllm_weir.worker.steering.slots import Slots

@@ -22,7 +22,7 @@ from vllm_weir.worker.tap.triton_kernel import launch
 from vllm_weir.worker.transfer.band_layout import Band, layout_bands, learn_tap_order
 from vllm_weir.worker.transfer.codecs import Codecs
 from vllm_weir.worker.transfer.copy_out import CudaCopyOut
-from vllm_weir.worker.transfer.packed_bands import PackGroup, packs_of
+from vllm_weir.worker.transfer.postprocess import PackGroup, packs_of
 from vllm_weir.worker.transfer.ring import Ring
 
 MIN_RUN_TOKENS = 2

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_weir.experiments.sweep.places import Place
-from vllm_weir.experiments.sweep.plan import Pair, SweepPlan
+from vllm_weir.experiments.sweep.plan import Pair, Place, SweepPlan
 
 
 @pytest.mark.parametrize(("mode", "source", "base"), [("denoise", (1, 2), (3, 4)), ("noise", (3, 4), (1, 2))])

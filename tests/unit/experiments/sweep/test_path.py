@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.refusals import refused
-from vllm_weir.experiments.sweep.places import FREEZABLE, Receiver, frozen_sites, parse_freeze, precedes
+from vllm_weir.experiments.sweep.plan import FREEZABLE, Receiver, frozen_sites, parse_freeze, precedes
 from vllm_weir.schema.hooks import BLOCK_HOOKS, READ_ONLY_HOOKS, Site
 
 HOOKS = [hook for hook in BLOCK_HOOKS if hook not in READ_ONLY_HOOKS]

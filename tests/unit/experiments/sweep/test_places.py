@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.refusals import refused
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.sweep.places import Place, parse_entries, place_entries
+from vllm_weir.experiments.sweep.plan import Place, parse_entries, place_entries
 
 IDS = [7, 3, 9, 3, 5, 1]
 

@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_weir.experiments.sweep.places import Place, Receiver
-from vllm_weir.experiments.sweep.plan import BASE_RUN, SOURCE_RUN, Pair, SweepPlan, token_labels
+from vllm_weir.experiments.sweep.plan import BASE_RUN, SOURCE_RUN, Pair, Place, Receiver, SweepPlan, token_labels
 from vllm_weir.experiments.sweep.result import Sweep
 from vllm_weir.schema.hooks import Site
 

@@ -15,8 +15,7 @@ import torch
 from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.receipt import Receipt
-from vllm_weir.results.site_slices import SiteSlices
-from vllm_weir.results.stacked import Stacked
+from vllm_weir.results.site_slices import SiteSlices, Stacked
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server.shared.directory import SharedDirectory, clear
 from vllm_weir.server.shared.result_files import ResultFiles

@@ -16,7 +16,7 @@ from vllm_weir.codec import decode, encode, project
 from vllm_weir.errors import StoreError, WeirError
 from vllm_weir.schema.compression import Compression
 from vllm_weir.storage import Batch, atomic_file, load, open_writer
-from vllm_weir.storage.layouts.npz_arrays import read_npz, write_npz
+from vllm_weir.storage.layouts.npz import read_npz, write_npz
 
 SITE = ("resid_post", 3)
 D = 40

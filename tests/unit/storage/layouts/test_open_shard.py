@@ -16,7 +16,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.compression import Compression
 from vllm_weir.storage import Batch, load, open_writer
 from vllm_weir.storage.batch import pack
-from vllm_weir.storage.layouts import open_shard
+from vllm_weir.storage.layouts import sharded
 from vllm_weir.storage.verify import verify
 
 D, BUFFER = 16, 1000
@@ -25,7 +25,7 @@ SITE = ("resid_post", 1)
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_shard, "GATHER_BYTES", BUFFER)
+    monkeypatch.setattr(sharded, "GATHER_BYTES", BUFFER)
 
 
 def some(n: int, seed: int = 0) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_a_batch_that_ends_half_way_leaves_nothing(
     call: int, error: type, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full, or Ctrl-C comes, when some of a large batch is in the file."""
-    writer, rows, real, calls = open_writer(tmp_path), some(200), open_shard.checksums, [0]
+    writer, rows, real, calls = open_writer(tmp_path), some(200), sharded.checksums, [0]
     if before:
         writer.write(batch_of("a", rows[:7, 1]))
         writer.finish_request("a")
@@ -121,7 +121,7 @@ def test_a_batch_that_ends_half_way_leaves_nothing(
         return real(records)
 
     with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(open_shard, "checksums", failing)
+        patch.setattr(sharded, "checksums", failing)
         writer.write(batch_of("x", rows[:, 2]))
     assert list(writer.failed) == (["x"] if error is WeirError else [])
     if error is KeyboardInterrupt:

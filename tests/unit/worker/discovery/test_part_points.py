@@ -18,7 +18,7 @@ from tests.unit.part_blocks import EXPERTS, HEADS, KV, KV_HEADS, MLP, SIZE, Q, b
 from vllm_weir.config.settings import Settings
 from vllm_weir.schema.hooks import ATTENTION_HOOKS, MLP_HOOKS, PART_HOOKS, Site
 from vllm_weir.schema.rows import Shard
-from vllm_weir.worker.discovery.parts.modules import Features
+from vllm_weir.worker.discovery.parts.recorder import Features
 from vllm_weir.worker.discovery.parts.verification import head_codes
 from vllm_weir.worker.discovery.site_map import chosen
 

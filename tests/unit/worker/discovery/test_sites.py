@@ -17,7 +17,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import STREAM_HOOKS, Site
 from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
-from vllm_weir.worker.discovery.descriptions import ModelDescription
+from vllm_weir.worker.discovery.block_stack import ModelDescription
 from vllm_weir.worker.discovery.site_map import SiteMap, chosen
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -10,11 +10,9 @@ import torch
 from tests.unit import blocks as toys
 from tests.unit.blocks import LAYERS, TOKENS, D, mapped, supported
 from vllm_weir.schema.hooks import STREAM_HOOKS, Site
-from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
-from vllm_weir.worker.discovery.block_stack import find_tree
-from vllm_weir.worker.discovery.descriptions import ModelDescription
+from vllm_weir.worker.discovery.anchors import Anchor, TensorKey, value_at
+from vllm_weir.worker.discovery.block_stack import ModelDescription, find_tree
 from vllm_weir.worker.discovery.recorder import Recorder
-from vllm_weir.worker.discovery.trace import value_at
 
 DTYPES = (torch.float32, torch.bfloat16)
 SLOW_DTYPES = (torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough))

@@ -12,10 +12,10 @@ from vllm_weir import Site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
 from vllm_weir.schema.rows import COMPLETE, CONTINUED, GROUP
-from vllm_weir.worker.planning.by_endpoint import ByEndpoint
 from vllm_weir.worker.planning.columns import ARRIVAL
 from vllm_weir.worker.planning.drafts import VerifiedTokens
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
+from vllm_weir.worker.planning.score_builder import ByEndpoint
 
 
 def test_a_reader_who_is_told_nothing_shifts_no_other_s():

@@ -16,8 +16,7 @@ from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.instructions import CONST, Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.resolved_probes import LINEAR, CellLayout, ResolvedGate, ResolvedProbe
-from vllm_weir.worker.scoring.step_controllers import REFUSED, _checked
-from vllm_weir.worker.scoring.sync_controller import ScoredStep, SyncController
+from vllm_weir.worker.scoring.step_controllers import REFUSED, ScoredStep, SyncController, _checked
 
 GENERATED = Positions.parse("generated")
 

@@ -33,9 +33,8 @@ from vllm_weir.worker.transfer import streamed_copy as stream
 from vllm_weir.worker.transfer.band_layout import layout_bands, learn_tap_order
 from vllm_weir.worker.transfer.codecs import Codecs
 from vllm_weir.worker.transfer.directions import Products
-from vllm_weir.worker.transfer.packed_bands import packs_of
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
-from vllm_weir.worker.transfer.postprocess import Postprocessor
+from vllm_weir.worker.transfer.postprocess import Postprocessor, packs_of
 from vllm_weir.worker.transfer.ring import Ring
 from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
 

@@ -19,11 +19,10 @@ from dataclasses import replace
 import torch
 
 from vllm_weir.schema.hooks import ATTENTION_HOOKS
-from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
+from vllm_weir.worker.discovery.anchors import Anchor, ModuleCall, TensorKey
 from vllm_weir.worker.discovery.parts.findings import BlockView, Linear, PartFindings
-from vllm_weir.worker.discovery.parts.modules import AttentionShape
 from vllm_weir.worker.discovery.parts.projections import PROJECTED, ROTATED, Projections
-from vllm_weir.worker.discovery.trace import ModuleCall
+from vllm_weir.worker.discovery.parts.recorder import AttentionShape
 
 LATENT = "latent attention never computes keys and values of heads, nor queries that could be compared with them"
 

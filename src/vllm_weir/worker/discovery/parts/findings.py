@@ -10,12 +10,10 @@ from typing import Literal
 import torch
 
 from vllm_weir.schema.rows import RowShape
-from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
+from vllm_weir.worker.discovery.anchors import Anchor, ModuleCall, TensorKey, value_at
 from vllm_weir.worker.discovery.matcher import Matcher
 from vllm_weir.worker.discovery.module_tree import ModuleTree
-from vllm_weir.worker.discovery.parts.modules import Features, LinearShape, PartModules
-from vllm_weir.worker.discovery.parts.recorder import BlockRecord
-from vllm_weir.worker.discovery.trace import ModuleCall, value_at
+from vllm_weir.worker.discovery.parts.recorder import BlockRecord, Features, LinearShape, PartModules
 
 
 @dataclass

@@ -18,10 +18,9 @@ from collections.abc import Iterator
 import torch
 
 from vllm_weir.schema.hooks import MLP_HOOKS, NEURON_HOOKS
-from vllm_weir.worker.discovery.anchors import Anchor
+from vllm_weir.worker.discovery.anchors import Anchor, ModuleCall
 from vllm_weir.worker.discovery.parts.attention import common_module, place_input
 from vllm_weir.worker.discovery.parts.findings import BlockView, Columns, Linear, PartFindings
-from vllm_weir.worker.discovery.trace import ModuleCall
 
 NO_EXPERTS = "this block has no experts to choose from"
 FUSED = "the experts of this block run inside one fused kernel, which keeps their neurons to itself"

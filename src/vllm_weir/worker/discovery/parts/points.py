@@ -12,7 +12,7 @@ noise, and every linear module, token mixer and layer of experts returns noise (
    `q_rot` by its head of `q` alone, and neither the stream nor the other part may move. A point
    that passes but for the last is served to be read, and not to be written.
 3. Fill in. A row of the whole model may be divided among tensor-parallel workers. Which part is
-   here is what the linear modules say of themselves (`parts.modules`).
+   here is what the linear modules say of themselves (`parts.recorder`).
 
 Which modules are linear, attention or experts is told by `patches.model.discovery`; no model is
 known by name.
@@ -29,8 +29,7 @@ from vllm_weir.worker.discovery.anchors import Anchor
 from vllm_weir.worker.discovery.parts.attention import find_attention
 from vllm_weir.worker.discovery.parts.findings import BlockView
 from vllm_weir.worker.discovery.parts.mlp import find_mlp
-from vllm_weir.worker.discovery.parts.modules import PartModules
-from vllm_weir.worker.discovery.parts.recorder import BlockRecord, PartRecorder
+from vllm_weir.worker.discovery.parts.recorder import BlockRecord, PartModules, PartRecorder
 from vllm_weir.worker.discovery.parts.verification import BlockCheck
 from vllm_weir.worker.discovery.recorded_model import RecordedModel
 from vllm_weir.worker.discovery.site_map import SiteMap

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
+from vllm_weir.worker.discovery.anchors import Anchor, ModuleCall, TensorKey
 from vllm_weir.worker.discovery.parts.findings import BlockView, Columns, Linear, PartFindings
-from vllm_weir.worker.discovery.parts.modules import AttentionShape, Features
-from vllm_weir.worker.discovery.trace import ModuleCall
+from vllm_weir.worker.discovery.parts.recorder import AttentionShape, Features
 
 PROJECTED = ("q", "k", "v")
 ROTATED = {"q": "q_rot", "k": "k_rot"}

@@ -1,15 +1,4 @@
-"""The recorder of the passes in which the points inside attention and MLP are found.
-
-It records tensors of all widths, block by block, and hands over each block's record when the block
-has returned, so that only one is kept at a time. In these passes:
-
-* noise enters every block, as in the noise passes (`noise`);
-* what a linear module, a token mixer or a layer of experts returns is replaced by noise. So what is
-  added in one place reaches the next such module, and nothing beyond it.
-
-Nothing is recorded inside a token mixer. Forwards are wrapped, and not hooked: the Transformers
-backend calls attention by its forward.
-"""
+"""The modules inside attention and MLP, and the record of their calls."""
 
 from __future__ import annotations
 
@@ -22,13 +11,71 @@ from typing import Any
 
 import torch
 
-from vllm_weir.worker.discovery.anchors import Anchor, TensorKey, arguments, outputs, parameters_of, pick
+from vllm_weir.schema.rows import Shard
+from vllm_weir.worker.discovery.anchors import Anchor, ModuleCall, TensorKey, arguments, outputs, parameters_of, pick
 from vllm_weir.worker.discovery.module_tree import OUTSIDE, ModuleTree
-from vllm_weir.worker.discovery.noise import enter_noise, noise
-from vllm_weir.worker.discovery.parts.modules import PartModules
+from vllm_weir.worker.discovery.recorded_model import enter_noise, noise
 from vllm_weir.worker.discovery.recorder import RESULT_PARAMETER, wrapped
 from vllm_weir.worker.discovery.stream_ports import StreamPorts, alike
-from vllm_weir.worker.discovery.trace import ModuleCall
+
+# What discovery is told of the modules inside attention and MLP: their kinds, and which part of a row they hold.
+#
+# Structure does not tell a matrix from any other module, nor how a row is divided among workers. So
+# `patches.model.discovery` hands in a `PartModules`, which recognises the modules of a model.
+
+
+@dataclass(frozen=True)
+class Features:
+    """Values that a linear module takes or returns for a token: how many there are, and which are here."""
+
+    whole: int  # how many the whole model has
+    shard: Shard  # which of them this worker's module takes or returns
+
+    @classmethod
+    def unsplit(cls, width: int) -> Features:
+        """Return the features of a module that is the same on every worker."""
+        return cls(width, Shard(0, width))
+
+    @property
+    def width(self) -> int:
+        """How many are here."""
+        return self.shard.stop - self.shard.start
+
+    def part(self, start: int, stop: int) -> Features:
+        """Return a contiguous part of these; `start` and `stop` count from the first one here."""
+        return Features(self.whole, Shard(self.shard.start + start, self.shard.start + stop))
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear module."""
+
+    inputs: Features  # of its input
+    outputs: tuple[Features, ...]  # of the matrices that it merges, in the order in which their results lie in a row
+    quantises_input: bool = False  # whether vLLM may fuse the quantisation of its input with what comes before
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """A softmax attention layer, called with queries, keys and values."""
+
+    heads: int  # query heads of this worker
+    kv_heads: int  # its key-value heads
+    head_size: int  # of queries and keys
+    value_size: int  # of a head of the result
+    latent: bool = False  # whether it takes latent vectors in place of keys and values (MLA)
+
+
+@dataclass(frozen=True)
+class PartModules:
+    """Recognises the modules inside attention and MLP."""
+
+    # the shape of a softmax attention layer; None for any other module
+    attention: Callable[[torch.nn.Module], AttentionShape | None]
+    linear: Callable[[torch.nn.Module], LinearShape | None]  # the shape of a linear module; None for any other module
+    # the number of experts of a layer that runs them in one kernel; None for any other module
+    experts: Callable[[torch.nn.Module], int | None]
+    ranks: int = 1  # workers among which rows are divided
 
 
 @dataclass

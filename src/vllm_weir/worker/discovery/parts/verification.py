@@ -22,14 +22,13 @@ from __future__ import annotations
 import torch
 
 from vllm_weir.schema.hooks import MLP_HOOKS
-from vllm_weir.worker.discovery.anchors import Anchor
+from vllm_weir.worker.discovery.anchors import Anchor, value_at
 from vllm_weir.worker.discovery.matcher import rms
-from vllm_weir.worker.discovery.noise import noise
 from vllm_weir.worker.discovery.parts.findings import BlockView, PartFindings, row_at
 from vllm_weir.worker.discovery.parts.projections import ROTATED
 from vllm_weir.worker.discovery.parts.recorder import BlockRecord
+from vllm_weir.worker.discovery.recorded_model import noise
 from vllm_weir.worker.discovery.stream_ports import StreamPorts
-from vllm_weir.worker.discovery.trace import value_at
 
 _REMAINDERS = {"attn_in": 0, "mlp_in": 1, "z": 2, "mlp_post": 2, "router_logits": 2}
 """Point -> remainder of the numbers of the tokens at which it is written, divided by `_PERIOD`."""
