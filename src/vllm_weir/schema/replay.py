@@ -22,8 +22,6 @@ from vllm_weir.schema.vectors import as_array
 MAX_BYTES = 64 << 20
 """Of the array of a `Replay`, and of the .npy file in which it comes."""
 FIELD = "routing.array"
-FREE = -1
-"""In rows of experts: the router chooses itself."""
 
 
 @right_words
@@ -198,17 +196,6 @@ class ReplayRows(msgspec.Struct, array_like=True, frozen=True):
             return self
         kept = self.ids[: max(count, 0)]
         return ReplayRows(self.start, kept.shape, kept.tobytes()) if len(kept) else None
-
-    def between(self, start: int, stop: int, blocks: tuple[int, ...]) -> np.ndarray:
-        """Return the experts of some blocks at positions from `start` on, int32 [positions, blocks, top_k].
-
-        They are `FREE` where nothing is replayed.
-        """
-        found = np.full((stop - start, len(blocks), self.shape[2]), FREE, np.int32)
-        first, end = max(start, self.start), min(stop, self.stop)
-        if first < end:
-            found[first - start : end - start] = self.ids[first - self.start : end - self.start, list(blocks)]
-        return found
 
     def of_block(self, start: int, count: int) -> str:
         """Return what tells apart the keys and values of `count` positions; "" if nothing is replayed there."""

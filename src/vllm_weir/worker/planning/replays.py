@@ -7,11 +7,45 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_weir.schema.replay import FREE, ReplayRows
+from vllm_weir.schema.replay import ReplayRows
 from vllm_weir.schema.routing import RoutedBlocks
 
+FREE = -1
+"""In rows of experts: the router chooses itself."""
 NOWHERE = -1 << 40
 """Base of a token for which nothing is replayed."""
+
+
+class HeldReplay(NamedTuple):
+    """What a live request replays on this worker.
+
+    Attributes:
+        start: the first position.
+        experts: int16 [positions, blocks, top_k].
+    """
+
+    start: int
+    experts: np.ndarray
+
+    @classmethod
+    def of(cls, rows: ReplayRows, blocks: RoutedBlocks) -> HeldReplay:
+        """Return the experts of a worker's blocks."""
+        return cls(rows.start, rows.ids[:, list(blocks.blocks)].astype(np.int16))
+
+    @property
+    def stop(self) -> int:
+        """The position after the last."""
+        return self.start + len(self.experts)
+
+    def between(self, start: int, stop: int) -> np.ndarray:
+        """Return the experts of positions from `start` on, `FREE` where nothing is replayed."""
+        first, end = max(start, self.start), min(stop, self.stop)
+        covered = self.experts[first - self.start : end - self.start]
+        if len(covered) == stop - start:
+            return covered
+        found = np.full((stop - start, *self.experts.shape[1:]), FREE, np.int16)
+        found[first - start : end - start] = covered
+        return found
 
 
 class ReplayedStep(NamedTuple):
@@ -27,7 +61,7 @@ class ReplayedStep(NamedTuple):
 
 
 def replayed_step(
-    held: Mapping[str, ReplayRows],
+    held: Mapping[str, HeldReplay],
     blocks: RoutedBlocks,
     request_ids: Sequence[str],
     num_tokens: Sequence[int],
@@ -44,15 +78,15 @@ def replayed_step(
     rows = [np.full((1, len(blocks.blocks), blocks.top_k), FREE, np.int16)]
     bases = np.full(int(counts.sum()), NOWHERE, np.int64)
     length = 1
-    for k, request_id in enumerate(request_ids):
+    places = zip(firsts.tolist(), counts.tolist(), np.asarray(num_computed).tolist(), strict=True)
+    for request_id, (token, count, planned) in zip(request_ids, places, strict=True):
         replay = held.get(request_id)
         if replay is None:
             continue
-        planned = int(num_computed[k])
-        start, stop = max(0, planned - uncertainty), planned + int(counts[k])
+        start, stop = max(0, planned - uncertainty), planned + count
         if start >= replay.stop or stop <= replay.start:
             continue
-        bases[firsts[k] : firsts[k] + counts[k]] = length - start
-        rows.append(replay.between(start, stop, blocks.blocks).astype(np.int16))
+        bases[token : token + count] = length - start
+        rows.append(replay.between(start, stop))
         length += stop - start
     return None if length == 1 else ReplayedStep(np.concatenate(rows), bases)

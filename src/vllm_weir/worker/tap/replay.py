@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.replay import FREE, ReplayRows
+from vllm_weir.schema.replay import ReplayRows
 from vllm_weir.schema.routing import RoutedBlocks
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.planning.replays import ReplayedStep, replayed_step
+from vllm_weir.worker.planning.replays import FREE, HeldReplay, ReplayedStep, replayed_step
 from vllm_weir.worker.tap.batch import Batch
 
 NO_PROGRAMS = np.zeros(0, np.int32)
@@ -34,7 +34,7 @@ class Replays:
         self._blocks, self._uncertainty = blocks, uncertainty
         shape = (0, 0) if blocks is None else (len(blocks.blocks), blocks.top_k)
         self.forced = torch.full((max_tokens, *shape), FREE, dtype=torch.int16, device=device)
-        self._held: dict[str, ReplayRows] = {}
+        self._held: dict[str, HeldReplay] = {}
         self._written = 0
         """Rows of `forced`, from the first on, that may say something."""
 
@@ -44,7 +44,7 @@ class Replays:
     def hold(self, request_id: str, rows: ReplayRows | None) -> None:
         """Have routers choose these experts for a request from now on; None for none."""
         if rows is not None and self._blocks is not None:
-            self._held[request_id] = rows
+            self._held[request_id] = HeldReplay.of(rows, self._blocks)
 
     def release(self, request_id: str) -> None:
         """Let routers choose for a request; unknown ids are ignored."""
