@@ -191,8 +191,8 @@ class EngineFrontend:
         if self._max_rows is not None:
             check_rows(admitted, prompt_len, generated, capabilities.d_model, self._max_rows)
         check_drafts_ahead(admitted, prompt_len, self.engine.traits)
-        for rows in admitted.by_position:
-            rows.check(prompt_len)
+        for one in admitted.by_position:
+            one.check_rows(prompt_len)
         warms = warming.get()
         self.manager.prepare(() if warms else admitted.parts, request_id)
         if self._receiver is None:

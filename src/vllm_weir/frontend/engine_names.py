@@ -321,11 +321,8 @@ class EngineNames:
         admitted = admit(
             {}, capabilities, True, find, settled, vocabulary=self._engine.vocabulary, saes=self.saes, probes=gating
         )
-        for rows in admitted.by_position:
-            if everyone:
-                rows.check_everyone()
-            else:
-                rows.check()
+        for one in admitted.by_position:
+            one.check_rows(everyone=everyone)
         self._engine.check_holds(admitted)
         return tuple(one.with_arrays(find) for one in settled)
 

@@ -40,7 +40,6 @@ import msgspec
 import numpy as np
 
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.vector_axes import ByPosition
 from vllm_weir.schema.vectors import digest_of
 
 CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM, FEATURE, SCORE, DOSE, ACTIVATE, HELD, ENCODE, HOOK, RECONSTRUCT = range(
@@ -109,22 +108,22 @@ class LoweredIntervention(NamedTuple):
     Attributes:
         instructions: in order.
         rows: the vectors that they use, float32 [width], by digest.
-        by_position: if given, each selected position has instructions of its own, as many as every
-            other, those of the first position first; None: every instruction is for all of them.
+        by_position: how many selected positions have instructions of their own, one as many as every other, those
+            of the first position first; 0: every instruction is for all positions.
         source: where the number of a HELD instruction comes from.
         calls: what workers are told of the functions of HOOK instructions, by key.
     """
 
     instructions: tuple[Instruction, ...]
     rows: dict[str, np.ndarray]
-    by_position: ByPosition | None = None
+    by_position: int = 0
     source: Source | None = None
     calls: Mapping[str, bytes] = MappingProxyType({})
 
     @property
     def per_position(self) -> int:
         """How many instructions each position has of its own; 0 if all are for every position."""
-        return 0 if self.by_position is None else len(self.instructions) // self.by_position.rows
+        return len(self.instructions) // self.by_position if self.by_position else 0
 
 
 class VectorCollector:

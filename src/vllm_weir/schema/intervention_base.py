@@ -23,9 +23,9 @@ from vllm_weir.schema.vector_axes import (
     ONE,
     PER_LAYER,
     TOGETHER,
-    ByPosition,
     VectorAxes,
     VectorsByLayer,
+    check_row_each,
     is_by_layer,
 )
 from vllm_weir.schema.vectors import MAX_ROWS, Vector, number
@@ -203,7 +203,7 @@ class Intervention:
         if rows > 1 and name == self.single_vector:
             raise WeirError(f"expected one vector, got {rows} rows; {PER_LAYER}", field)
         if rows > 1 and name == self.rows_by_position:
-            ByPosition(rows, self.positions, self.path).check()
+            check_row_each(rows, self.positions, self.path)
 
     def to_json(self) -> dict[str, Any]:
         """Return the wire form."""
@@ -314,20 +314,20 @@ class Intervention:
         """
         if self.heads is not None or self.neurons is not None:
             self.part.check(shape, self.hook, self.path)
-        split, by_position = [], None
+        split, by_position = [], 0
         for name in self.vectors:
             field = f"{self.path}.{name}{self.where}"
             arrays = self._read(name, _array(getattr(self, name), field, lookup), shape, field)
             if arrays[0].ndim == 2 and name == self.rows_by_position:
-                by_position = ByPosition(len(arrays[0]), self.positions, self.path)
+                by_position = len(arrays[0])
             split.append(arrays)
         if self.heads is None:
             lowered = self._lower(*(arrays[0] for arrays in split))
             if self.neurons is not None:
                 lowered = on_neurons(lowered, self.neurons, shape[0])
         else:
-            lowered = on_heads(self._lower_heads(split), self.heads, shape[1], by_position.rows if by_position else 0)
-        return lowered if by_position is None else lowered._replace(by_position=by_position)
+            lowered = on_heads(self._lower_heads(split), self.heads, shape[1], by_position)
+        return lowered._replace(by_position=by_position)
 
     def _read(self, name: str, array: np.ndarray, shape: RowShape, field: str) -> list[np.ndarray]:
         """Return a field's array for the row, or those for the heads that are picked; check them."""

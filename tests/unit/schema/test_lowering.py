@@ -60,7 +60,7 @@ class Bench:
 
     def enter(self, name: str, found: AdmittedRequest, prompt_len: int, prompt_ids=None) -> None:
         for some in found.by_position:
-            some.check(prompt_len)
+            some.check_rows(prompt_len)
         moves, rows = [ResolvedIntervention.from_wire(m.to_wire()) for m in found.effective], found.rows
         self.planner.add_steering(name, REPLY, moves, prompt_len, prompt_ids, lambda ds: {d: rows[d] for d in ds})
 

@@ -227,7 +227,7 @@ def test_instructions_do_what_the_formulas_say(asked, seed):
     shape = SHAPES[item.hook]
     h = torch.randn(n or 3, int(np.prod(shape)), generator=torch.Generator().manual_seed(seed))
     lowered = item.lower(shape, unknown)
-    assert (lowered.by_position is not None) == (n is not None)
+    assert lowered.by_position == (n or 0)
     got, want = apply(lowered, h.numpy(), item.hook), apply_to_rows(item, h, shape).numpy()
     assert np.abs(got - want).max() <= 1e-4 * max(1.0, np.abs(want).max(), float(h.abs().max())), item
     columns = np.arange(h.shape[1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, NamedTuple
 
@@ -136,40 +137,64 @@ def attribute(
     function, name = parse_metric(metric, tokenizer, twin.vocab_size)
     with contextlib.nullcontext() if adapter is None else adapter.merged(twin.network):
         return _attributed(
-            engine, twin, prompts, asked, chosen, function, name, count, method, parts, autoencoders, listed
+            engine,
+            twin,
+            _Question(prompts, asked, chosen, function, name, count, method, parts, autoencoders, listed),
         )
 
 
-def _attributed(
-    engine: EngineRuns | None, twin: Twin, prompts: PromptPair, asked: AskedSites, chosen: tuple[int, ...],
-    function: LogitsMetric, name: str, count: int, method: Method, parts: int,
-    saes: Mapping[str, SAE], listed: int,
-) -> Attribution:  # fmt: skip
-    """Estimate all patches, and make the `count` largest; list as many features of each autoencoder as are `listed`."""
-    sites = list(dict.fromkeys([*asked.sites, *(sae.site for sae in saes.values())]))
+@dataclass(frozen=True)
+class _Question:
+    """What a call of `attribute` asks of its model.
+
+    Attributes:
+        asked: the sites whose rows are put in.
+        positions: the places in the prompt.
+        metric: a function of the logits that follow the prompt, called `name`.
+        count: how many of the largest patches are made.
+        parts: of the line that integrated gradients take.
+        saes: autoencoders whose features are places of their own; of each as many as are `listed`.
+    """
+
+    prompts: PromptPair
+    asked: AskedSites
+    positions: tuple[int, ...]
+    metric: LogitsMetric
+    name: str
+    count: int
+    method: Method
+    parts: int
+    saes: Mapping[str, SAE]
+    listed: int
+
+
+def _attributed(engine: EngineRuns | None, twin: Twin, question: _Question) -> Attribution:
+    """Estimate all patches, and make the largest."""
+    prompts, asked, chosen, metric = question.prompts, question.asked, question.positions, question.metric
+    sites = list(dict.fromkeys([*asked.sites, *(sae.site for sae in question.saes.values())]))
     rows = twin.rows(prompts.source, sites)
     error = None
     if engine is not None:
         own = engine.rows(prompts.source, sites)
         error = engine.check_twin(own, rows)
-    places, baseline = _differentiate(
-        twin, prompts, sites, chosen, rows, function, 0 if method == "gradient" else parts
-    )
+    parts = 0 if question.method == "gradient" else question.parts
+    places, baseline = _differentiate(twin, prompts, sites, chosen, rows, metric, parts)
     grid = _estimate(asked, chosen, places)
     features = {
-        key: feature_effects(sae, chosen, prompts.texts, *places[sae.site], listed) for key, sae in saes.items()
+        key: feature_effects(sae, chosen, prompts.texts, *places[sae.site], question.listed)
+        for key, sae in question.saes.items()
     }
-    top = effects_of(largest(grid, count), prompts.texts)
+    top = effects_of(largest(grid, question.count), prompts.texts)
     put_in = rows if engine is None else own
     patches = [RowPatch(e.site, e.position, _part(put_in[e.site][e.position], e.head), e.head) for e in top]
     if engine is None:
-        effects, in_engine = [_effect_on_twin(twin, prompts, patch, function, baseline) for patch in patches], None
+        effects, in_engine = [_effect_on_twin(twin, prompts, patch, metric, baseline) for patch in patches], None
     else:
-        effects, in_engine = _effects_in_engine(engine, twin, prompts, patches, function)
+        effects, in_engine = _effects_in_engine(engine, twin, prompts, patches, metric)
     verified = [VerifiedEffect(**e.__dict__, effect=effect) for e, effect in zip(top, effects, strict=True)]
     return Attribution(
         grid, top, tuple(verified), "twin" if engine is None else "engine", baseline, in_engine, error, prompts.mode,
-        name, prompts.texts, method, parts, features,
+        question.name, prompts.texts, question.method, question.parts, features,
     )  # fmt: skip
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +42,7 @@ from vllm_weir.schema.request import MAX_CAPTURES, Postprocess, RequestSpec, Res
 from vllm_weir.schema.resolved_probes import ResolvedProbe
 from vllm_weir.schema.routing import Routing
 from vllm_weir.schema.rows import WHOLE
-from vllm_weir.schema.selectors import MAX_SELECTORS, Asked
+from vllm_weir.schema.selectors import MAX_SELECTORS
 from vllm_weir.schema.user_hooks import Hook
 
 
@@ -138,26 +137,10 @@ def _refuse_paths(spec: RequestSpec) -> None:
             raise WeirError("over HTTP a fitted lens is named, and has no path", f"{lens.at}.path")
 
 
-class _ResolvedCaptures(NamedTuple):
-    """The fields of an `AdmittedRequest` that its captures, features and lens determine.
-
-    Attributes:
-        spec: what workers capture.
-        parts: by where rows go.
-        directions: what workers project rows on, by digest.
-        asked: selectors of features and lens that may select nothing.
-    """
-
-    spec: ResolvedSpec
-    parts: tuple[CaptureGroup, ...]
-    directions: Mapping[str, np.ndarray] = MappingProxyType({})
-    asked: Asked = ()
-
-
 @functools.cache
-def _nothing_captured(dtype: str) -> _ResolvedCaptures:
+def _nothing_captured(dtype: str) -> tuple[ResolvedSpec, tuple[CaptureGroup, ...]]:
     """Return what all requests that want no rows share."""
-    return _ResolvedCaptures(ResolvedSpec(()), (CaptureGroup(ResolvedSpec(()), {}, dtype),))
+    return ResolvedSpec(()), (CaptureGroup(ResolvedSpec(()), {}, dtype),)
 
 
 @dataclass(frozen=True)
@@ -184,35 +167,30 @@ class _Admission:
         capabilities = self.capabilities
         own = [self._settled(one) if isinstance(one, Use) else one for one in given]
         interventions = self._interventions(spec, own)
-        resolved = lower(interventions, capabilities, self.lookup, self.has_token_ids, self._check)
-        scoring = ProbeResolver(
-            capabilities, self.lookup, self.probes, self.vocabulary, self.has_token_ids, self._check, self.saes.find
-        ).resolve(spec.probes, spec.stop_when, interventions, len(interventions) - len(own), spec.dose)
-        stacked = stack(spec, capabilities, self.has_embeddings or self.has_media)
-        captures = (*self._captures(spec), *stacked.captures)
-        captured = _nothing_captured(capabilities.dtype)
-        if captures or spec.features or spec.lens or spec.routing:
-            captured = self._resolve(captures, spec, scoring.probes, stacked.entries)
-        asked = (*asked_of((*spec.capture, *own)), *scoring.asked, *captured.asked)
-        of_interventions = {digest: row for one in resolved for digest, row in one.rows.items()}
+        lowered = lower(interventions, capabilities, self.lookup, self.has_token_ids, self._check)
+        captured, parts = _nothing_captured(capabilities.dtype)
         admitted = AdmittedRequest(
-            spec=captured.spec,
-            parts=captured.parts,
-            dtype=capabilities.dtype,
-            interventions=scoring.gated(resolved),
-            rows={**of_interventions, **scoring.rows, **captured.directions},
-            asked=tuple(dict.fromkeys(asked)),
-            widths=capabilities.shard_widths,
-            num_layers=capabilities.num_layers,
-            probes=scoring.probes,
-            gates=scoring.gates,
-            stops=scoring.stops,
-            told=scoring.told,
-            counted=scoring.counted,
+            captured,
+            parts,
+            capabilities.dtype,
+            tuple(lowered),
+            {digest: row for one in lowered for digest, row in one.rows.items()},
+            asked_of((*spec.capture, *own)),
+            capabilities.shard_widths,
+            capabilities.num_layers,
             dose=spec.dose,
             functions=tuple(one.function for one in interventions if isinstance(one, Hook)),
             replay=replay_of(spec.routing, capabilities),
         )
+        resolver = ProbeResolver(
+            capabilities, self.lookup, self.probes, self.vocabulary, self.has_token_ids, self._check, self.saes.find
+        )
+        admitted = resolver.resolve(spec.probes, spec.stop_when, interventions, len(interventions) - len(own), admitted)
+        stacked, more = stack(spec, capabilities, self.has_embeddings or self.has_media)
+        captures = (*self._captures(spec), *more)
+        if captures or spec.features or spec.lens or spec.routing:
+            admitted = self._with_captures(admitted, captures, spec, stacked)
+        admitted = replace(admitted, asked=tuple(dict.fromkeys(admitted.asked)))
         if admitted.probes and (selectors := len(admitted.engine_spec.selectors)) > MAX_SELECTORS:
             raise WeirError(
                 f"{selectors} different choices of positions in captures, interventions and probes, more than the "
@@ -221,12 +199,12 @@ class _Admission:
             )
         return admitted
 
-    def _resolve(
-        self, captures: tuple[Capture, ...], spec: RequestSpec, probes: Sequence[ResolvedProbe], stacked: Stacked
-    ) -> _ResolvedCaptures:
-        """Resolve captures, features and the lens."""
+    def _with_captures(
+        self, admitted: AdmittedRequest, captures: tuple[Capture, ...], spec: RequestSpec, stacked: Stacked
+    ) -> AdmittedRequest:
+        """Return the request with its captures, features and lens resolved."""
         capabilities = self.capabilities
-        kept = _kept(captures, spec, probes, capabilities)
+        kept = _kept(captures, spec, admitted.probes, capabilities)
         expansion = DerivedPoints.expand(captures, capabilities, self.has_embeddings or self.has_media)
         postprocesses = postprocesses_of(expansion.captures, capabilities, self.lookup)
         read_outs = read_outs_of(
@@ -237,7 +215,8 @@ class _Admission:
         parts, device = self._groups(expansion, postprocesses, read_outs, stacked, spec.routing)
         resolved, parts = _resolved(parts, device, kept)
         directions = postprocesses.directions if postprocesses.device is not None else {}
-        return _ResolvedCaptures(resolved, parts, directions, asked_of([one.source for one in read_outs]))
+        asked = (*admitted.asked, *asked_of([one.source for one in read_outs]))
+        return replace(admitted, spec=resolved, parts=parts, rows={**admitted.rows, **directions}, asked=asked)
 
     def _interventions(self, spec: RequestSpec, own: Sequence[AnyIntervention]) -> tuple[Intervention, ...]:
         """Return those of every request, of the request's modules, and its own, in the order in which they act."""

@@ -30,7 +30,6 @@ from vllm_weir.schema.resolved_probes import CellLayout, ResolvedGate, ResolvedP
 from vllm_weir.schema.rows import RowShard, ShardWidths, ring_rows
 from vllm_weir.schema.selectors import Asked
 from vllm_weir.schema.taps import STAGES, column_of, shard_column
-from vllm_weir.schema.vector_axes import ByPosition
 
 ONE_ROW = ShardWidths({}, {}, 0)
 
@@ -84,9 +83,9 @@ class AdmittedRequest:
         return self.engine_spec.layout
 
     @functools.cached_property
-    def by_position(self) -> tuple[ByPosition, ...]:
-        """Rows that are for one selected position each, of all interventions, each once."""
-        return tuple(dict.fromkeys(rows for one in self.interventions for rows in one.by_position))
+    def by_position(self) -> tuple[AdmittedIntervention, ...]:
+        """The interventions with rows that are for one selected position each."""
+        return tuple(one for one in self.interventions if one.by_position)
 
     @functools.cached_property
     def calls(self) -> dict[str, bytes]:
@@ -266,7 +265,7 @@ def prompt_lengths(admitted: AdmittedRequest, max_tokens: int, longest: int, lar
     left out if positions do not let the prompt be so long.
     """
     lengths = {*range(SHORTEST, EACH_UP_TO), *(2**k for k in range(longest.bit_length())), longest}
-    lengths |= {rows.rows for rows in admitted.by_position}
+    lengths |= {rows for one in admitted.by_position for rows in one.by_position}
     tried = (length for length in sorted(lengths) if SHORTEST <= length <= longest)
     shortest = next((length for length in tried if _fits(admitted, length, max_tokens)), min(SHORTEST, longest))
     eager = min(largest_graph + 1, longest)
@@ -278,12 +277,12 @@ def prompt_lengths(admitted: AdmittedRequest, max_tokens: int, longest: int, lar
 def _fits(admitted: AdmittedRequest, length: int, max_tokens: int) -> bool:
     end = length + max_tokens - 1
     reached = all(positions.reaches(length, end) for positions, _ in admitted.asked)
-    return reached and all(_has_row_each(rows, length) for rows in admitted.by_position)
+    return reached and all(_has_row_each(one, length) for one in admitted.by_position)
 
 
-def _has_row_each(rows: ByPosition, length: int) -> bool:
+def _has_row_each(one: AdmittedIntervention, length: int) -> bool:
     try:
-        rows.check(length)
+        one.check_rows(length)
     except WeirError:
         return False
     return True

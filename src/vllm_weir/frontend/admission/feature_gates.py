@@ -25,14 +25,6 @@ class FindSAE(Protocol):
     def __call__(self, name: str, field: str) -> LoadedSAE: ...
 
 
-class FeatureProbe(NamedTuple):
-    """A probe of a feature, whether it reads before the interventions there, and above what the feature is active."""
-
-    probe: Probe
-    before: bool
-    threshold: float
-
-
 class _Read(NamedTuple):
     """A feature of an autoencoder, the hook point where it is read, and whether before the interventions there."""
 
@@ -61,8 +53,10 @@ class FeatureReads:
             if self._positions.setdefault(read, wanted) != wanted:
                 self._positions[read] = EVERYWHERE
 
-    def probe(self, gated: Intervention) -> tuple[str, FeatureProbe]:
-        """Return what gives the activation of the feature that gates an intervention, and its name in the request.
+    def probe(self, gated: Intervention) -> tuple[str, Probe, bool, float]:
+        """Return the name of the probe of the feature that gates an intervention, and the probe.
+
+        Beside these: whether it reads before the interventions there, and above what the feature is active.
 
         Raises:
             WeirError: naming the field, if there is no such feature, or its activation is not a function of one
@@ -90,7 +84,7 @@ class FeatureReads:
             "feature", np.asarray(response.w), response.b, hook, layer, positions=self._positions[read], head=sae.head,
             path=when.path,
         )  # fmt: skip
-        return name, FeatureProbe(probe, read.before, response.theta)
+        return name, probe, read.before, response.theta
 
     def _loaded(self, when: When) -> LoadedSAE:
         loaded = self._find(when.sae, f"{when.path}.probe")

@@ -29,7 +29,7 @@ from vllm_weir.schema.rows import RowShape, Shard
 from vllm_weir.schema.set_activation import Reconstruction, SetActivation
 from vllm_weir.schema.taps import comes_before, tap_of
 from vllm_weir.schema.user_hooks import Hook
-from vllm_weir.schema.vector_axes import ByPosition
+from vllm_weir.schema.vector_axes import check_row_each, check_row_each_for_everyone
 
 
 class CheckSite(Protocol):
@@ -50,19 +50,34 @@ class AdmittedIntervention(NamedTuple):
         hook: its hook point.
         moves: several where its vectors differ by layer; none if it changes nothing (a zero vector, a scale of 0).
         rows: the vectors that these use, by digest.
-        by_position: rows that are for one selected position each, to be counted against the positions of each
-            request.
+        by_position: numbers of rows that are for one selected position each, to be counted against the positions of
+            each request.
         calls: what workers are told of the functions that they call for it, by key.
         gate: the index of its gate among those of the request, or -1.
+        positions: its selector, as it was asked.
+        path: named by errors.
     """
 
     op: str
     hook: str
     moves: tuple[ResolvedIntervention, ...]
     rows: Mapping[str, np.ndarray] = MappingProxyType({})
-    by_position: tuple[ByPosition, ...] = ()
+    by_position: tuple[int, ...] = ()
     calls: Mapping[str, bytes] = MappingProxyType({})
     gate: int = -1
+    positions: Positions = Positions("all")
+    path: str = ""
+
+    def check_rows(self, prompt_len: int | None = None, everyone: bool = False) -> None:
+        """Raise WeirError unless it has a row for each position that it selects, where its rows are for one each.
+
+        Without `prompt_len` it checks what is known without it; `everyone`: whether it is for prompts of any length.
+        """
+        for rows in self.by_position:
+            if everyone:
+                check_row_each_for_everyone(rows, self.positions, self.path)
+            else:
+                check_row_each(rows, self.positions, self.path, prompt_len)
 
     def gated(self, gate: int, cell: int) -> AdmittedIntervention:
         """Return it with a gate, whose factor stands in a cell."""
@@ -118,7 +133,7 @@ def _admitted(
     """Resolve one intervention: to one result for all layers at which it does the same."""
     rows: dict[str, np.ndarray] = {}
     calls: dict[str, bytes] = {}
-    by_position: dict[ByPosition, None] = {}
+    by_position: dict[int, None] = {}
     layers_by_effect: dict[tuple[tuple[Instruction, ...], int, Source | None], list[int]] = {}
     for one in intervention.by_layer(capabilities.num_layers, lookup):
         for shape, layers in _layers_by_shape(one, capabilities).items():
@@ -126,7 +141,7 @@ def _admitted(
             _check_reach(one, lowered, capabilities)
             for layer in layers if capabilities.shards else ():
                 _check_shards(one, lowered, capabilities.shards.get(Site(one.hook, layer), ()))
-            if lowered.by_position is not None:
+            if lowered.by_position:
                 by_position[lowered.by_position] = None
             if lowered.instructions and layers:
                 effect = lowered.instructions, lowered.per_position, lowered.source
@@ -146,7 +161,9 @@ def _admitted(
         for (instructions, per_position, source), layers in layers_by_effect.items()
     )
     op = _ASKED_AS.get(intervention.op, intervention.op)
-    return AdmittedIntervention(op, intervention.hook, moves, rows, tuple(by_position), calls)
+    return AdmittedIntervention(
+        op, intervention.hook, moves, rows, tuple(by_position), calls, -1, intervention.positions, intervention.path
+    )
 
 
 def _layers_by_shape(intervention: Intervention, capabilities: EngineCapabilities) -> dict[RowShape, list[int]]:

@@ -164,15 +164,8 @@ def _differing_field(first: Capture, other: Capture) -> str:
     return "project" if other.project is not None else "reduce"
 
 
-class Stacks(NamedTuple):
-    """What is stacked, and the captures that its rows need beside those that the request names."""
-
-    entries: Stacked = NOT_STACKED
-    captures: tuple[Capture, ...] = ()
-
-
-def stack(spec: RequestSpec, capabilities: EngineCapabilities, has_media: bool) -> Stacks:
-    """Return what a request wants stacked.
+def stack(spec: RequestSpec, capabilities: EngineCapabilities, has_media: bool) -> tuple[Stacked, tuple[Capture, ...]]:
+    """Return what a request wants stacked, and the captures that this needs beside those that the request names.
 
     Args:
         spec: what it asks.
@@ -184,7 +177,7 @@ def stack(spec: RequestSpec, capabilities: EngineCapabilities, has_media: bool) 
     """
     stream = () if spec.stacked is None else spec.stacked.resolve_layers(capabilities.num_layers)
     if spec.qk is None:
-        return Stacks(Stacked(stream)) if stream else Stacks()
+        return (Stacked(stream) if stream else NOT_STACKED), ()
     path, facts = spec.qk.path, capabilities.facts
     queries = _queries(spec.qk, capabilities)
     for layer in queries:
@@ -204,7 +197,7 @@ def stack(spec: RequestSpec, capabilities: EngineCapabilities, has_media: bool) 
         Capture("q_rot", layers=list(queries), path=path),
         Capture("k_rot", layers=sorted(set(keys)), path=path),
     )
-    return Stacks(Stacked(stream, queries, keys, told), captures)
+    return Stacked(stream, queries, keys, told), captures
 
 
 def _queries(asked: Capture, capabilities: EngineCapabilities) -> tuple[int, ...]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.admitted import AdmittedRequest
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.feature_gates import FeatureReads, FindSAE
-from vllm_weir.frontend.admission.lowering import AdmittedIntervention, CheckSite
+from vllm_weir.frontend.admission.lowering import CheckSite
 from vllm_weir.frontend.admission.reachable import Vocabulary, asked_of, resolve_tokens
-from vllm_weir.frontend.admission.registries import ProbeRegistry, RegisteredProbe
+from vllm_weir.frontend.admission.registries import ProbeRegistry
 from vllm_weir.schema.gates import COSINE_PREFIX, SAE_PREFIX, StopRule, StopText, When
 from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.instructions import VectorCollector
@@ -22,44 +21,9 @@ from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.probe_base import ProbeBase
 from vllm_weir.schema.probes import AnyProbe
 from vllm_weir.schema.resolved_probes import LINEAR, NO_ACTIVATION, CellLayout, ResolvedGate, ResolvedProbe
-from vllm_weir.schema.selectors import Asked
 from vllm_weir.schema.set_activation import Reconstruction, SetActivation
 from vllm_weir.schema.taps import STAGES, reads_in_time, tap_of
 from vllm_weir.schema.user_hooks import Hook
-
-
-class AdmittedScoring(NamedTuple):
-    """The fields of an `AdmittedRequest` that its probes determine.
-
-    Attributes:
-        probes: in the order in which the request names them, first in `probes`, then in gates, then
-            in rules; last those that score every request.
-        gates: each once.
-        gate_of: for each intervention as it was given, the index of its gate, or -1.
-        rows: the vectors that the probes use, by digest.
-        asked: selectors of the request's own probes that may select nothing.
-        told: how many of `probes`, from the first, the request has named; their scores are its own.
-        counted: the probes that score every request, each with its index among `probes`.
-    """
-
-    probes: tuple[ResolvedProbe, ...] = ()
-    gates: tuple[ResolvedGate, ...] = ()
-    gate_of: tuple[int, ...] = ()
-    stops: tuple[StopRule, ...] = ()
-    rows: Mapping[str, np.ndarray] = MappingProxyType({})
-    asked: Asked = ()
-    told: int = 0
-    counted: tuple[tuple[int, RegisteredProbe], ...] = ()
-
-    def gated(self, interventions: Sequence[AdmittedIntervention]) -> tuple[AdmittedIntervention, ...]:
-        """Return the interventions with their gates."""
-        if not self.gates:
-            return tuple(interventions)
-        factors = CellLayout.of(self.probes, self.gates).factors
-        return tuple(
-            one if gate < 0 else one.gated(gate, factors[gate] + 1)
-            for one, gate in zip(interventions, self.gate_of, strict=True)
-        )
 
 
 class ProbeResolver:
@@ -88,19 +52,20 @@ class ProbeResolver:
         stop_when: Sequence[StopText],
         interventions: Sequence[Intervention],
         given: int,
-        dose: bool = False,
-    ) -> AdmittedScoring:
+        admitted: AdmittedRequest,
+    ) -> AdmittedRequest:
         """Resolve what one request scores: its probes, its rules, and the gates of the interventions that it undergoes.
 
-        The first `given` of these are not its own; their gates mean registered probes. `dose`: whether
-        relative doses are measured.
+        The first `given` of these are not its own; their gates mean registered probes. `admitted` has the
+        interventions as they were lowered; returned is what it becomes, with probes in the order in which the request
+        names them: first those in `probes`, then in gates, then in rules; last those that score every request.
 
         Raises:
             WeirError: naming the field, if the engine cannot do it exactly.
         """
-        everyone = self._registry.everyone
+        everyone, dose = self._registry.everyone, admitted.dose
         if not (probes or stop_when or dose or everyone or any(one.when is not None for one in interventions)):
-            return AdmittedScoring(gate_of=(-1,) * len(interventions))
+            return admitted
         own = [
             self._registry.find(one, f"probes[{k}]").at(f"probes[{k}]") if isinstance(one, str) else one
             for k, one in enumerate(probes)
@@ -128,7 +93,22 @@ class ProbeResolver:
         self._check_calls(interventions, [[*gates][k] if k >= 0 else None for k in gate_of])
         if dose:
             self._check_whole_rows(interventions)
-        return AdmittedScoring(resolved, tuple(gates), tuple(gate_of), stops, self._rows, asked_of(own), told, counted)
+        factors = CellLayout.of(resolved, tuple(gates)).factors if gates else ()
+        gated = tuple(
+            one if gate < 0 else one.gated(gate, factors[gate] + 1)
+            for one, gate in zip(admitted.interventions, gate_of, strict=True)
+        )
+        return replace(
+            admitted,
+            interventions=gated,
+            rows={**admitted.rows, **self._rows},
+            asked=(*admitted.asked, *asked_of(own)),
+            probes=resolved,
+            gates=tuple(gates),
+            stops=stops,
+            told=told,
+            counted=counted,
+        )
 
     def _index(self, name: str, field: str, own: bool = True) -> int:
         """Return the index of the probe of a name; a registered one is added if the request has not listed it."""
@@ -225,7 +205,7 @@ class ProbeResolver:
 
     def _feature(self, intervention: Intervention) -> int:
         """Return the index of what gives the activation of the feature that gates an intervention."""
-        name, (probe, before, threshold) = self._features.probe(intervention)
+        name, probe, before, threshold = self._features.probe(intervention)
         if name not in self._probes:
             try:
                 resolved, rows = self._resolve(probe)
