@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.properties import examples
 from tests.unit.refusals import pairs, refused
 from tests.unit.request_strategies import any_extra_args, sensible_captures, served
-from vllm_weir import Add, Capture, Clamp, Hook, LowRank, Probe, Replace, Site, WeirError
+from vllm_weir import Add, Capture, Clamp, Hook, Lens, LowRank, Probe, Replace, Site, WeirError
 from vllm_weir.compat.vllm_lens.request import in_lens_words, to_weir
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.cache import MAX_KEY_BYTES, admission_key
@@ -364,3 +364,50 @@ def test_a_selector_by_modality_becomes_the_prompts_positions():
     assert not admit({}, FACTS, always=[add], everyone=[Capture("resid_post", 1, image)], vocabulary=none).effective
     with refused("interventions[0].positions.modality", "the prompt has no image"):
         admit(asked, FACTS, vocabulary=none)
+
+
+def carried(**asked):
+    return {"weir": RequestSpec().asking(**asked).to_json()}
+
+
+MET = {
+    "capture": [
+        Capture("resid_post", 1),
+        Capture("resid_post", 1, positions="last_prompt"),
+        Capture("resid_post", 2, positions="prompt", reduce="mean"),
+        Capture("resid_post", 3, dtype="float16"),
+        Capture("resid_mid", 3, before=True),
+        Capture("resid_mid", 2, project=np.ones(128, np.float32)),
+    ],
+    "interventions": [Add(np.ones(128, np.float32), 3, hook="resid_mid")],
+    "lens": Lens(layers=[1, 3], top_k=3),
+    "probes": [Probe("p", np.ones(128, np.float32), layer=1)],
+}
+
+
+def test_what_one_request_can_ask_for_at_once():
+    """Rows, a mean and products, at sites of their own; a lens, a probe and an intervention beside them."""
+    admitted = admit(carried(**MET), replace(FACTS, no_lens=""))
+    memory = admitted.parts[0]
+    mean, products = memory.mixed[Site("resid_post", 2)], memory.mixed[Site("resid_mid", 2)]
+    assert memory.late and memory.mixed[Site("resid_post", 1)] is None
+    assert mean.reduce == "mean" and len(products.directions) == 1
+    assert memory.dtypes[Site("resid_post", 3)] == "float16" and memory.dtypes[Site("resid_post", 1)] == "float32"
+    assert {one.site for one in admitted.spec.site_requests if one.before} == {Site("resid_mid", 3)}
+    assert admitted.sends_rows and [one.site.layer for one in admitted.spec.postprocess.read_outs] == [1, 3]
+    assert admitted.told == 1 and len(admitted.effective) == 1
+
+
+@pytest.mark.parametrize(
+    "field, other, why",
+    [
+        ("capture[1].before", Capture("resid_post", 1, before=True), "both before and after"),
+        ("capture[1].dtype", Capture("resid_post", 1, dtype="float16"), "both float32 and float16"),
+        ("capture[1].reduce", Capture("resid_post", 1, reduce="mean"), "two ways"),
+        ("capture[1].project", Capture("resid_post", 1, project=np.ones(128, np.float32)), "two ways"),
+    ],
+)
+def test_what_one_output_cannot_have(field, other, why):
+    """An output has one tensor for each site; rows before and after an intervention are told apart nowhere."""
+    with refused(field, why):
+        admit(carried(capture=[Capture("resid_post", 1), other]), FACTS)
