@@ -114,12 +114,8 @@ def _projection_for(compression: Compression, rows: torch.Tensor) -> torch.Tenso
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:
     """Return the indices of the k largest magnitudes of each row.
 
-    Args:
-        values: float32 [..., d].
-        k: how many.
-
-    Returns:
-        int64 [..., k], ascending; of equal magnitudes those that come first.
+    `values`: float32 [..., d]; `k`: how many. Returns int64 [..., k], ascending; of equal magnitudes those that come
+    first.
     """
     # The bits of a magnitude order as it does; the index below them makes every key unique, so
     # equal values have an order.

@@ -100,9 +100,7 @@ def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
     rows at once; if n equals k they are taken to be per row. Scales of Weir's own files are [n, 1]
     and mean ``q * scale + zero``.
 
-    Args:
-        arrays: Arrays of the file by name.
-        width: Values of a row, for topk8.
+    `arrays`: Arrays of the file by name; `width`: Values of a row, for topk8.
     """
     sparse = "indices" in arrays
     for key in ("indices", "values", "scale", "zero") if sparse else ("q", "scale", "zero"):

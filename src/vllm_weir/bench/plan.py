@@ -301,10 +301,8 @@ class BenchPlan(BaseModel):
     def prompts(self, size: BatchSize, call: str = "") -> list[list[int]]:
         """Return the prompts' token ids, the same for every system; no two prompts are alike.
 
-        Args:
-            size: how many, and how long.
-            call: names a call: another call has other tokens behind what all prompts share, so that a prefix cache
-                spares no call what it would not spare another.
+        `size`: how many, and how long; `call`: names a call: another call has other tokens behind what all prompts
+        share, so that a prefix cache spares no call what it would not spare another.
         """
         draw = random.Random(f"{size.kind} {size.count} {size.prompt}{call}")
         first = min(10, self.vocab // 2)  # the lowest ids are special tokens

@@ -202,9 +202,7 @@ def pool(results: Sequence[BenchResult], cases: Sequence[str] | None = None) -> 
 
     Figures are medians of the runs' medians; the samples, and so the smallest and the largest, are those of all runs.
 
-    Args:
-        results: each of one run.
-        cases: which to take; None for all.
+    `results`: each of one run. `cases`: which to take; None for all.
     """
     out = _heading(results)
     found: dict[tuple[str, str, str], list[CaseResult]] = {}

@@ -57,10 +57,8 @@ class ServedEngine:
 
         The answer also says how many CUDA graphs were captured meanwhile.
 
-        Args:
-            case: what every request asks for.
-            size: fields of a `BatchSize`.
-            keep: a file for a few of the delivered rows, or None.
+        `case`: what every request asks for; `size`: fields of a `BatchSize`; `keep`: a file for a few of the delivered
+        rows, or None.
         """
         batch = BatchSize.model_validate(size)
         self._calls += 1

@@ -58,8 +58,7 @@ class Diagnosis:
 def examine(live: bool = True, model: str = "demo") -> Diagnosis:
     """Check the installation and return what was found.
 
-    Args:
-        live: whether to start an engine as well and compare its rows with transformers.
+    `live`: whether to start an engine as well and compare its rows with transformers.
     """
     from vllm_weir.patches.registry import RAN, READ, unloadable, verify
 
@@ -212,10 +211,8 @@ def _self_test(found: Diagnosis, model: str) -> None:
 def cannot_run(arguments: Sequence[str], e: Exception) -> int:
     """Print why the command `weir` cannot be imported; return the exit code.
 
-    Args:
-        arguments: the command's. `weir doctor` goes on to check everything that needs no missing
-            package.
-        e: what importing the command raised.
+    `arguments`: the command's. `weir doctor` goes on to check everything that needs no missing package. `e`: what
+    importing the command raised.
     """
     why = refuse.cause_of(e)
     if arguments[:1] != ["doctor"]:

@@ -71,8 +71,7 @@ def serve(arguments: list[str]) -> None:
 def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str]:
     """Remove Weir's own options from the arguments and set the environment; return vLLM's arguments.
 
-    Raises:
-        WeirError: if the arguments or the environment would keep Weir out of the server.
+    Raises WeirError if the arguments or the environment would keep Weir out of the server.
     """
     if disabled(environ):
         raise WeirError("is set, so Weir is off; unset it, or use `vllm serve`", "WEIR_DISABLE")

@@ -110,13 +110,8 @@ def activations_field(
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return vllm-lens's field ``activations`` of a response; nothing if its keys captured nothing.
 
-    Args:
-        acts: What was captured.
-        limits: How many bytes of rows there may be.
-        binary: Whether tensors are to be fetched.
-
-    Returns:
-        The field by its name, and what is to be stored for it to be fetched: a zstd frame by its key.
+    `acts`: what was captured; `limits`: how many bytes of rows there may be; `binary`: whether tensors are to be
+    fetched. Returns the field by its name, and what is to be stored for it to be fetched: a zstd frame by its key.
     """
     tensors = {name: acts[name] for name in acts.stacked.tensors()}
     key = LENS_CAPTURE_KEY if acts.stacked.stream else LENS_QK_KEY

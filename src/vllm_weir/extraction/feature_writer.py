@@ -58,8 +58,7 @@ class FeatureWriter:
     because enough rows have come together. What is not yet published stays in memory, so that it
     can be tried again after an error such as a full disk.
 
-    Args:
-        part_bytes: A part is published once its records take so many bytes in memory.
+    `part_bytes`: a part is published once its records take so many bytes in memory.
     """
 
     def __init__(self, store: ObjectStore, info: FeatureInfo, part_bytes: int = PART_BYTES) -> None:

@@ -72,11 +72,7 @@ class OutputTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureTarget(OutputTarget):
-    """Where features go.
-
-    Args:
-        options: ``shard_bytes``, ``fsync`` and ``storage_options``, as of `OutputTarget`.
-    """
+    """Where features go. `options`: ``shard_bytes``, ``fsync`` and ``storage_options``, as of `OutputTarget`."""
 
     info: FeatureInfo
     layout: str = LAYOUT

@@ -19,10 +19,8 @@ def first_components(differences: torch.Tensor, kept: torch.Tensor, centred: boo
     A component is a sum of differences, so the search is for its [n] weights: Lanczos's method on
     the inner products, of which those of a subset are a part. Zeros where nothing varies.
 
-    Args:
-        differences: float64 [n, d].
-        kept: bool [m, n], the subsets.
-        centred: whether each subset's mean is subtracted first.
+    `differences`: float64 [n, d]; `kept`: bool [m, n], the subsets; `centred`: whether each subset's mean is subtracted
+    first.
     """
     scale = (differences * differences).sum(1).max().sqrt()
     if scale == 0:
@@ -121,8 +119,7 @@ class InnerProducts:
     It is computed once where rows are few. Otherwise each product passes over the rows twice, which
     is less work, and less memory, than [n, n].
 
-    Args:
-        rows: float64 [n, d].
+    `rows`: float64 [n, d].
     """
 
     def __init__(self, rows: torch.Tensor) -> None:

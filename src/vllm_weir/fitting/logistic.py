@@ -156,9 +156,8 @@ def _principal_axes(products: InnerProducts, weights: torch.Tensor) -> tuple[tor
     Conjugate gradients would need steps for each axis along which rows spread much more than along
     others; with these divided out (`_Problems._step`) they do not.
 
-    Returns:
-        The coefficients of unit vectors, [n, k], their products with the inner products, and the
-        squared spread along each, [k].
+    Returns the coefficients of unit vectors, [n, k], their products with the inner products, and the squared spread
+    along each, [k].
     """
     size = weights.shape[1]
     generator = torch.Generator().manual_seed(0)

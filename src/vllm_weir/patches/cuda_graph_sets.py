@@ -217,14 +217,10 @@ class GraphSets:
 
         It is called between two steps, on all ranks with the same arguments.
 
-        Args:
-            wanted: masks of taps, each with whether only steps that compute a prompt need them.
-            most: how many requests decode at a time; None for as many as the engine has at once.
-
-        Returns:
-            How many "graphs" were captured, the "bytes" of device memory that they took, how many graphs
-            "failed", and how many of the masks are "without" graphs: their steps call what no graph can
-            hold, or there are `MAX_SETS` others.
+        `wanted`: masks of taps, each with whether only steps that compute a prompt need them. `most`: how many requests
+        decode at a time; None for as many as the engine has at once. Returns how many "graphs" were captured, the
+        "bytes" of device memory that they took, how many graphs "failed", and how many of the masks are "without"
+        graphs: their steps call what no graph can hold, or there are `MAX_SETS` others.
         """
         captured, free, failed, without = len(self._captured), _free_memory(), 0, 0
         for needed, in_prompts in wanted:

@@ -317,11 +317,8 @@ def _problem_text(problems: dict[str, str]) -> str | None:
 def install(active: bool) -> PatchStatus:
     """Make every patch of this process, each as soon as its module is imported.
 
-    With `active` False only the guard.
-
-    Raises:
-        Unguarded: if the guard cannot be installed, because then the engine would ignore Weir's
-            keys.
+    With `active` False only the guard. Raises Unguarded if the guard cannot be installed, because then the engine would
+    ignore Weir's keys.
     """
     status = PatchStatus(active)
     if active:

@@ -92,8 +92,7 @@ def without_decoder(config: SAEConfig, tensors: Tensors) -> dict[str, torch.Tens
 def summed(parts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return what is written at each block, float32 [n, d_out], given what each block writes at it and later ones.
 
-    Args:
-        parts: {block: [n, writes, d_out]}.
+    `parts`: {block: [n, writes, d_out]}.
     """
     out: dict[int, torch.Tensor] = {}
     for layer, written in sorted(parts.items()):

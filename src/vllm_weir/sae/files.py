@@ -35,8 +35,7 @@ Loaded = tuple[SAEConfig, dict[str, torch.Tensor]]
 def load(path: Path, given: Given, name: str) -> tuple[SAEConfig, dict[str, torch.Tensor], str | None]:
     """Return the autoencoder of a path with everything folded, and the dtype that its file wants, if it says one.
 
-    Raises:
-        WeirError: for files that are missing, damaged or of another format, and for what they ask that is not done.
+    Raises WeirError for files that are missing, damaged or of another format, and for what they ask that is not done.
     """
     if (published := cross_layer_files.format_of(path)) is not None:
         return (*_load_cross_layer(path, published, given, name), None)

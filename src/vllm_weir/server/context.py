@@ -50,9 +50,7 @@ def answering() -> Iterator[None]:
 def check_answered(params: Any, read: Callable[[Mapping[str, Any]], RequestSpec], scores_taken: bool = False) -> None:
     """Refuse a request for rows, or what is read off them, on a route whose responses cannot carry them.
 
-    Args:
-        read: makes a request of extra arguments.
-        scores_taken: whether a controller of the engine gets the scores.
+    `read`: makes a request of extra arguments; `scores_taken`: whether a controller of the engine gets the scores.
     """
     extra = getattr(params, "extra_args", None)
     if current_response.get() is not None or _rows_used.get() or not extra or not asks(extra, None):

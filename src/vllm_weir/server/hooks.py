@@ -44,10 +44,8 @@ def _parse(option: str) -> tuple[str, str]:
 def check_given(environ: Mapping[str, str] = os.environ) -> None:
     """Import what the environment names, so that a server does not start without it.
 
-    Modules of the working directory are found, in the server's other processes, too.
-
-    Raises:
-        WeirError: if one cannot be imported, or is neither a `Hook` nor a function.
+    Modules of the working directory are found, in the server's other processes, too. Raises WeirError if one cannot be
+    imported, or is neither a `Hook` nor a function.
     """
     given = _NAMED.given(environ)
     if given and os.getcwd() not in sys.path:
@@ -81,8 +79,7 @@ def _share(state: ServerState, name: str, place: str) -> None:
 def load(place: str) -> Hook:
     """Return the hook, or that of the function, which ``module:attribute`` names.
 
-    Raises:
-        WeirError: if it cannot be imported, or is something else.
+    Raises WeirError if it cannot be imported, or is something else.
     """
     module_name, attribute = place.split(":")
     try:

@@ -33,8 +33,7 @@ LOGITS = (-16.0, -8.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.
 class ServerMetrics:
     """The metrics of one API-server process; prometheus_client adds up those of several.
 
-    Args:
-        model: vLLM's label ``model_name``.
+    `model`: vLLM's label ``model_name``.
     """
 
     def __init__(
@@ -126,8 +125,7 @@ class ServerMetrics:
 class ProbeMetrics:
     """The metrics of the probes that score every request, in one API-server process.
 
-    Args:
-        model: vLLM's label ``model_name``.
+    `model`: vLLM's label ``model_name``.
     """
 
     def __init__(self, model: str, registry: CollectorRegistry = REGISTRY) -> None:

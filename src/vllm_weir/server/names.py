@@ -30,9 +30,8 @@ def check_name(name: str, field: str = "name") -> None:
 class NamedOption:
     """An option of ``weir serve`` that names something and is given once for each; all processes of the server read it.
 
-    Args:
-        variable: of the environment, in which the names and what they stand for travel as JSON.
-        any_name: whether names that `check_name` refuses are taken, too.
+    `variable`: of the environment, in which the names and what they stand for travel as JSON; `any_name`: whether names
+    that `check_name` refuses are taken, too.
     """
 
     def __init__(self, option: str, variable: str, any_name: bool = False) -> None:

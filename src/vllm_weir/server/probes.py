@@ -104,8 +104,7 @@ def keep(state: ServerState, upload: Upload) -> RegisteredProbe:
 def forget(state: ServerState, name: str) -> bool:
     """Delete a name; return whether there was a probe under it. It scores nobody's requests any more.
 
-    Raises:
-        WeirError: if an intervention of every request is gated by it.
+    Raises WeirError if an intervention of every request is gated by it.
     """
     found = False
 

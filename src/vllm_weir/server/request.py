@@ -55,11 +55,7 @@ class WeirRequest:
 
         Fields of other systems are left to `compat`.
 
-        Args:
-            body: The fields that vLLM does not know.
-
-        Raises:
-            WeirError: Naming the field.
+        `body`: the fields that vLLM does not know. Raises WeirError, naming the field.
         """
         if (error := misplaced(xargs, body)) is not None:
             raise error

@@ -40,8 +40,7 @@ class SAESource(NamedTuple):
 def put_options(options: list[str], environ: MutableMapping[str, str]) -> None:
     """Put the values of `OPTION`, ``name=path`` or ``name=path@hook.layer``, into the environment.
 
-    Raises:
-        WeirError: if one is wrong.
+    Raises WeirError if one is wrong.
     """
     _NAMED.put(options, _parse, environ)
 
@@ -54,8 +53,7 @@ def _parse(option: str) -> tuple[str, list[Any]]:
 def check_given(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
     """Refuse what `load_given` would refuse once the engine has started, as far as files tell.
 
-    Raises:
-        WeirError: if one cannot be loaded, or is for another model.
+    Raises WeirError if one cannot be loaded, or is for another model.
     """
     config = ModelConfig.read(*model_in(arguments))
     for name, source in _NAMED.given(environ).items():
@@ -87,8 +85,7 @@ async def load_given(state: ServerState, environ: Mapping[str, str] = os.environ
 async def load(state: ServerState, name: str, source: SAESource, again: bool = False) -> SAEInfo:
     """Load an autoencoder onto the workers, for the requests of all processes; `again`: if it is not loaded yet.
 
-    Raises:
-        WeirError: naming the field, if it cannot be loaded.
+    Raises WeirError, naming the field, if it cannot be loaded.
     """
     check_name(name)
     await state.capabilities()
@@ -99,8 +96,7 @@ async def load(state: ServerState, name: str, source: SAESource, again: bool = F
 async def unload(state: ServerState, name: str) -> bool:
     """Remove an autoencoder; return whether there was one.
 
-    Raises:
-        WeirError: if what is set for all, or a module, has it encode rows.
+    Raises WeirError if what is set for all, or a module, has it encode rows.
     """
     if name not in state.names.read().saes:
         return False

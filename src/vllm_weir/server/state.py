@@ -100,11 +100,7 @@ class ServerState:
 
     @property
     def names(self) -> SharedState | StoreState:
-        """Vectors and modules by name, and the steering of every request.
-
-        Raises:
-            WeirError: If Weir's routes are off.
-        """
+        """Vectors and modules by name, and the steering of every request. Raises WeirError if Weir's routes are off."""
         if self._names is None:
             raise WeirError("this server has none of Weir's routes; start it with `weir serve`")
         return self._names
@@ -118,8 +114,7 @@ class ServerState:
     async def capabilities(self) -> EngineCapabilities:
         """Return the engine's capabilities, asking its workers once.
 
-        Raises:
-            WeirError: If the engine cannot serve Weir's keys.
+        Raises WeirError if the engine cannot serve Weir's keys.
         """
         from vllm_weir.frontend.lookup import ask_workers
 
@@ -157,13 +152,8 @@ class ServerState:
     def keep(self, acts: Activations, size: int, keep_ids: Collection[str] = ()) -> dict[str, Any]:
         """Store rows to be fetched, and return {"id", "url", "expires_in"}.
 
-        Args:
-            acts: The rows.
-            size: Their bytes.
-            keep_ids: Results that must not make room for them.
-
-        Raises:
-            WeirError: If they cannot be stored.
+        `acts`: the rows; `size`: Their bytes; `keep_ids`: Results that must not make room for them. Raises WeirError if
+        they cannot be stored.
         """
         if self.spool is None:
             raise WeirError(
@@ -177,8 +167,7 @@ class ServerState:
     def keep_frames(self, frames: Mapping[str, bytes], keys: list[str]) -> None:
         """Store frames by their keys, which are appended to `keys`: results that must not make room for others.
 
-        Raises:
-            WeirError: If they cannot be stored.
+        Raises WeirError if they cannot be stored.
         """
         for key, frame in frames.items():
             assert self.spool is not None, "a request whose frames are to be fetched is refused without routes"

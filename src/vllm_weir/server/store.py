@@ -32,8 +32,7 @@ def put_option(values: list[str], environ: MutableMapping[str, str]) -> None:
 async def load_given(state: ServerState) -> None:
     """Load what the store has, and follow it from now on.
 
-    Raises:
-        WeirError: if it is another model's, or cannot be reached.
+    Raises WeirError if it is another model's, or cannot be reached.
     """
     names = state.names
     if not isinstance(names, StoreState):
@@ -63,8 +62,7 @@ class Arrivals:
     def arrive(self, contents: RegistryContents) -> Callable[[], None]:
         """Do what contents need, and return what lets go of the rest; both run beside the event loop.
 
-        Raises:
-            OSError: if something cannot be loaded.
+        Raises OSError if something cannot be loaded.
         """
         there = {sae.key: sae.path for sae in contents.saes.values()}
         try:

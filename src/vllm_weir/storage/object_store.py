@@ -97,9 +97,7 @@ class ObjectStore:
     def names(self, *, deep: bool = False, folder_prefix: str = "") -> dict[str, int]:
         """Return the published files and their sizes in bytes, without hidden and temporary ones.
 
-        Args:
-            deep: Also list files in folders.
-            folder_prefix: List only those folders whose names begin so.
+        `deep`: Also list files in folders; `folder_prefix`: List only those folders whose names begin so.
         """
         if self.local:
             try:
@@ -189,9 +187,7 @@ class ObjectStore:
     def sweep(self, folder_prefix: str | None = None) -> None:
         """Delete temporary files whose writers have died, in the folder or of uploads.
 
-        Args:
-            folder_prefix: Also look in those folders of a local store whose names begin so; None
-                for no folder.
+        `folder_prefix`: Also look in those folders of a local store whose names begin so; None for no folder.
         """
         if self.local:
             remove_stale_files(self.root, folder_prefix)

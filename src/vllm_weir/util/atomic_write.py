@@ -14,14 +14,11 @@ from typing import BinaryIO
 def atomic_write(path: str | os.PathLike, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path`, and rename it to `path` if the block succeeds.
 
-    A process that has the old file open or mapped keeps it. After an error `path` is untouched, and
-    the temporary file, whose name ends in ``.tmp``, is deleted. For datasets there is
-    `vllm_weir.storage.atomic_file.AtomicFile`, which also syncs and reserves disk space, uploads, and
-    finds the files of dead writers. A new file has the permissions `mode`, less the umask's.
-
-    Raises:
-        OSError: If the file cannot be written or renamed.
-        ValueError: If `path` contains a NUL.
+    A process that has the old file open or mapped keeps it. After an error `path` is untouched, and the temporary file,
+    whose name ends in ``.tmp``, is deleted. For datasets there is `vllm_weir.storage.atomic_file.AtomicFile`, which
+    also syncs and reserves disk space, uploads, and finds the files of dead writers. A new file has the permissions
+    `mode`, less the umask's. Raises OSError if the file cannot be written or renamed; ValueError if `path` contains a
+    NUL.
     """
     path = Path(path)
     temporary = path.parent / f".weir-{secrets.token_hex(8)}.tmp"

@@ -80,9 +80,7 @@ def stand_in(head: bytes) -> str:
 def open_regular(path: str | os.PathLike, field: str = "path") -> BinaryIO:
     """Open a regular file to read it: a pipe would hold the thread until somebody writes, and a device has no end.
 
-    Raises:
-        MissingFile: if there is none.
-        StoreError: if it cannot be read, or is no regular file.
+    Raises MissingFile if there is none; StoreError if it cannot be read, or is no regular file.
     """
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
@@ -123,11 +121,8 @@ class _Listed:
 def open_archive(file: BinaryIO, bounded: bool = True) -> Iterator[zipfile.ZipFile]:
     """Open a zip archive, before anything in it is unpacked.
 
-    Args:
-        bounded: whether it may unpack to `MOST_UNPACKED` bytes only, or `MOST_RATIO` times its own.
-
-    Raises:
-        ValueError: if it has more names, or would unpack to more; and others of `DAMAGE`.
+    `bounded`: whether it may unpack to `MOST_UNPACKED` bytes only, or `MOST_RATIO` times its own. Raises ValueError if
+    it has more names, or would unpack to more; and others of `DAMAGE`.
     """
     listed = _Listed(file)
     with zipfile.ZipFile(listed) as archive:  # type: ignore[arg-type]
@@ -199,12 +194,8 @@ def _npy_header(file: Any, size: int) -> tuple[tuple[int, ...], np.dtype]:
 def load_torch(path: str | os.PathLike, field: str, classes: Mapping[str, type] | None = None) -> Any:
     """Return the content of a file of ``torch.save``, whose tensors are mapped from it; no code of it runs.
 
-    Args:
-        field: named by errors.
-        classes: further classes by the names that the file has for them, whose fields are read.
-
-    Raises:
-        WeirError: for a file that is damaged, or holds anything but tensors, arrays, plain values and `classes`.
+    `field`: named by errors; `classes`: further classes by the names that the file has for them, whose fields are read.
+    Raises WeirError for a file that is damaged, or holds anything but tensors, arrays, plain values and `classes`.
     """
     import torch
 

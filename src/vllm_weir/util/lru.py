@@ -16,9 +16,8 @@ class LruCache(Generic[Value]):
 
     The callers know what a value and its key take better than a `getsizeof` of cachetools could, so `put` is told.
 
-    Args:
-        max_bytes: total size of all entries.
-        max_entry_bytes: size of the largest entry that is kept; by default `max_bytes`.
+    `max_bytes`: total size of all entries. `max_entry_bytes`: size of the largest entry that is kept; by default
+    `max_bytes`.
     """
 
     def __init__(self, max_bytes: int, max_entry_bytes: int | None = None) -> None:

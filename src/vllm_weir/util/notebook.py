@@ -53,9 +53,7 @@ class Scale:
     def of(cls, numbers: np.ndarray, metric: str = "") -> Scale:
         """Return the scale of numbers; those that are not finite do not count.
 
-        Args:
-            numbers: of any shape.
-            metric: ``"cosine"`` and ``"correlation"`` have 1 at the upper end.
+        `numbers`: of any shape; `metric`: ``"cosine"`` and ``"correlation"`` have 1 at the upper end.
         """
         finite = np.asarray(numbers, np.float64)
         finite = finite[np.isfinite(finite)]
@@ -120,10 +118,8 @@ def result(title: str, *parts: str) -> str:
 def coloured_text(pieces: Sequence[str], numbers: np.ndarray, label: str, total: int | None = None) -> str:
     """Return a text whose tokens are coloured by a number each.
 
-    Args:
-        numbers: [tokens].
-        label: what the numbers are.
-        total: how many tokens there are, if these are the first of them.
+    `numbers`: [tokens]; `label`: what the numbers are; `total`: how many tokens there are, if these are the first of
+    them.
     """
     shown = min(len(pieces), MAX_TOKENS)
     scale = Scale.of(numbers[:shown])
@@ -175,12 +171,7 @@ def heat_map(
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[Sequence[str]] | None = None) -> str:
-    """Return a table.
-
-    Args:
-        rows: texts, as many in each row.
-        styles: CSS of each cell, as `Scale.css` returns it.
-    """
+    """Return a table. `rows`: texts, as many in each row; `styles`: CSS of each cell, as `Scale.css` returns it."""
     shown = rows[:MAX_ROWS]
     lines = ["".join(_cell("th", name) for name in head)]
     for i, row in enumerate(shown):

@@ -17,9 +17,8 @@ logger = logging.getLogger(__name__)
 class PluginGroup:
     """The plugins of an entry-point group.
 
-    Args:
-        kind: what a plugin of it is called in messages.
-        shipped: Weir's own, name -> ``module:class``; a checkout that is not installed has them too.
+    `kind`: what a plugin of it is called in messages. `shipped`: Weir's own, name -> ``module:class``; a checkout that
+    is not installed has them too.
     """
 
     def __init__(self, group: str, kind: str, shipped: Mapping[str, str] = MappingProxyType({})) -> None:

@@ -31,13 +31,8 @@ EVERY = 30.0
 def start_llm(model: str, options: dict[str, Any]) -> Any:
     """Return an ``LLM`` that logs errors only; its processes are spared Ctrl-C, and end with this one.
 
-    Args:
-        model: directory or hub id, or ``demo``.
-        options: of ``vllm.LLM``.
-
-    Raises:
-        WeirError: naming ``model``, for a directory that does not exist; or ``engine``, if vLLM refuses the model or
-            the options.
+    `model`: directory or hub id, or ``demo``; `options`: of ``vllm.LLM``. Raises WeirError, naming ``model``, for a
+    directory that does not exist; or ``engine``, if vLLM refuses the model or the options.
     """
     check_folder(model)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

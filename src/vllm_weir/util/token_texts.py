@@ -12,11 +12,7 @@ from vllm_weir.errors import WeirError
 
 
 class TokenTexts:
-    """Texts of tokens; without a tokenizer, their ids.
-
-    Args:
-        tokenizer: of transformers or vLLM, or None.
-    """
+    """Texts of tokens; without a tokenizer, their ids. `tokenizer`: of transformers or vLLM, or None."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer
@@ -64,9 +60,7 @@ class TokenTexts:
 class SequenceTexts:
     """Texts of a sequence's tokens, looked up when something is shown; a pickle has none of them.
 
-    Args:
-        ids: returns the token at each position, int64, -1 where it is not known; None if no token is.
-        texts: of tokens.
+    `ids`: returns the token at each position, int64, -1 where it is not known; None if no token is. `texts`: of tokens.
     """
 
     def __init__(self, ids: Callable[[], np.ndarray] | None = None, texts: TokenTexts | None = None) -> None:
@@ -78,9 +72,7 @@ class SequenceTexts:
     def at(self, positions: np.ndarray, token_ids: np.ndarray | None = None) -> list[str]:
         """Return a text for each position: the token's, or else its id, or else the position.
 
-        Args:
-            positions: int64 [n], ascending.
-            token_ids: the tokens there, if they are known.
+        `positions`: int64 [n], ascending; `token_ids`: the tokens there, if they are known.
         """
         if token_ids is None:
             if self._ids is None:
@@ -125,10 +117,8 @@ def warn_of_unknown(tokenizer: Any, texts: Sequence[str], encoded: Sequence[Sequ
 def chat_text(tokenizer: Any, messages: Sequence[Any], field: str = "") -> str:
     """Return the text that a tokenizer's chat template makes of messages, special tokens included.
 
-    It ends where the assistant's answer begins, unless the last message is the assistant's.
-
-    Raises:
-        WeirError: naming `field`, if the template refuses them.
+    It ends where the assistant's answer begins, unless the last message is the assistant's. Raises WeirError, naming
+    `field`, if the template refuses them.
     """
     from jinja2 import TemplateError
 

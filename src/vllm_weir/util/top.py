@@ -33,13 +33,8 @@ def top_values(values: torch.Tensor, k: int, rectifier: Rectifier | None = None)
     Long rows are cut into blocks. The k largest values lie in the k blocks with the largest maxima,
     of equal maxima those of the first blocks, so only these blocks are sorted.
 
-    Args:
-        values: float32 [n, m].
-        k: at most m.
-        rectifier: what the values go through first.
-
-    Returns:
-        (indices [n, k], int32 or int64, values float32 [n, k]).
+    `values`: float32 [n, m]; `k`: at most m; `rectifier`: what the values go through first. Returned: (indices [n, k],
+    int32 or int64, values float32 [n, k]).
     """
     if values.is_cuda and k <= MAX_KERNEL_K:
         from vllm_weir.util import top_kernel

@@ -11,11 +11,8 @@ import torch
 def blocks_of(network: Any, num_layers: int | None = None) -> torch.nn.ModuleList:
     """Return the blocks of a causal language model of transformers.
 
-    Args:
-        num_layers: number of its blocks; by default as its configuration says.
-
-    Raises:
-        ValueError: if it does not have exactly one stack of so many blocks.
+    `num_layers`: number of its blocks; by default as its configuration says. Raises ValueError if it does not have
+    exactly one stack of so many blocks.
     """
     count = num_layers or network.config.get_text_config().num_hidden_layers
     stacks = [m for m in network.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
@@ -30,11 +27,8 @@ class TransformersReference:
     The rows are the blocks' own outputs, because transformers' last ``hidden_states`` come after the
     final norm.
 
-    Args:
-        num_layers: number of its blocks; by default as its configuration says.
-
-    Raises:
-        ValueError: if it does not have exactly one stack of so many blocks.
+    `num_layers`: number of its blocks; by default as its configuration says. Raises ValueError if it does not have
+    exactly one stack of so many blocks.
     """
 
     def __init__(self, network: Any, num_layers: int | None = None) -> None:

@@ -53,11 +53,7 @@ class KeptRows:
         self._opened: dict[int, messages.SequenceOpened] = {}
 
     def endpoint(self, key: str) -> str:
-        """Return the kept reader of a collection.
-
-        Raises:
-            WeirError: if there is none under the key.
-        """
+        """Return the kept reader of a collection. Raises WeirError if there is none under the key."""
         if key not in self._collections:
             raise WeirError("the workers keep no rows under this key (any more)", "capture.sink")
         return messages.KEPT + key

@@ -166,9 +166,8 @@ class _Sending(NamedTuple):
 class HookResults:
     """Values, what was saved, and which rows were spoiled, of the step that is being issued.
 
-    Args:
-        tells: whether this worker tells readers; one of a tensor-parallel group does.
-        anew: whether a position may be computed anew with another token, as after a draft that is rejected.
+    `tells`: whether this worker tells readers; one of a tensor-parallel group does. `anew`: whether a position may be
+    computed anew with another token, as after a draft that is rejected.
     """
 
     def __init__(self, device: torch.device, tells: bool, anew: bool) -> None:

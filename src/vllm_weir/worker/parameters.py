@@ -25,11 +25,8 @@ def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     it was with a probability of at most 2**-32. Nothing is sampled: an edit of one neuron changes a
     few thousand words of billions, which samples would miss.
 
-    Args:
-        tensors: (name, tensor), on any device, in an order that does not change.
-
-    Raises:
-        WeirError: if a tensor has no memory.
+    `tensors`: (name, tensor), on any device, in an order that does not change. Raises WeirError if a tensor has no
+    memory.
     """
     found = hashlib.blake2b(digest_size=16)
     factors = torch.empty(0)
@@ -121,8 +118,7 @@ class Parameters:
     def get(self, name: str, occasion: str) -> WholeWeight:
         """Return a weight; `occasion` tells this call from all others, alike on all ranks.
 
-        Raises:
-            WeirError: if it cannot be had.
+        Raises WeirError if it cannot be had.
         """
         held = self._find(name)
         if held.live and self._ranks == 1:

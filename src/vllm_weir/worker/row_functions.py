@@ -92,10 +92,8 @@ class _OnDevice(TorchFunctionMode):
 class RowFunction:
     """A function that is mapped over rows.
 
-    Args:
-        call: one of those that it serves.
-        function: the user's.
-        args: of the call; those that belong to requests are replaced.
+    `call`: one of those that it serves. `function`: the user's. `args`: of the call; those that belong to requests are
+    replaced.
     """
 
     def __init__(self, call: Call, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
@@ -232,8 +230,7 @@ def _finite(rows: torch.Tensor) -> torch.Tensor:
 def returned_of(returned: Any, rows: torch.Tensor, name: str) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
     """Return the rows (None for none) and the values by name that a function returned for rows [n, ...].
 
-    Raises:
-        WeirError: if it returned something else.
+    Raises WeirError if it returned something else.
     """
     new, given = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if new is not None and not _is_like(new, rows):

@@ -25,8 +25,7 @@ class WorkerSAEs(Mapping[str, SAE]):
     never meets other weights than it was admitted with. One that is unloaded stays until the last
     request that holds it ends.
 
-    Args:
-        limit: most bytes of all of them; None for what the device has free.
+    `limit`: most bytes of all of them; None for what the device has free.
     """
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
@@ -54,9 +53,8 @@ class WorkerSAEs(Mapping[str, SAE]):
 
         Nothing happens if there is one under the key.
 
-        Returns:
-            ``{"bytes"}``, those of all that are on the device; or ``{"error", "field"}``, since what
-            a worker raises reaches the caller as a text alone.
+        Returns ``{"bytes"}``, those of all that are on the device; or ``{"error", "field"}``, since what a worker
+        raises reaches the caller as a text alone.
         """
         try:
             if key not in self._saes:
@@ -72,10 +70,8 @@ class WorkerSAEs(Mapping[str, SAE]):
     def hold(self, request_id: str, key: str) -> SAE:
         """Return an autoencoder, which stays on the device until the request is released.
 
-        The key may be that of one block of a cross-layer transcoder (`block_key`).
-
-        Raises:
-            WeirError: if there is none under the key.
+        The key may be that of one block of a cross-layer transcoder (`block_key`). Raises WeirError if there is none
+        under the key.
         """
         own = self._held.get(request_id, {})  # of one that joins again after a preemption
         whole, layer = split_key(key)

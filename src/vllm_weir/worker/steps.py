@@ -46,10 +46,7 @@ def _never_sampled() -> Mapping[str, int]:
 class Steps:
     """Tells the taps what each forward pass is to record and to change, and its readers what it did.
 
-    Args:
-        parts: of this worker.
-        runner: vLLM's model runner, "V1" or "V2".
-        speculative: see `EngineTraits.speculative`.
+    `parts`: of this worker; `runner`: vLLM's model runner, "V1" or "V2"; `speculative`: see `EngineTraits.speculative`.
     """
 
     def __init__(self, parts: Parts, runner: str, speculative: bool) -> None:

@@ -137,10 +137,8 @@ class CheckpointUnembedding:
     The division by the norm of the stream, which is the same for all tokens, is left out, and so
     are a scale and a soft cap of the logits: none changes the order of the tokens.
 
-    Args:
-        weight: of the norm, float32 [d_model]: what its output is multiplied by.
-        centres: whether the norm subtracts the mean, as LayerNorm does.
-        matrix: [vocabulary, d_model].
+    `weight`: of the norm, float32 [d_model]: what its output is multiplied by; `centres`: whether the norm subtracts
+    the mean, as LayerNorm does; `matrix`: [vocabulary, d_model].
     """
 
     def __init__(self, weight: torch.Tensor, centres: bool, matrix: torch.Tensor) -> None:

@@ -134,8 +134,7 @@ def verify(case: str, plan: BenchPlan, outputs: Sequence[Any]) -> None:
 def sweep(llm: Any, plan: BenchPlan, clean: list[int], corrupt: list[int]) -> list[Any]:
     """Return the cells of a sweep over each token of the first blocks, in the form of outputs.
 
-    Raises:
-        ValueError: if a cell has no number.
+    Raises ValueError if a cell has no number.
     """
     import vllm_weir as weir
 

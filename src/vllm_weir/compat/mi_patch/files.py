@@ -42,10 +42,8 @@ def read_foreign_npz(store: ObjectStore, names: dict[str, int], hidden_size: int
     or a copy of some files. A damaged file is noted, and raises when its rows are accessed; or at
     once, if there is no other.
 
-    Args:
-        store: Store of the files.
-        names: The files, and their sizes in bytes.
-        hidden_size: d_model, which is needed to decode topk8 where no manifest says it.
+    `store`: Store of the files; `names`: the files, and their sizes in bytes; `hidden_size`: d_model, which is needed
+    to decode topk8 where no manifest says it.
     """
     files = []
     for name in sorted(names):

@@ -48,8 +48,7 @@ def from_gates(gates: Any, names: KnownNames) -> tuple[list[Probe], list[Add]]:
     A probe's scope ``this_token`` multiplies what is added by ``sigmoid(sharpness * (score -
     threshold))``; ``rest_of_request`` adds at all tokens after the first whose score is above.
 
-    Returns:
-        The probes that the gates hold themselves, and an addition for each vector; its `path` is its gate.
+    Returns the probes that the gates hold themselves, and an addition for each vector; its `path` is its gate.
     """
     probes: list[Probe] = []
     added: list[Add] = []

@@ -89,14 +89,11 @@ def _reference(reference: Any) -> tuple[str, Any]:
 def from_fields(fields: Mapping[str, Any], path: str = "") -> list[Intervention]:
     """Translate a module of the fork to interventions, additions first, then clamps.
 
-    Args:
-        fields: ``vectors``, ``prefill_vectors`` and ``decode_vectors`` have the form of
-            `from_tiers`'s `steering_vectors`; ``clamps``, ``prefill_clamps`` and ``decode_clamps``
-            are ``{hook: {layer: [entry, ...]}}``, an entry being
-            ``{"vector", "value" or "min" and / or "max", "strength"}``, or ``{hook: packed}`` with
-            ``bounds`` (``[[min, max], ...]``, null for none) and ``strengths`` in place of
-            ``scales``. Other fields are ignored.
-        path: prefix of the fields' names in errors.
+    `fields`: ``vectors``, ``prefill_vectors`` and ``decode_vectors`` have the form of `from_tiers`'s
+    `steering_vectors`; ``clamps``, ``prefill_clamps`` and ``decode_clamps`` are ``{hook: {layer: [entry, ...]}}``, an
+    entry being ``{"vector", "value" or "min" and / or "max", "strength"}``, or ``{hook: packed}`` with ``bounds``
+    (``[[min, max], ...]``, null for none) and ``strengths`` in place of ``scales``. Other fields are ignored. `path`:
+    prefix of the fields' names in errors.
     """
     vectors, clamps = ([fields.get(f"{prefix}{kind}") for prefix in TIERS] for kind in ("vectors", "clamps"))
     return at_most(_in_tiers(vectors, clamps, path))

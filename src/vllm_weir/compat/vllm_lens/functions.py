@@ -60,13 +60,8 @@ class LensFunction:
 def register_hooks(self: Any, hooks: Sequence[Any], prefetch_params: Sequence[str] | None = None) -> None:
     """Let hooks act on every later request, after those that are registered.
 
-    Args:
-        self: the LLM.
-        hooks: `LensHook`, or vllm-lens's own.
-        prefetch_params: has no effect: a function reads weights without.
-
-    Raises:
-        WeirError: naming the field, if the engine cannot do them; then nothing changes.
+    `self`: the LLM; `hooks`: `LensHook`, or vllm-lens's own; `prefetch_params`: has no effect: a function reads weights
+    without. Raises WeirError, naming the field, if the engine cannot do them; then nothing changes.
     """
     from vllm_weir.compat.vllm_lens.request import REGISTERED, in_lens_words, lens_hooks
 

@@ -76,9 +76,7 @@ def read(extra_args: Mapping[str, Any], by_client: bool = True) -> RequestSpec:
 def lens_capture(value: object, key: str = LENS_CAPTURE_KEY) -> Capture | None:
     """Translate ``output_residual_stream`` or ``output_qk`` to a Capture; None for False or an empty list.
 
-    Args:
-        value: a list (or array) of blocks, True for all of them, or either as JSON.
-        key: which of the two.
+    `value`: a list (or array) of blocks, True for all of them, or either as JSON; `key`: which of the two.
     """
     if isinstance(value, str):
         try:
@@ -171,8 +169,7 @@ class SteeringVector:
 def lens_interventions(value: object) -> tuple[Intervention, ...]:
     """Translate ``apply_steering_vectors`` to interventions.
 
-    Args:
-        value: a list of SteeringVectors (Weir's or vllm-lens's own) or dicts, or that as JSON.
+    `value`: a list of SteeringVectors (Weir's or vllm-lens's own) or dicts, or that as JSON.
     """
     if isinstance(value, str):
         value = loads(value, LENS_STEER_KEY)
@@ -196,10 +193,7 @@ REGISTERED = "register_hooks"
 def lens_hooks(value: object, key: str = LENS_HOOKS_KEY, start: int = 0) -> tuple[Hook, ...]:
     """Translate ``apply_hooks``, or what ``register_hooks`` is given, to hooks.
 
-    Args:
-        value: a list of `LensHook`, or of vllm-lens's own.
-        key: where they are from.
-        start: index of the first.
+    `value`: a list of `LensHook`, or of vllm-lens's own; `key`: where they are from; `start`: index of the first.
     """
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise WeirError(f"expected a list of hooks, got {type(value).__name__}; code never comes as text", key)

@@ -177,12 +177,9 @@ def weights_now(runner: Any) -> str | dict[str, str]:
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's parameters and the buffers that belong to its state, by name.
 
-    Kernels of CPUs keep the matrices of linear modules in a form of their own, which cannot be read,
-    and vLLM drops the parameter. Of such a module it yields products with vectors that between them
-    have every column.
-
-    Raises:
-        WeirError: if weights can be read in neither way.
+    Kernels of CPUs keep the matrices of linear modules in a form of their own, which cannot be read, and vLLM drops the
+    parameter. Of such a module it yields products with vectors that between them have every column. Raises WeirError if
+    weights can be read in neither way.
     """
     for prefix, module in model.named_modules():
         kept = {n: t for n, t in module._buffers.items() if n not in module._non_persistent_buffers_set}

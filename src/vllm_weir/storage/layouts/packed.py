@@ -39,11 +39,7 @@ FILE_BYTES = 4096
 
 
 class PackedWriter(BufferedWriter):
-    """The writer of the layout ``packed``.
-
-    Args:
-        pack_bytes: A file is published once its requests have this many bytes.
-    """
+    """The writer of the layout ``packed``. `pack_bytes`: a file is published once its requests have this many bytes."""
 
     layout = "packed"
 

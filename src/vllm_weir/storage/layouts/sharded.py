@@ -187,8 +187,7 @@ KEPT_BYTES = 64 << 20
 class ShardedWriter(Writer):
     """The writer of the layout ``sharded``. It has one open shard for each kind of records.
 
-    Args:
-        shard_bytes: A shard is published once it has this many bytes.
+    `shard_bytes`: a shard is published once it has this many bytes.
     """
 
     layout = "sharded"

@@ -96,9 +96,8 @@ def _chosen_entries(
 
     Names of writers sort by time.
 
-    Returns:
-        Whether each entry of the manifest is of the chosen writer, bool [entries]; and whether each
-        request is finished, bool [requests].
+    Returns whether each entry of the manifest is of the chosen writer, bool [entries]; and whether each request is
+    finished, bool [requests].
     """
     writer, writers = codes(table, "writer")
     writer_rank = np.argsort(np.argsort(writers))[writer] if len(writers) else writer

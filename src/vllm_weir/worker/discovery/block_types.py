@@ -28,8 +28,7 @@ SEARCHES = 3
 class BlockTypes:
     """The solutions by type of block, for one recorded pass and one choice of ports.
 
-    Args:
-        only_scales: whether a module, by path, has no matrix.
+    `only_scales`: whether a module, by path, has no matrix.
     """
 
     def __init__(

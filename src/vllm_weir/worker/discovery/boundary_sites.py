@@ -43,8 +43,7 @@ class _CallTensor:
 class BoundarySites:
     """Finds and verifies the sites outside the blocks; the verdicts go to `sites`.
 
-    Args:
-        noise_pass: a pass with noise in the embedding, the blocks and the final norm.
+    `noise_pass`: a pass with noise in the embedding, the blocks and the final norm.
     """
 
     def __init__(self, recorded: RecordedModel, noise_pass: Trace, sites: SiteMap) -> None:

@@ -137,12 +137,9 @@ def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
 
     A block's `resid_pre` shares a tap with `resid_post` of the block before, placed at the latter.
 
-    Returns:
-        Tap number -> anchor, in the order in which taps at one place have to act.
-
-    Raises:
-        WeirError: if a layer does not exist. With ``refused="start"`` also if a hook point that the
-            settings name is refused in a layer, or all sites are refused.
+    Returned: tap number -> anchor, in the order in which taps at one place have to act. Raises WeirError if a layer
+    does not exist. With ``refused="start"`` also if a hook point that the settings name is refused in a layer, or all
+    sites are refused.
     """
     layers = range(sites.num_layers) if settings.layers == "all" else settings.layers
     for layer in layers:

@@ -36,11 +36,7 @@ ROUNDINGS = 4
 
 
 class Verification:
-    """Turns what was found into verdicts.
-
-    Args:
-        noise_levels: block -> level of the noise pass in which it was found.
-    """
+    """Turns what was found into verdicts. `noise_levels`: block -> level of the noise pass in which it was found."""
 
     def __init__(
         self,

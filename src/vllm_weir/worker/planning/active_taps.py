@@ -25,8 +25,7 @@ class ActiveTaps:
     columns that are scored before their tap goes on, those from FUNCTIONS on of functions that are called inside
     graphs. CELLS and GROUPS say what a tap's kernel has to be able to do, REPLAY that routers may be made to choose.
 
-    Args:
-        number_of: identity of a compiled function -> its number, None for one that only the host calls.
+    `number_of`: identity of a compiled function -> its number, None for one that only the host calls.
     """
 
     def __init__(self, number_of: Callable[[str], int | None] = lambda _: None) -> None:
@@ -75,8 +74,7 @@ class ActiveTaps:
 
         Requests that need taps for as long as they live count even in a step that leaves them out.
 
-        Args:
-            groups: request ids, and the position of each one's first token in the step.
+        `groups`: request ids, and the position of each one's first token in the step.
         """
         mask = self._union
         for request_ids, starts in groups if self._in_prompt else ():
@@ -91,11 +89,8 @@ class ActiveTaps:
     def needed_by(self, requests: Iterable[tuple[EngineSpec, int]]) -> list[tuple[int, bool]]:
         """Return the masks of steps that have such requests, each request alone or all of them together.
 
-        Args:
-            requests: what they ask, and how many tokens their prompts have.
-
-        Returns:
-            Each mask once, with whether only steps that compute a prompt have it.
+        `requests`: what they ask, and how many tokens their prompts have. Returns each mask once, with whether only
+        steps that compute a prompt have it.
         """
         alone = [(self._mask_of[spec], spec.end <= prompt_len) for spec, prompt_len in requests]
         always = functools.reduce(operator.or_, (mask for mask, in_prompts in alone if not in_prompts), 0)

@@ -49,10 +49,8 @@ class CapturingRequest:
 class CapturePlanner:
     """Plans captures, one request at a time.
 
-    Args:
-        d_model: width of a row in ring and arena.
-        ring_rows: column -> rows of the ring that one of its rows takes; left out where that is 1.
-        row_bytes: bytes of a row in ring and arena.
+    `d_model`: width of a row in ring and arena. `ring_rows`: column -> rows of the ring that one of its rows takes;
+    left out where that is 1. `row_bytes`: bytes of a row in ring and arena.
     """
 
     def __init__(
@@ -86,11 +84,8 @@ class CapturePlanner:
     ) -> None:
         """Plan a request's `count` tokens: positions from `start`, tokens of the step from `first`.
 
-        Positions may be up to `behind` less than planned, if they are generated: a token gives every row
-        that is wanted at any position it may have.
-
-        Raises:
-            WeirError: if there is no room for them.
+        Positions may be up to `behind` less than planned, if they are generated: a token gives every row that is wanted
+        at any position it may have. Raises WeirError if there is no room for them.
         """
         end = start + count
         offset = first - start

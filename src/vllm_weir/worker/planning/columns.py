@@ -132,11 +132,8 @@ class SiteSets:
 
         The rank of a column is that of its first ring row.
 
-        Reduced rows have site sets of their own (`reduced`): their ranks count cells of a group,
-        whereas a streamed step replaces the ranks of other rows by places in bands.
-
-        Raises:
-            WeirError: if the table is full.
+        Reduced rows have site sets of their own (`reduced`): their ranks count cells of a group, whereas a streamed
+        step replaces the ranks of other rows by places in bands. Raises WeirError if the table is full.
         """
         key = columns, reduced
         number = self._number_of.get(key)

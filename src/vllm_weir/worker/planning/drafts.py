@@ -62,9 +62,8 @@ class VerifiedTokens:
     def keep(self, entries: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return what holds of entries that each stand for a run of tokens.
 
-        Args:
-            entries: [m], of a dtype with fields `position` and `count`, and maybe `stride`.
-            tokens: int64 [m], the first token of each; -1 for entries that are kept as they are.
+        `entries`: [m], of a dtype with fields `position` and `count`, and maybe `stride`. `tokens`: int64 [m], the
+        first token of each; -1 for entries that are kept as they are.
         """
         if not len(entries):
             return entries
@@ -80,8 +79,7 @@ class VerifiedTokens:
 class DraftLedger:
     """Follows where requests really are, while the host plans ahead of verification.
 
-    Args:
-        most_drafts: how far ahead of its true position a token may be planned.
+    `most_drafts`: how far ahead of its true position a token may be planned.
     """
 
     def __init__(self, most_drafts: int) -> None:
@@ -92,10 +90,8 @@ class DraftLedger:
     def verify(self, step: DraftedStep, sampled: Mapping[str, int]) -> VerifiedTokens:
         """Take in the next step, in order.
 
-        Args:
-            step: as planned.
-            sampled: request -> tokens that were sampled for it: the accepted drafts and one more.
-                Requests without drafts may be left out.
+        `step`: as planned. `sampled`: request -> tokens that were sampled for it: the accepted drafts and one more.
+        Requests without drafts may be left out.
         """
         for request_id in step.restarted:
             self._next.pop(request_id, None)

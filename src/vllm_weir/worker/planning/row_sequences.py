@@ -186,10 +186,8 @@ class RowSequences:
     def place(self, row_seq: RowSequence, ranks: int) -> list[tuple[int, int, int]]:
         """Return places for the next `ranks` ranks: (first rank, place, count) per extent.
 
-        Return fewer if there is no room for the rest and rows may be dropped.
-
-        Raises:
-            WeirError: if there is no room and rows may not be dropped.
+        Return fewer if there is no room for the rest and rows may be dropped. Raises WeirError if there is no room and
+        rows may not be dropped.
         """
         self.catch_up()
         places = []

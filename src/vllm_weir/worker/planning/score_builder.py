@@ -110,10 +110,8 @@ class ByEndpoint:
     def add(self, endpoints: np.ndarray | int, rows: np.ndarray, tokens: np.ndarray | int) -> None:
         """Add rows [n].
 
-        Args:
-            endpoints: numbers of their readers, [n], or one for all of them.
-            rows: what readers are told.
-            tokens: the first token that each one stands for, [n], or one for all of them.
+        `endpoints`: numbers of their readers, [n], or one for all of them; `rows`: what readers are told; `tokens`: the
+        first token that each one stands for, [n], or one for all of them.
         """
         self._rows.append(rows)
         self._endpoints.append(endpoints)

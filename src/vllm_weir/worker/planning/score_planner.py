@@ -49,8 +49,7 @@ class ScoredRequest:
 class ScorePlanner:
     """Plans what the probes of requests read.
 
-    Args:
-        reports: whether this worker reports scores; one per tensor-parallel group does.
+    `reports`: whether this worker reports scores; one per tensor-parallel group does.
     """
 
     def __init__(self, probes: ProbeTable, table: ProgramTable, row_seqs: RowSequences, reports: bool = True) -> None:
@@ -64,16 +63,14 @@ class ScorePlanner:
     def recipe(self, scoring: Scoring, cached: bool) -> ScoringRecipe:
         """Return what requests with the same probes have in common, the same object if it is `cached`.
 
-        Raises:
-            WeirError: if this worker cannot do what is asked.
+        Raises WeirError if this worker cannot do what is asked.
         """
         return self._recipes[scoring] if cached else ScoringRecipe(scoring, self._programs)
 
     def join(self, request_id: str, endpoint: str, recipe: ScoringRecipe) -> ScoredRequest:
         """Give rows to the probes of a request, of which this worker reports something, until it leaves.
 
-        Raises:
-            WeirError: if a table is full.
+        Raises WeirError if a table is full.
         """
         if not recipe.probes:
             return ScoredRequest(request_id, endpoint, recipe, None, _NO_PROBES, _NO_PROBES)
@@ -101,10 +98,7 @@ class ScorePlanner:
     ) -> None:
         """Plan a request's `count` tokens: positions from `start`, tokens of the step from `first`.
 
-        Positions may be up to `behind` less than planned.
-
-        Raises:
-            WeirError: if a gate would need to know what follows.
+        Positions may be up to `behind` less than planned. Raises WeirError if a gate would need to know what follows.
         """
         recipe = request.recipe
         if recipe.early_bits and count > 1:

@@ -107,9 +107,7 @@ class SteadyRequests:
     ) -> np.ndarray:
         """Plan consecutive tokens of requests in the steady state, all arrays [n].
 
-        Returns:
-            bool [n], for which of them that was possible: the others' rows need another extent or
-            row sequence.
+        Returns bool [n], for which of them that was possible: the others' rows need another extent or row sequence.
         """
         row_seqs = self._row_seqs
         indices = self.row_seq[slots]

@@ -148,12 +148,10 @@ class SteeringPlanner:
     ) -> SteeredRequest:
         """Return a request's steering, which holds its vectors until it leaves.
 
-        `prompt_ids` is None if only the device knows them; `fetch` returns missing vectors by digest;
-        `salt` is of its keys in the prefix cache; `own_from`: see `cache_keys.own_from`; `steps`: see
-        `EngineSpec.steps`, by default those of `scoring`, or the interventions; `replay`: see `CacheKeys`.
-
-        Raises:
-            WeirError: if the tables cannot hold it.
+        `prompt_ids` is None if only the device knows them; `fetch` returns missing vectors by digest; `salt` is of its
+        keys in the prefix cache; `own_from`: see `cache_keys.own_from`; `steps`: see `EngineSpec.steps`, by default
+        those of `scoring`, or the interventions; `replay`: see `CacheKeys`. Raises WeirError if the tables cannot hold
+        it.
         """
         interventions = tuple(interventions)
         if steps is None:
@@ -194,11 +192,8 @@ class SteeringPlanner:
     ) -> None:
         """Plan a request's `count` tokens: positions from `start`, tokens of the step from `first`.
 
-        Positions may be up to `behind` less than planned, if they are generated. Where that matters, the
-        device chooses the programs.
-
-        Raises:
-            WeirError: if it cannot be steered as asked.
+        Positions may be up to `behind` less than planned, if they are generated. Where that matters, the device chooses
+        the programs. Raises WeirError if it cannot be steered as asked.
         """
         selectors, by_position = request.selectors, request.recipe.by_position
         end, offset = start + count, first - start
@@ -251,10 +246,8 @@ class SteeringPlanner:
     def _report_cached(self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, start: int) -> None:
         """Report positions before `start`, whose KV comes from the prefix cache.
 
-        By its cache keys, that KV was steered as this request asks.
-
-        Raises:
-            WeirError: if it may come from a request that failed before it was steered.
+        By its cache keys, that KV was steered as this request asks. Raises WeirError if it may come from a request that
+        failed before it was steered.
         """
         if self.unsteered_kv.may_reach(request.keys, start):
             raise WeirError(
@@ -318,10 +311,8 @@ class SteeringPlanner:
     def program(self, request: SteeredRequest, code: int, position: int = -1) -> int:
         """Return the program of tokens with `code`, the bits of their selectors; -1 for none.
 
-        `position` is needed if it has interventions with an instruction for each position.
-
-        Raises:
-            WeirError: if the tables are full.
+        `position` is needed if it has interventions with an instruction for each position. Raises WeirError if the
+        tables are full.
         """
         recipe = request.recipe
         if recipe.by_position:

@@ -60,11 +60,7 @@ def launch(tap: int, tensors: ScoreTensors, stages: int = ALL_STAGES) -> None:
 
 
 class _Runs:
-    """Runs whose probes are computed alike.
-
-    Args:
-        runs: int32 [n, 4], see RUN_FIELDS.
-    """
+    """Runs whose probes are computed alike. `runs`: int32 [n, 4], see RUN_FIELDS."""
 
     def __init__(self, tap: int, tensors: ScoreTensors, runs: np.ndarray) -> None:
         rows, self._first, self._counts, fresh = runs.astype(np.int64).T

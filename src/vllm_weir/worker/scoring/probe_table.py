@@ -130,8 +130,7 @@ class ProbeTable(HostTables):
     def hold(self, recipe: ScoringRecipe) -> HeldProbes:
         """Give rows to a request's probes and gates; the vectors that they use are held already.
 
-        Raises:
-            WeirError: if a table is full, or a vector has a wrong length.
+        Raises WeirError if a table is full, or a vector has a wrong length.
         """
         sizes = [probe.state_size for probe in recipe.probes]
         size = sum(sizes) + len(recipe.gates)

@@ -80,8 +80,7 @@ class ScoringRecipe:
 def _reads(taps: Sequence[int], table: ProgramTable) -> bool:
     """Return whether a worker has the taps that one request reads, that is, all of them or none.
 
-    Raises:
-        WeirError: if it has some of them, or parts of their rows.
+    Raises WeirError if it has some of them, or parts of their rows.
     """
     rows = [table.row_at(tap) for tap in taps]
     if any(rows) and not all(rows):

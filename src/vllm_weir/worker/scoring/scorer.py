@@ -139,9 +139,8 @@ class Scorer:
     def read(self, reads: ScoreReads) -> Callable[[ScoreReads | None], dict[str, np.ndarray]]:
         """Copy what readers are told of the step, after its forward pass was issued.
 
-        Returns:
-            A function that waits for the copy, and returns endpoint -> float32 [n]. It may be given
-            reads of fewer tokens or columns, if some turn out not to hold.
+        Returned: A function that waits for the copy, and returns endpoint -> float32 [n]. It may be given reads of
+        fewer tokens or columns, if some turn out not to hold.
         """
         cells = self.tensors.cells[: reads.tokens, : reads.columns]
         if self._device.type != "cuda":

@@ -183,8 +183,7 @@ class StepControllers:
     def run(self) -> list[tuple[ControlledGate, str]]:
         """Ask the controllers after a step; all that Weir does on a GPU is ordered on the current stream.
 
-        Returns:
-            The gates whose requests fail, and why: their controller has raised.
+        Returns the gates whose requests fail, and why: their controller has raised.
         """
         failed: list[tuple[ControlledGate, str]] = []
         for call in self._calls:

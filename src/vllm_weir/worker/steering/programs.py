@@ -126,8 +126,7 @@ class ProgramTable(HostTables):
     def hold_vectors(self, digests: Iterable[str], fetch: Callable[[list[str]], dict[str, np.ndarray]]) -> None:
         """Hold a request's vectors, each once, all or none; `fetch` returns missing ones by digest, float32 [width].
 
-        Raises:
-            WeirError: if the table is full or a vector cannot be had.
+        Raises WeirError if the table is full or a vector cannot be had.
         """
         held: list[str] = []
         missing: list[str] = []
@@ -180,8 +179,7 @@ class ProgramTable(HostTables):
     def vector_row(self, digest: str, width: int) -> int:
         """Return the first row of a vector of `width` values that is held.
 
-        Raises:
-            WeirError: if it has another number of values.
+        Raises WeirError if it has another number of values.
         """
         slot = self._vector_slots.slot_of[digest]
         if self._lengths[slot] != width:
@@ -198,10 +196,8 @@ class ProgramTable(HostTables):
     def hold(self, active: Sequence[ActiveIntervention]) -> tuple[Hashable, int]:
         """Return (key, number) of the program for interventions in the order in which they apply.
 
-        Each call needs one `release` of the key.
-
-        Raises:
-            WeirError: if a table is full, or this worker cannot do what is asked.
+        Each call needs one `release` of the key. Raises WeirError if a table is full, or this worker cannot do what is
+        asked.
         """
         key = tuple((digest, rank) for _, digest, rank in active)
         try:
@@ -308,8 +304,7 @@ class ProgramTable(HostTables):
     def _chain_of(self, intervention: ResolvedIntervention, rank: int, row: TapRow) -> tuple[Node, ...]:
         """Return what an intervention does to a tap's row, at all positions or at one.
 
-        Raises:
-            WeirError: if that takes columns that the tap does not have, or a vector has another width.
+        Raises WeirError if that takes columns that the tap does not have, or a vector has another width.
         """
         terms = intervention.instructions if rank < 0 else intervention.of_position(rank)
         flags = AFTER_POST if intervention.hook == "resid_pre" else 0

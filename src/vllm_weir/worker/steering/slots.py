@@ -43,8 +43,7 @@ class Slots:
     def hold(self, key: Hashable, rows: int = 1) -> tuple[int, bool]:
         """Return the key's slot for one user more, and whether its content must be written; a new key gets `rows`.
 
-        Raises:
-            IndexError: if too many slots are in use.
+        Raises IndexError if too many slots are in use.
         """
         if key in self.slot_of:
             self._idle.pop(key, None)

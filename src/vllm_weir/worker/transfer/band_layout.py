@@ -113,9 +113,8 @@ def _bands_by_tap(site_sets: Mapping[int, tuple[int, ...]]) -> list[Band]:
 def learn_tap_order(orders: Sequence[tuple[int, ...]], reached: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the orders of taps that are known after a step.
 
-    Args:
-        orders: those known before it; orders that the step contradicts are dropped.
-        reached: taps that the model has reached in the step, in order.
+    `orders`: those known before it; orders that the step contradicts are dropped. `reached`: taps that the model has
+    reached in the step, in order.
     """
     kept = [order for order in orders if [t for t in order if t in reached] == [t for t in reached if t in order]]
     if any(set(reached).issubset(order) for order in kept):

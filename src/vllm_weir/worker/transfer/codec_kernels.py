@@ -60,13 +60,9 @@ def _pack(parts, records, k, record_bytes, PARTS: tl.constexpr, BLOCK: tl.conste
 def pack(parts: torch.Tensor, k: int) -> torch.Tensor:
     """Return the records of values that are given as sums.
 
-    Args:
-        parts: [n, m * k], contiguous, any float dtype: m addends of each row of k values, one after
-            the other, which are added up in float32.
-        k: a multiple of 4, so that every record's head lies on a word's boundary.
-
-    Returns:
-        uint8 [n, 8 + k], as `vllm_weir.codec.encode` packs the sums with ``full8``.
+    `parts`: [n, m * k], contiguous, any float dtype: m addends of each row of k values, one after the other, which are
+    added up in float32; `k`: a multiple of 4, so that every record's head lies on a word's boundary. Returns uint8 [n,
+    8 + k], as `vllm_weir.codec.encode` packs the sums with ``full8``.
     """
     n, width = parts.shape
     if width % k or k % 4 or not parts.is_contiguous():

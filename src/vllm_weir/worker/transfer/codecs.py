@@ -65,10 +65,7 @@ class Codec:
     def check_kernel(self, dtype: torch.dtype, device: torch.device) -> None:
         """Compare the kernel's records of a few rows with those of `vllm_weir.codec`.
 
-        Waits for the device.
-
-        Raises:
-            WeirError: if they differ by more than rounding can explain.
+        Waits for the device. Raises WeirError if they differ by more than rounding can explain.
         """
         if not self.quick:
             return
@@ -134,8 +131,7 @@ class Codecs:
     def hold(self, request_id: str, compression: Compression) -> int:
         """Return the number of the compression's codec, which `request_id` uses until `release`.
 
-        Raises:
-            WeirError: if the device cannot compute it.
+        Raises WeirError if the device cannot compute it.
         """
         number = self._numbers_by_compression.pop(compression, None)
         if number is None:

@@ -105,11 +105,8 @@ class CudaCopyOut:
     def send_runs(self, start: int, stride: int, runs: np.ndarray) -> None:
         """Copy runs of rows with gaps between them.
 
-        Args:
-            start: ring row of lane 0.
-            stride: ring rows of a lane.
-            runs: int64 [m, 5] of first lane, arena row, arena rows from one lane to the next,
-                lanes, and rows that are copied of each lane.
+        `start`: ring row of lane 0; `stride`: ring rows of a lane; `runs`: int64 [m, 5] of first lane, arena row, arena
+        rows from one lane to the next, lanes, and rows that are copied of each lane.
         """
         lanes, firsts, places, steps, counts, widths = self._host.split_runs(runs).T
         size = self._row_bytes

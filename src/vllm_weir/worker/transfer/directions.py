@@ -53,10 +53,8 @@ class Directions:
     def hold(self, request_id: str, digests: tuple[str, ...], endpoint: str) -> int:
         """Return the number of a set's codec, which `request_id` uses until `release`.
 
-        A set that is not on the device is fetched from the reader at `endpoint`.
-
-        Raises:
-            ValueError: if it cannot be fetched.
+        A set that is not on the device is fetched from the reader at `endpoint`. Raises ValueError if it cannot be
+        fetched.
         """
         if digests not in self._numbers:
             vectors = self._fetcher.fetch(endpoint, list(digests))

@@ -79,11 +79,9 @@ class Notifier:
 
     A reader that cannot be reached loses its rows; the engine does not wait for it.
 
-    Args:
-        rows: the host buffer, [rows, d_model].
-        buffer_server: knows which readers map the buffer.
-        keep: stands for the readers in this process (`messages.KEPT`): called with the endpoint, the
-            changes of its layout, its arrivals, the rows' bytes, and its failed requests.
+    `rows`: the host buffer, [rows, d_model]; `buffer_server`: knows which readers map the buffer; `keep`: stands for
+    the readers in this process (`messages.KEPT`): called with the endpoint, the changes of its layout, its arrivals,
+    the rows' bytes, and its failed requests.
     """
 
     def __init__(

@@ -63,8 +63,7 @@ class HostBuffer:
     def prepare(self, start: int, rows: int) -> None:
         """Pin these rows, so that the device can write them, and let a thread pin the next ones.
 
-        Raises:
-            WeirError: if the host has no memory for it.
+        Raises WeirError if the host has no memory for it.
         """
         first, last = start // self._block_rows, (start + rows - 1) // self._block_rows
         for block in range(first, last + 1):
@@ -76,8 +75,7 @@ class HostBuffer:
     def pin(self, rows: int) -> int:
         """Pin the first `rows` rows, or all there are, and return how many bytes were not pinned before.
 
-        Raises:
-            WeirError: if the host has no memory for it.
+        Raises WeirError if the host has no memory for it.
         """
         wanted = min(-(-rows // self._block_rows), len(self._pinned))
         blocks = [block for block in range(wanted) if not self._pinned[block]]

@@ -22,11 +22,7 @@ class CompressedRecords:
 
 
 class Postprocessor:
-    """Makes records of a step's rows in the ring; on CUDA on the current stream.
-
-    Args:
-        ring: [rows, d_model].
-    """
+    """Makes records of a step's rows in the ring; on CUDA on the current stream. `ring`: [rows, d_model]."""
 
     def __init__(self, ring: torch.Tensor) -> None:
         self._ring = ring
@@ -72,9 +68,8 @@ def pieces_of(places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 class PackGroup:
     """The tokens of a step that share codec and site set, and their records.
 
-    Args:
-        lanes: int64 [n], ascending, each token's lane.
-        places: int64 [n], byte of the arena at which each token's records start.
+    `lanes`: int64 [n], ascending, each token's lane; `places`: int64 [n], byte of the arena at which each token's
+    records start.
     """
 
     def __init__(

@@ -157,10 +157,7 @@ class ReadOuts:
     ) -> Callable[[tuple[int, ...]], int]:
         """Return what gives the number of the codec for rows with these columns, until `release`.
 
-        `with_rows`: whether the rows are sent, too.
-
-        Raises:
-            WeirError: if something cannot be read.
+        `with_rows`: whether the rows are sent, too. Raises WeirError if something cannot be read.
         """
         readers = {read_out: self._reader(request_id, read_out) for read_out in read_outs}
         layout = RecordLayout.of(read_outs, self._d_model * self._itemsize if with_rows else 0)

@@ -24,9 +24,8 @@ class RequestCodecs:
     def hold(self, request_id: str, postprocess: Postprocess | None, endpoint: str) -> tuple[int, ReadOutCodec | None]:
         """Return `codec` and `read_out_codec` of `Planner.add_capture` for a request of the reader at `endpoint`.
 
-        Raises:
-            ValueError: if a direction cannot be fetched.
-            WeirError: if the device cannot compute it, or something cannot be read.
+        Raises ValueError if a direction cannot be fetched; WeirError if the device cannot compute it, or something
+        cannot be read.
         """
         if postprocess is None:
             return -1, None

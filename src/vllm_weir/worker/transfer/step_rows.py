@@ -23,8 +23,7 @@ STREAM_SHARE = 8
 class StepRows:
     """Gives each step its rows of the ring, and sends what the taps have written there.
 
-    Args:
-        streamed_copy: does so while a step runs; None if no step is streamed.
+    `streamed_copy`: does so while a step runs; None if no step is streamed.
     """
 
     def __init__(

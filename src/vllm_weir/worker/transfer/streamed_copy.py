@@ -208,9 +208,8 @@ class StreamedCopy:
     def end(self, plan: StepPlan) -> Callable[[], None]:
         """Send the step's compressed rows and its reductions, which are complete.
 
-        Returns:
-            A function that waits until all rows have arrived, and raises RuntimeError if they
-            cannot be vouched for.
+        Returned: A function that waits until all rows have arrived, and raises RuntimeError if they cannot be vouched
+        for.
         """
         unreached = {
             tap for tap, bands in self._bands_of_tap.items() if any(tap in band.unwritten_taps for band in bands)
