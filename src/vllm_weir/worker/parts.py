@@ -27,9 +27,9 @@ from vllm_weir.worker.tap.op import TapSwitch, TapTensors
 from vllm_weir.worker.tap.reductions import TapReducer
 from vllm_weir.worker.tap.replay import Replays
 from vllm_weir.worker.transfer.buffer_server import BufferServer
+from vllm_weir.worker.transfer.directions import RequestCodecs
 from vllm_weir.worker.transfer.notifier import Notifier
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
-from vllm_weir.worker.transfer.request_codecs import RequestCodecs
 from vllm_weir.worker.transfer.step_rows import StepRows
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,8 @@ from vllm_weir.worker.model_info import ModelInfo, worker_report
 from vllm_weir.worker.parameters import Parameters
 from vllm_weir.worker.parts import Parts, RequestFailures
 from vllm_weir.worker.planning.active_taps import ActiveTaps
-from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.arena import Arena, RowLayout
 from vllm_weir.worker.planning.planner import Planner
-from vllm_weir.worker.planning.row_layout import RowLayout
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.saes import WorkerSAEs
 from vllm_weir.worker.scoring.probe_table import ProbeTable
@@ -48,11 +47,10 @@ from vllm_weir.worker.tap.routing import RoutedRows
 from vllm_weir.worker.transfer.buffer_server import BufferServer
 from vllm_weir.worker.transfer.codecs import Codecs
 from vllm_weir.worker.transfer.copy_out import CpuCopyOut, CudaCopyOut
-from vllm_weir.worker.transfer.directions import Directions
+from vllm_weir.worker.transfer.directions import Directions, RequestCodecs
 from vllm_weir.worker.transfer.notifier import Notifier
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
 from vllm_weir.worker.transfer.read_outs import ReadOuts
-from vllm_weir.worker.transfer.request_codecs import RequestCodecs
 from vllm_weir.worker.transfer.ring import Ring
 from vllm_weir.worker.transfer.step_rows import StepRows
 

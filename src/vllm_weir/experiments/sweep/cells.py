@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.experiments.metrics import BoundMetric, OnOutput
-from vllm_weir.experiments.sweep.checkpoint import Checkpoint, NoCheckpoint
 from vllm_weir.experiments.sweep.plan import BASE_RUN, SOURCE_RUN, Job, SweepPlan
+from vllm_weir.experiments.sweep.result import Checkpoint, NoCheckpoint
 from vllm_weir.frontend.engine import Engine
 from vllm_weir.guard.request_extras import extras_in, set_extras, with_extras
 from vllm_weir.schema.capture import Capture

@@ -16,7 +16,6 @@ from vllm_weir.experiments.adapter import Adapter
 from vllm_weir.experiments.metrics import DENOISE, BoundMetric, Mode, bind_metric, check_engine, parse_mode
 from vllm_weir.experiments.prompts import Prompt, check_tokens, encode, named, parse_one_or_more
 from vllm_weir.experiments.sweep.cells import CellRunner
-from vllm_weir.experiments.sweep.checkpoint import Checkpoint, NoCheckpoint
 from vllm_weir.experiments.sweep.plan import (
     Pair,
     Receiver,
@@ -27,7 +26,7 @@ from vllm_weir.experiments.sweep.plan import (
     precedes,
     token_labels,
 )
-from vllm_weir.experiments.sweep.result import Sweep
+from vllm_weir.experiments.sweep.result import Checkpoint, NoCheckpoint, Sweep
 from vllm_weir.frontend.engine import Engine, EngineCapabilities
 from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.fields import right_words

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.refusals import refused
 from vllm_weir.errors import WeirError
-from vllm_weir.experiments.sweep.checkpoint import Checkpoint, decode, decode_value, encode_header, encode_value
+from vllm_weir.experiments.sweep.result import Checkpoint, decode, decode_value, encode_header, encode_value
 
 PLAN, KEYS = "ab" * 32, 500
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)

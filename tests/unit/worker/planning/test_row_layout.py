@@ -8,8 +8,8 @@ import pytest
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.rows import Shard
 from vllm_weir.schema.taps import STAGES, column_of, num_columns, tap_of
+from vllm_weir.worker.planning.arena import RowLayout
 from vllm_weir.worker.planning.columns import RUN, SCORE_READ, SiteSets, as_integers, concatenate
-from vllm_weir.worker.planning.row_layout import RowLayout
 
 D, LAYERS = 32, 2
 Z, K, POST = Site("z", 1), Site("k", 1), Site("mlp_post", 0)
