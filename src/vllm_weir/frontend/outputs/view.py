@@ -23,7 +23,12 @@ from vllm_weir.frontend.outputs.host_postprocess import (
     reduce_rows,
     sources_of,
 )
-from vllm_weir.frontend.outputs.intervention_receipts import VerifiedIntervention, intervention_receipts
+from vllm_weir.frontend.outputs.intervention_receipts import (
+    VerifiedIntervention,
+    changed_by_intervention,
+    gate_counts,
+    intervention_receipts,
+)
 from vllm_weir.frontend.outputs.read_outs import collect, from_records, from_rows
 from vllm_weir.frontend.outputs.scored_rows import ScoredRows
 from vllm_weir.frontend.outputs.ticket import Ticket
@@ -31,11 +36,10 @@ from vllm_weir.frontend.receive.pending_sequence import PendingSequence, TakenRo
 from vllm_weir.frontend.receive.tokens import SequenceTokens, TokenIds
 from vllm_weir.results.activations import Activations, CompressedRows
 from vllm_weir.results.read_outs import ReadValues
-from vllm_weir.results.receipt import GateCount, Receipt
+from vllm_weir.results.receipt import Receipt
 from vllm_weir.results.scores import HookValues, Scores
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.functions import by_authors
-from vllm_weir.schema.gates import COSINE_PREFIX, PREFIX, split_feature_name
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
@@ -453,7 +457,7 @@ class OutputView:
         self.settle()
         activations = self.activations()
         verified = self.verify()
-        changed = self._by_intervention(verified)
+        changed = changed_by_intervention(verified, self.changed_positions, self.cached_tokens)
         return Receipt(
             captured={site: activations.count(site) for site in activations.sites},
             dropped=self._dropped(activations),
@@ -467,7 +471,7 @@ class OutputView:
             compression=self._compression(),
             files=tuple(file for ticket in self.tickets for file in ticket.files),
             sinks={ticket.sink: ticket.state for ticket in self.tickets},
-            gates=self._gates(verified),
+            gates=gate_counts(self.pending.admitted, verified, self._acted),
             interventions=intervention_receipts(
                 self.pending.admitted, verified, self._acted_here, self._scored_rows().doses
             ),
@@ -485,53 +489,6 @@ class OutputView:
         """Return those of `changed_positions` that were computed for this sequence."""
         positions = self.changed_positions(intervention)
         return positions[positions >= self.cached_tokens]
-
-    def _gates(self, verified: Sequence[Sequence[VerifiedIntervention]]) -> tuple[GateCount | None, ...]:
-        """Return what became of the gate of each intervention asked for."""
-        admitted = self.pending.admitted
-        out: list[GateCount | None] = []
-        for given, resolved in zip(admitted.interventions, verified, strict=True):
-            gate = given.gate
-            if gate < 0:
-                out.append(None)
-                continue
-            most = max(resolved, key=lambda one: one.asked, default=None)
-            acted = _NOWHERE if most is None else self._acted(gate, most.intervention)
-            controller = admitted.gates[gate].controller
-            scored = admitted.probes[admitted.gates[gate].probe]
-            probe, feature = split_feature_name(f"{PREFIX}{controller}" if controller else scored.name)
-            counts: GateCount = {
-                "probe": probe,
-                "fired": len(acted),
-                "of": 0 if most is None else most.asked,
-                "spans": _spans(acted),
-            }
-            if feature is not None:
-                counts["feature"] = feature
-            if scored.cosine and not controller:
-                counts |= {"probe": probe.removeprefix(COSINE_PREFIX), "metric": "cosine"}
-            out.append(counts)
-        return tuple(out)
-
-    def _by_intervention(self, verified: Sequence[Sequence[VerifiedIntervention]]) -> list[tuple[dict[Site, int], int]]:
-        """Return site -> rows changed, and shared positions, of each intervention asked for.
-
-        An intervention that was asked for can have become several, one of them for each of its
-        layers.
-        """
-        out = []
-        for resolved in verified:
-            sites = {
-                Site(one.intervention.hook, layer): one.changed for one in resolved for layer in one.intervention.layers
-            }
-            shared = max((one.cached for one in resolved), default=0)
-            moves = [one.intervention for one in resolved]
-            if shared and len(moves) > 1 and any(move.per_position for move in moves):
-                # A term whose vector is zero at its layer is not among that layer's positions.
-                positions = np.unique(np.concatenate([self.changed_positions(move) for move in moves]))
-                shared = int(np.searchsorted(positions, self.cached_tokens))
-            out.append((dict(sorted(sites.items())), shared))
-        return out
 
     def settle(self) -> None:
         """Wait until the sinks have taken this sequence's rows.
@@ -727,18 +684,9 @@ class OutputView:
         return [pick_values(rows, self.part.picks) for rows in join_shards(taken)]
 
 
-def _spans(positions: np.ndarray) -> list[list[int]]:
-    """Return the ranges that ascending positions form, as [first, end]."""
-    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1) if len(positions) else []
-    return [[int(run[0]), int(run[-1]) + 1] for run in runs]
-
-
 def _run_from(first: int, positions: torch.Tensor) -> int:
     """Return how many of ascending positions follow each other, beginning with `first`."""
     return int((positions == torch.arange(first, first + len(positions))).sum())
-
-
-_NOWHERE = np.zeros(0, np.int64)
 
 
 def _join(parts: Sequence[Mapping[Site, torch.Tensor]]) -> Mapping[Site, torch.Tensor]:
