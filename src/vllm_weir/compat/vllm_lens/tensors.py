@@ -122,9 +122,14 @@ def attention_patterns(
 ) -> torch.Tensor:
     """Return the attention pattern of one block, [heads, n, n], of a request with ``output_qk``.
 
-    `activations`: ``out.activations``, or what `decode_activations` returns; `layer`: the block; `dtype`: of the
-    computation and the result. Raises KeyError if the request has not asked for ``output_qk``; WeirError if it has not
-    asked for this block.
+    Args:
+        activations: ``out.activations``, or what `decode_activations` returns.
+        layer: the block.
+        dtype: of the computation and the result.
+
+    Raises:
+        KeyError: if the request has not asked for ``output_qk``.
+        WeirError: if it has not asked for this block.
     """
     if "qk_layers" not in activations:
         raise KeyError("these are no activations of a request with output_qk")
