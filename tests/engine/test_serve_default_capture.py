@@ -92,7 +92,8 @@ def test_the_trainers_client_finds_its_rows(server, tmp_path: Path) -> None:
         chat = client.chat.completions.create(model=model, messages=messages, max_tokens=1, extra_body=extra)
     handle, params = named(chat, chat.prompt_token_ids)
     check(generated(params), chat.prompt_token_ids)
-    vllm_s = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector")
+    from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as vllm_s
+
     check(vllm_s.load_hidden_states(handle), chat.prompt_token_ids)
     vllm_s.cleanup_hidden_states(handle)
     assert not list(folder.glob(f"{Path(handle).name}*"))
