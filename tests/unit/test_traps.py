@@ -472,5 +472,12 @@ def test_trap_17_who_waits_for_a_worker_s_word_holds_up_nobody_in_the_event_loop
 
 def test_trap_17_plain_requests_that_end_at_the_same_time_go_out_first():
     """Though nothing is left to wait for."""
-    view = SimpleNamespace(finished=True, concluded=lambda: True, verify=list, settle=lambda: None, routing=list)
+    view = SimpleNamespace(
+        finished=True,
+        concluded=lambda: True,
+        verify=list,
+        settle=lambda: None,
+        routing=list,
+        pending=SimpleNamespace(trace=None),
+    )
     assert generated(("steered", view), ("plain", None), ("plain", None)) == ["plain", "plain", "steered"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_weir.compat.vllm_lens.functions import METHODS
+from vllm_weir.compat.vllm_lens.methods import METHODS
 from vllm_weir.config.env import OFF
 from vllm_weir.guard import refuse as guard
 from vllm_weir.guard.import_hook import when_imported

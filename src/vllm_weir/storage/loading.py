@@ -25,7 +25,7 @@ _WRITERS = {
     "packed": ("packed", "PackedWriter"),
     "per_request": ("per_request", "PerRequestWriter"),
     "npz": ("npz", "NpzWriter"),
-    "speculators": ("speculators", "SpeculatorsWriter"),
+    "speculators": ("per_request", "SpeculatorsWriter"),
 }
 """Layout -> (module, class). They are imported when they are used, since `sharded` needs
 pyarrow."""

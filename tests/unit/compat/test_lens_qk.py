@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -48,9 +49,14 @@ def capabilities(facts=None, refused=(), heads=None):
     return EngineCapabilities(sites, LAYERS, 64, "float32", 1024, shapes | (heads or {}), facts=model)
 
 
+class Made(NamedTuple):
+    entries: Stacked
+    captures: tuple
+
+
 def stacks(value, engine=None, has_media=False, **more):
     with in_lens_words():
-        return stack(read({"output_qk": value} | more), engine or capabilities(), has_media)
+        return Made(*stack(read({"output_qk": value} | more), engine or capabilities(), has_media))
 
 
 def test_what_is_captured_for_it():

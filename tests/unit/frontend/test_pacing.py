@@ -278,7 +278,7 @@ async def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_wi
 
     create = patches.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
     pacing = Pacing()
-    serving = Serving(SimpleNamespace(frontend=SimpleNamespace(pacing=pacing)))
+    serving = Serving(SimpleNamespace(frontend=SimpleNamespace(pacing=pacing), by_default=None))
     request = SimpleNamespace(name=kind, model_extra=None, vllm_xargs=None)
     plain = asyncio.create_task(create(serving, request))
     await asyncio.sleep(0)
