@@ -42,7 +42,7 @@ BLOCKS = [block for page in pages() for block in blocks(page)]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LANGUAGES = {"python", "bash", "text", "json", "toml", "yaml"}
 GENERATED = {"docs/models.md"}
-NOT_IN_THE_REPOSITORY = {"bench/results/latest.json", "out/", "out/demo/", "vllm-lens/", "weir/"}
+NOT_IN_THE_REPOSITORY = {"bench/results/latest.json", "data/hidden_states", "out/", "out/demo/", "vllm-lens/", "weir/"}
 """What docs name in backticks that looks like a path: files that commands write, and prefixes of model names."""
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 UsageError: Any = typer.BadParameter.__mro__[1]

@@ -20,6 +20,8 @@ from vllm_weir.streaming.batches import BatchLayout, Cursor, Tensors, read_tenso
 from vllm_weir.streaming.connection import Connection, accept, parse_address
 
 logger = logging.getLogger(__name__)
+ANSWER_SECONDS = 1.0
+"""How long a stream that is closed waits for clients to take what they are told last."""
 SEGMENT_BYTES = 32 << 20
 """Memory is taken in pieces of this size, or of a batch's if that is more."""
 SPARE_SEGMENTS = 4
@@ -195,6 +197,12 @@ class RowSender:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        # Who asked before is still told how the stream ended.
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_RD)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._connections, ANSWER_SECONDS)
         for connection in connections:
             connection.close()
         if not self.address.startswith("tcp://"):
@@ -269,6 +277,7 @@ class RowSender:
             if connection is not None:
                 with self._changed:
                     self._connections.discard(connection)
+                    self._changed.notify_all()
                     for segment in [one for one in self._mapped.values() if connection in one.mapped]:
                         self._unmapped(connection, segment, unknown=True)
                 connection.close()

@@ -18,6 +18,7 @@ from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.hooks import Site
 from vllm_weir.streaming.consumer import Stream
 from vllm_weir.streaming.dataset import StreamedRows
+from vllm_weir.streaming.sender import RowSender
 
 SITES = [Site("resid_post", 1), Site("resid_post", 3)]
 
@@ -105,6 +106,24 @@ def test_compressed_rows_are_decoded(made: Any, tmp_path: Path) -> None:
     one._sender.finish()
     (batch,) = reader(tmp_path)
     assert torch.equal(batch.rows[SITES[0]].float(), rows.half().float())
+
+
+def test_who_asked_before_the_stream_was_closed_is_told_of_its_end(made: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    send = RowSender._send
+
+    def late(self: RowSender, connection: Any, number: int) -> None:
+        threading.Event().wait(0.3 * (number > 0))
+        send(self, connection, number)
+
+    monkeypatch.setattr(RowSender, "_send", late)
+    one = made()
+    give(one, 0)
+    found = iter(reader(tmp_path))
+    assert next(found).requests[0] == 0
+    closing = threading.Thread(target=one.close, daemon=True)
+    closing.start()
+    assert next(found, None) is None
+    eventually(closing.is_alive, False, 30)
 
 
 def test_a_full_stream_waits_for_the_trainer(made: Any, tmp_path: Path) -> None:
